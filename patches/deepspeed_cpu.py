@@ -8,9 +8,9 @@ deepspeed/runtime/zero/stage_1_and_2.py (ZeRO-1 and ZeRO-2), from 0.18.7 to 0.18
 autograd graph if the device has memory for it, which a CPU always has; the first step then fails with 'Output 0 of
 SplitBackward0 is a view and is being modified inplace'. 0.19 detaches the buffer; before 0.18.7 it had no graph.
 
-deepspeed/runtime/engine.py builds FusedAdam for `"optimizer": {"type": "AdamW"}`, which on a CPU compiles an operator
-for minutes. torch's Adam is used, as with `torch_adam`, where it takes the same parameters: the same formula with other
-roundings, so a line says so. `"torch_adam": false` builds FusedAdam.
+deepspeed/ops/adam/fused_adam.py compiles its kernel for minutes when an optimizer is made: the usual one for "Adam" and
+"AdamW" in a configuration without "torch_adam", and gpt-neox's. torch's computes the same formula with other roundings,
+so a line says so.
 """
 
 from __future__ import annotations
@@ -30,24 +30,33 @@ def detached(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -
     return original(*args, **kwargs).detach()
 
 
+_REMARK = (
+    "on a CPU the optimizer is that of torch.optim, not FusedAdam, which would be compiled first: its numbers are "
+    "rounded differently from a GPU's"
+)
+
+
+def with_torch_adam(fused: type[torch.optim.Optimizer]) -> type:
+    """FusedAdam without a kernel: making one makes torch's AdamW, or Adam, where these take the same settings."""
+
+    class FusedAdam:
+        def __new__(  # type: ignore[misc]
+            cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: Any = (0.9, 0.999),
+            eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
+            set_grad_none: bool = True,
+        ) -> torch.optim.Optimizer:  # fmt: skip
+            if not bias_correction or amsgrad:
+                return fused(params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad)  # type: ignore[arg-type, call-arg]
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                say(_REMARK)
+            kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+            return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    return FusedAdam
+
+
 def _no_operator() -> None:
     """build_shm_op that builds none: torch's collectives are used."""
-
-
-_ADAM = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}  # what torch's takes, of the configuration
-
-
-def with_torch_adam(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """_configure_basic_optimizer that builds torch's Adam or AdamW in place of FusedAdam."""
-    parameters = engine.optimizer_params() or {}
-    if engine.optimizer_name() in ("adam", "adamw") and not engine.zero_use_cpu_optimizer() and {*parameters} <= _ADAM:
-        engine._config.optimizer_params = {**parameters, "torch_adam": True}
-        if engine.global_rank == 0:
-            say(
-                "on a CPU the optimizer is that of torch.optim, not FusedAdam, which would be compiled first: its "
-                "numbers are rounded differently from a GPU's; write \"torch_adam\" in the optimizer's params to choose"
-            )
-    return original(engine, *args, **kwargs)
 
 
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2"
@@ -64,9 +73,8 @@ PATCHES = (  # none imitates a CUDA device
         replace=around(detached),
     ),
     Patch(
-        *("deepspeed", "deepspeed.runtime.engine", "DeepSpeedEngine._configure_basic_optimizer", DEEPSPEED),
-        reason="FusedAdam is compiled for minutes",
-        replace=around(with_torch_adam),
-        parameters=("self", "model_parameters"),
+        *("deepspeed", "deepspeed.ops.adam.fused_adam", "FusedAdam", DEEPSPEED),
+        reason="its kernel is compiled for minutes, in every rank at once",
+        replace=with_torch_adam,
     ),
 )

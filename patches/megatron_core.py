@@ -73,12 +73,12 @@ def keeping_storage(original: Callable[..., None], out: Any, deallocate_pipeline
         out.storage_being_sent = storage
 
 
-def for_this_interpreter(original: Callable[[], None]) -> None:
-    """compile_helpers that passes suffix and include paths of the running interpreter to make."""
+def for_this_interpreter(original: Callable[[], None], library: str = "helpers_cpp") -> None:
+    """compile_helpers that passes suffix and include paths of the running interpreter to make. It builds `library`."""
     folder = Path(original.__code__.co_filename).resolve().parent
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     command = ["make", "-C", str(folder), f"LIBEXT={suffix}", f"CPPFLAGS={_includes()}"]
-    if not (folder / f"helpers_cpp{suffix}").exists() and subprocess.run(command).returncode != 0:
+    if not (folder / f"{library}{suffix}").exists() and subprocess.run(command).returncode != 0:
         raise UnsupportedError(f"'{' '.join(command)}' failed: Megatron's datasets need make and a C++ compiler")
 
 

@@ -86,6 +86,8 @@ class DefaultGenerators:
         return self.count
 
     def __getitem__(self, index: int) -> torch.Generator:
+        if index >= self.count:
+            raise IndexError(index)  # also what ends an iteration
         return torch.default_generator
 
 

@@ -4,11 +4,11 @@ Invariant: a version's tests run only after the interpreter has confirmed that i
 version is an overlay, a folder with one distribution, first on PYTHONPATH; another torch is a separate environment.
 Both are made once, in the user's cache. A mode that fails even without protection does not count against this project;
 this is decided from the test's own report, not from a list. A version that cannot run gives one line with the reason.
-A checkout of Megatron-LM runs unmodified in its place; Megatron compiles its data set helpers in it.
+A checkout runs unmodified in its place; Megatron compiles its data set helpers in it.
 
 In: versions, as `deepspeed-0.18.9` or `deepspeed-0.18.9+torch-2.10.0`, without a number the installed one; folders with
-checkouts of Megatron-LM. Out: one line per version and mode, a Markdown table with one row per version, exit status 1
-if a mode failed.
+checkouts of Megatron-LM, or of the programs that train a DeepSpeed engine. Out: one line per version and mode, a
+Markdown table with one row per version, exit status 1 if a mode failed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ft_plugins.errors import FtError
+from ft_plugins.patches import MegatronPackage, package_in
 from harness.megatron_lm import checkouts_in
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,13 @@ TESTS = {
     "deepspeed": ("deepspeed", "tests/scenarios/test_deepspeed_exact.py"),  # module, file
     "megatron-core": ("megatron.core", "tests/scenarios/test_megatron_exact.py"),
     MEGATRON_LM: ("megatron.core", "tests/integration/test_megatron_lm_versions.py"),
+    "Megatron-DeepSpeed": ("megatron", "tests/integration/test_megatron_deepspeed.py"),
+    "gpt-neox": ("megatron", "tests/integration/test_gpt_neox.py"),
+}
+PATHS = {  # of a checkout, for the tests
+    MEGATRON_LM: "MEGATRON_LM_PATH",
+    "Megatron-DeepSpeed": "MEGATRON_DEEPSPEED_PATH",
+    "gpt-neox": "GPT_NEOX_PATH",
 }
 PACKAGES = ("deepspeed", "megatron-core")
 CELLS = "killed_in_forward"  # of the file: one test per mode
@@ -60,7 +68,7 @@ class Version:
     name: str
     number: str = ""
     torch: str = ""
-    checkout: Path | None = None  # of Megatron-LM
+    checkout: Path | None = None  # of Megatron-LM, or of a client of DeepSpeed
 
     @classmethod
     def of(cls, text: str) -> Version:
@@ -77,6 +85,20 @@ class Version:
 def megatron_lm(root: Path) -> list[Version]:
     """The versions checked out in `root`, or `root` itself. Raises FtError."""
     return [Version(MEGATRON_LM, str(checkout), checkout=checkout.folder) for checkout in checkouts_in(root)]
+
+
+def clients(root: Path) -> list[Version]:
+    """The checkouts of DeepSpeed's clients in `root`, or `root` itself, labelled with their folders. Raises FtError."""
+    folders = [root, *(sorted(root.iterdir()) if root.is_dir() else ())]
+    found = [(package_in([folder / "megatron"]), folder.resolve()) for folder in folders]
+    versions = [
+        Version(package.value, re.sub(r"[^\w.-]", "_", folder.name), checkout=folder)
+        for package, folder in found
+        if package is not MegatronPackage.MEGATRON_LM
+    ]
+    if not versions:
+        raise FtError(f"{root}: expected a checkout of Megatron-DeepSpeed or gpt-neox, or a folder of them")
+    return versions
 
 
 @dataclass(frozen=True)
@@ -178,7 +200,7 @@ def modes(version: Version) -> tuple[Version, list[Cell], Path]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]), "PYTHONUNBUFFERED": "1"}
     version = resolved(version, python, first, environment)
     if version.checkout:
-        environment["MEGATRON_LM_PATH"] = str(version.checkout)
+        environment[PATHS[version.name]] = str(version.checkout)
     label = f"{version.name}-{version.number}+torch-{version.torch}"
     _, file = TESTS[version.name]
     with tempfile.TemporaryDirectory(prefix="ftm-") as scratch, open(CACHE / f"{label}.log", "w") as log:
@@ -268,14 +290,17 @@ def write(page: Path, rows: Sequence[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", help=f"default, without --megatron-lm: {' '.join(DEFAULT)}")
+    parser.add_argument("versions", nargs="*", help=f"default, without checkouts: {' '.join(DEFAULT)}")
     roots = "a folder with a checkout of Megatron-LM per tag, or one checkout; may be repeated"
     parser.add_argument("--megatron-lm", type=Path, action="append", metavar="ROOT", default=[], help=roots)
+    roots = "a folder with checkouts of Megatron-DeepSpeed and gpt-neox, or one checkout; may be repeated"
+    parser.add_argument("--clients", type=Path, action="append", metavar="ROOT", default=[], help=roots)
     parser.add_argument("--docs", action="store_true", help="write the rows of these versions into docs/versions.md")
     args = parser.parse_args()
     try:
-        given = args.versions or (() if args.megatron_lm else DEFAULT)
+        given = args.versions or (() if args.megatron_lm or args.clients else DEFAULT)
         checkouts = [version for root in args.megatron_lm for version in megatron_lm(root)]
+        checkouts += [version for root in args.clients for version in clients(root)]
         versions = [*map(Version.of, given), *checkouts]
     except (ValueError, FtError) as error:
         parser.error(str(error))

@@ -29,12 +29,12 @@ from typing import Any
 
 from ft_plugins.base.intake import parsed
 from ft_plugins.launcher import job_identity
-from ft_plugins.launcher.rendezvous.peer_client import PURPOSE
+from ft_plugins.launcher.rendezvous.peers import PURPOSE
 from ft_plugins.launcher.rounds.held_looks import longest_hold
 from ft_plugins.launcher.rounds.node_messages import Message
 from ft_plugins.launcher.rounds.roster import Roster, RosterPage, assembled
 from ft_plugins.launcher.rounds.waiting_nodes import Application
-from ft_plugins.transport import connections
+from ft_plugins.transport import door
 from ft_plugins.transport.channel import ClientHandshake, Party, Sealer
 from ft_plugins.transport.dial import ADMITTED
 from ft_plugins.transport.frame_codec import HANDSHAKE, PLAIN, Decoder, seal
@@ -83,7 +83,7 @@ class RendezvousFigures:
 def measure(nodes: int, waiting_seconds: float) -> RendezvousFigures:
     """The story with `nodes` nodes; they run, and then wait, for `waiting_seconds` each. Raises TimeoutError if a round
     does not form within minutes, RuntimeError for a lead that ends, or ranks that are not those of a round."""
-    connections.raise_limit()
+    door.raise_limit()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")

@@ -27,7 +27,7 @@ from ft_plugins.smp.tree.agreement import ExchangeEpoch, NodeReport
 from ft_plugins.smp.tree.tree_member import Connected, TreeLink, TreeMember
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
-from ft_plugins.transport import connections, protocol
+from ft_plugins.transport import door, protocol
 from ft_plugins.transport.channel import ClientHandshake, Party, ServerHandshake
 from ft_plugins.transport.loop import Loop
 
@@ -253,7 +253,7 @@ def measure(nodes: int, seconds: float, detect_seconds: float = DETECT_SECONDS) 
 
     An iteration begins when it is due and all nodes know that the version of the one before is committed. Raises
     TimeoutError if the nodes do not join, commit a version, or find the lost one within `_PATIENCE_SECONDS`."""
-    connections.raise_limit()
+    door.raise_limit()
     with closing(_Job(nodes, detect_seconds)) as job:
         whole = len(job.members) - 1
         joined = job.run(_PATIENCE_SECONDS, lambda: _joined(job) and all(r.exchange for r in job.reports))

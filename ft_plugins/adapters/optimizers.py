@@ -24,9 +24,12 @@ EXPECTED = "expected TorchHost(model, optimizer, scheduler=None, sampler=None)"
 
 def by_name(given: Any) -> dict[str, Any]:
     """One or several, by name: '' for a single one, else the keys of a mapping or the places in a sequence."""
-    named = {str(key): one for key, one in given.items()} if isinstance(given, Mapping) else {"": given}
-    if isinstance(given, Sequence):
+    if isinstance(given, Mapping):
+        named = {str(key): one for key, one in given.items()}
+    elif isinstance(given, Sequence):
         named = {str(place): one for place, one in enumerate(given)}
+    else:
+        named = {"": given}
     return {"": next(iter(named.values()))} if len(named) == 1 else named
 
 

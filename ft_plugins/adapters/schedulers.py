@@ -1,4 +1,4 @@
-"""Restore a learning rate scheduler by its own `load_state_dict`, whatever was loaded into it before.
+"""Restore schedulers: of the learning rate by its own `load_state_dict`, and of a curriculum.
 
 The scheduler of Megatron-DeepSpeed adds the loaded number of steps to its own, and DeepSpeed, a client and a restore
 may each load it: each load begins with the values that it was built with. A script may also step schedulers of torch
@@ -6,7 +6,8 @@ over the optimizer of an engine that has none: they are found among the objects 
 
 Invariant: after `load` its state is the given one, and so it is when training begins; else the job ends.
 
-In: a scheduler, right after it was built; an optimizer. Out: the same schedulers, restored."""
+In: a scheduler, right after it was built; an optimizer; an engine. Out: the same schedulers, restored; the state of a
+curriculum."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from ..errors import InventoryError, ResumeError, UnsupportedError
 from ..snapshot.capture import codec
 
 _PLAIN = (bool, int, float, str, type(None))
+DIFFICULTY = "current_difficulty"  # of a curriculum's state
 
 
 class SchedulerRestore:
@@ -105,3 +107,10 @@ def require_encodable_scheduler(scheduler: Any, rank: int) -> None:
             f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: its state_dict() "
             f"must contain only plain values, tensors and arrays ({error})"
         ) from error
+
+
+def curriculum(engine: Any) -> dict[str, Any]:
+    """The live state of the engine's own curriculum, up to DeepSpeed 0.18; {} without one. At its largest difficulty it
+    stays there, whatever its schedule says later."""
+    live: dict[str, Any] = getattr(getattr(engine, "curriculum_scheduler_legacy", None), "state", {})
+    return live

@@ -31,9 +31,8 @@ from typing import Any, TypeVar
 from ..errors import ConfigError, ProtocolError
 from ..events import Events
 from ..transport.channel import Channel, ClientHandshake, Party, ServerHandshake
-from ..transport.connections import RejectedConnections
 from ..transport.dial import ADMITTED, Dialer
-from ..transport.door import Door, DoorLimits
+from ..transport.door import Door, DoorLimits, RejectedConnections, listen
 from ..transport.frame_codec import HANDSHAKE, Message
 from ..transport.framed import FramedSocket
 from ..transport.loop import Loop
@@ -162,16 +161,7 @@ class RankDoor:
 
     def open(self) -> None:
         """Listen. Raises ConfigError if the address cannot be used."""
-        listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            listener.bind((self._address, 0))
-            listener.listen(512)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"rank {self.me.node} cannot listen on {self._address} ({error.strerror}); choose another "
-                "--ftp-interface"
-            ) from error
+        listener = listen(self._address, 0, f"rank {self.me.node}")
         self.endpoint = (self._address, int(listener.getsockname()[1]))
         self._loop = Loop("ft-ranks-door")
         self._door = Door(

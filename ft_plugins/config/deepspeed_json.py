@@ -18,6 +18,7 @@ from typing import Any
 
 from ..base.intake import DEPTH, SHOWN, Unfit, json_value, read_bytes, require_shallow, shown
 from ..errors import ConfigError
+from .neox_yaml import settings_in_arguments
 from .schema import Config, keys, protects
 
 BLOCK = "ft_plugins"
@@ -40,10 +41,13 @@ def config_path(arguments: Sequence[str]) -> str | None:
 
 
 def from_arguments(arguments: Sequence[str], folder: Path) -> Config:
-    """The configuration in the file named in the arguments of a script that runs in `folder`; an empty one if none is
-    named. Raises ConfigError."""
+    """The configuration in the file named in the arguments of a script that runs in `folder`, or in the yml files of a
+    gpt-neox job; an empty one if none is named. Raises ConfigError."""
     path = config_path(arguments)
-    return Config() if path is None else from_file(folder / path)
+    if path is not None:
+        return from_file(folder / path)
+    block = settings_in_arguments(arguments, folder).get(BLOCK)
+    return Config() if block is None else _config_in({BLOCK: block}, "the yml files")
 
 
 def from_file(path: Path) -> Config:

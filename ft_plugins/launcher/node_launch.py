@@ -36,7 +36,7 @@ from ..recovery.resize import sizes
 from ..smp.serve import leftovers
 from ..smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ..snapshot.segment import paths
-from ..transport import connections
+from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
 from .agent.agent import ProgressAgent
@@ -91,7 +91,7 @@ def launch(
     (workers have got it too, and the SMP waits for the same command).
     """
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
-    connections.raise_limit()
+    door.raise_limit()
     events = Events(job.node if job else "")
     outcome: Outcome | None = None
     with ExitStack() as stack:

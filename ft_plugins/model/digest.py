@@ -1,6 +1,7 @@
 """A rank's training state as digests, to compare two runs bit for bit.
 
-Invariant: equal if and only if every byte of every item and every value of the small state is equal. In: a `Host` at a
+Invariant: equal only if every byte of every item and every value of the small state is equal; of the latter not whether
+a key was a number, a sequence a tuple, a number one of numpy's. In: a `Host` at a
 version point. Out: plain values for JSON; floats as hexadecimal text, tensors and arrays as xxh3 digests.
 """
 

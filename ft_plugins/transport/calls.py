@@ -27,11 +27,10 @@ import numpy.typing as npt
 from ..base.intake import read_bytes
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events, catalogue
-from . import connections, protocol
+from . import door, protocol
 from .channel import Buffer, Channel, Party
-from .connections import RejectedConnections
 from .dial import ADMITTED, CUT_OFF, Dialer
-from .door import Door, DoorLimits
+from .door import Door, DoorLimits, RejectedConnections, listen
 from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, PLAIN, FrameBounds, Message, Received
 from .framed import PART_SECONDS, EndedError, FramedSocket, limit_in_kernel
 from .loop import Loop
@@ -42,7 +41,10 @@ BOUNDS = FrameBounds(FRAME_LIMIT, PAYLOAD_LIMIT)
 SECRET_LIMIT = 4096
 _LIMITS = DoorLimits()
 _CONNECTIONS = 4096  # authenticated connections
-_THREADS = 8  # that carry out requests at a time: as many as a node of eight ranks needs to restore them together
+# Threads that carry out requests at a time. Each also waits for a peer that sends half a frame, or reads no reply
+# because it waits for another node first: with fewer than the streams of a lost node's eight ranks (two each), nodes
+# that rebuild from several others could wait in a circle. One that waits costs no processor time.
+_THREADS = 64
 _OTHERS = 512 + _LIMITS.connections  # the SMP's other connections: those of its own node, and unproven ones
 # A connection without a request for so long is closed: its peer may be without power, or a relay may hold it open. A
 # live peer connects again. The launcher's connections have the same limit.
@@ -149,6 +151,9 @@ class Caller:
             received = self._line.receive()
         except OSError as error:
             raise _ended(error) from error
+        finally:
+            if self._line is not None:
+                self._line.decoder.room = None  # which may refer to memory that is given back
         if received is None:
             raise EndedError("it hung up")
         self.awaited -= 1
@@ -218,8 +223,10 @@ class Peer(Caller):
                         raise
                     self.drop()
                     reply, received = self._ask_once(message, payload)
-            except (OSError, ProtocolError) as error:
+            except BaseException as error:  # of a signal's handler too: its reply must not be that of the next request
                 self.drop()
+                if not isinstance(error, (OSError, ProtocolError)):
+                    raise
                 host, port = self.endpoint
                 reason = f"the SMP at {host}:{port} did not answer '{name}': {self.why(error)}"
                 raise ProtocolError(reason) from error
@@ -255,20 +262,10 @@ class Server:
         self._handle = handle
         self._events = events
         self._closing = False
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-            listener.listen(512)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(
-                f"the SMP cannot listen on {address}:{port} ({error.strerror}); choose another --ftp-interface"
-            ) from error
+        listener = listen(address, port, "the SMP")
         self.endpoint: tuple[str, int] = (address, int(listener.getsockname()[1]))
         self._rejected = RejectedConnections(events)
-        places = connections.places(_CONNECTIONS, _OTHERS)
+        places = door.places(_CONNECTIONS, _OTHERS)
         self._serving = Serving(self._serve, self._end, "smp-peer", _THREADS, places, IDLE_SECONDS)
         self._loop = Loop("smp-peers")
         self._door = Door(self._loop, listener, secret, me, self._admit, self._rejected, _LIMITS)

@@ -5,32 +5,110 @@ many of them are open at a time, in all and of one address (`crowd_of`); one mor
 address, or of the address with the most), so silent connections keep no peer out. A peer whose connection was closed
 for another one connects again (`dial`).
 
+Connections never take the last RESERVE descriptors of a process (`places`), which are for segments, locks, logs and
+child processes. A flood of rejected connections costs one event a minute, of bounded size; the first is reported at
+once.
+
 In: a listening socket, limits. Out: sockets with their channel; counts of all others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
+import os
+import resource
 import socket
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import FtError, ProtocolError
+from ..errors import ConfigError, FtError, ProtocolError
+from ..events import Events, catalogue
 from . import protocol
 from .channel import Channel, Party, ServerHandshake
-from .connections import RejectedConnections
 from .dial import REFUSED
 from .frame_codec import HANDSHAKE, PLAIN
 from .framed import Link, close_connection
 from .loop import Loop
+from .protocol import legible
 
+ENOUGH = 1 << 16  # descriptors; no more even if the hard limit is 2**30: some programs iterate over all of them
+RESERVE = 256  # descriptors; half of the limit if that is less
+EVERY_SECONDS = 60.0  # between two events about rejected connections
+_NAMED = 8  # reasons and addresses in one event; the others are counted together
+_REASON = 160  # characters
+_OTHERS = "others"
 _NETWORK_BITS = 64  # of an IPv6 address: one machine can have all addresses of its network
 _PAUSE_SECONDS = 0.5  # after a failed accept, if no connection can make room
-
 Admit = Callable[[socket.socket, str, Channel], None]
+
+
+def raise_limit() -> int:
+    """Raise the soft limit on descriptors of this process and its future children, to the hard limit or to ENOUGH if
+    that is lower.
+
+    Returns the limit afterwards. Never lowers it; if the system refuses, the limit stays, without an error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(_number(hard), ENOUGH)
+    if _number(soft) < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def places(wanted: int, others: int = 0) -> int:
+    """How many connections may be open at a time: `wanted`, or fewer, to leave the reserve and `others`."""
+    limit = _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return max(1, min(wanted, limit - min(RESERVE, limit // 2) - others))
+
+
+def _number(limit: int) -> int:
+    return ENOUGH if limit == resource.RLIM_INFINITY else limit
+
+
+class RejectedConnections:
+    """Counts connections that were rejected, or ended before their peer had authenticated itself."""
+
+    def __init__(self, events: Events, every: float = EVERY_SECONDS) -> None:
+        self._events = events
+        self._every = every
+        self._lock = threading.Lock()
+        self._reported = float("-inf")  # monotonic
+        self._reasons: Counter[str] = Counter()
+        self._addresses: Counter[str] = Counter()
+
+    def count(self, address: str, reason: str) -> None:
+        """Count one more, and `report`."""
+        with self._lock:
+            _add(self._reasons, legible(reason, _REASON))
+            _add(self._addresses, legible(address, _REASON))
+        self.report()
+
+    @property
+    def due(self) -> float | None:
+        """When (monotonic) `report` will emit an event; None: never."""
+        return self._reported + self._every if self._reasons else None
+
+    def report(self) -> None:
+        """Emit the counts, if there are any and the last event is long enough ago."""
+        with self._lock:
+            now = time.monotonic()
+            if (due := self.due) is None or now < due:
+                return
+            reasons, addresses = dict(self._reasons), dict(self._addresses)
+            self._reasons.clear()
+            self._addresses.clear()
+            self._reported = now
+        self._events.emit(catalogue.PEER_REJECTED, count=sum(reasons.values()), reasons=reasons, addresses=addresses)
+
+
+def _add(counts: Counter[str], name: str) -> None:
+    counts[name if name in counts or len(counts) < _NAMED else _OTHERS] += 1
 
 
 @dataclass(frozen=True)
@@ -59,6 +137,18 @@ def crowd_of(address: str) -> str:
     if parsed.ipv4_mapped:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((int(parsed), _NETWORK_BITS), strict=False))
+
+
+def listen(address: str, port: int, who: str) -> socket.socket:
+    """A socket that listens on `address` and `port` (0: any). Raises ConfigError, about `who`, if the system
+    refuses."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=512)
+    except OSError as error:
+        raise ConfigError(
+            f"{who} cannot listen on {address}:{port} ({os.strerror(error.errno or 0)}); choose another --ftp-interface"
+        ) from error
 
 
 @dataclass(eq=False)
@@ -208,7 +298,9 @@ class Door:
         self._loop.forget(stranger.link.connection)
         if stranger in self._strangers:  # else its admission has failed
             del self._strangers[stranger]
-            self._crowds -= Counter([stranger.crowd])
+            self._crowds[stranger.crowd] -= 1
+            if not self._crowds[stranger.crowd]:
+                del self._crowds[stranger.crowd]
 
     def _schedule(self) -> None:
         """Look again when the oldest connection is late, or an event about rejected ones is due."""

@@ -201,8 +201,9 @@ class Decoder:
         if self._at < self._nbytes:
             self._await_unit()
             return None
+        whole, self._place = self._grown if self._place is None else self._place, None  # it may be unmapped then
         self._await_length()
-        return self._message, self._grown if self._place is None else self._place
+        return self._message, whole
 
     def _opened(self) -> Buffer:
         return self._unit if self._opener is None else self._opener.open(self._unit, bytes(self._tag))

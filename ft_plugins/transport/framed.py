@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from ..errors import ProtocolError
 from .channel import Buffer, Channel
 from .frame_codec import PLAIN, Decoder, FrameBounds, Message, Received, drop_front, seal
 
@@ -65,6 +66,8 @@ class FramedSocket(Framed):
         None: the socket's own timeout bounds each wait. Raises ProtocolError, OSError."""
         while True:
             part, late = self.decoder.space, time.monotonic() + self.seconds
+            if not part:
+                raise ProtocolError("an earlier frame was given up")
             while part:
                 if until is not None:
                     if (left := until - time.monotonic()) <= 0:

@@ -37,6 +37,7 @@ class DeepSpeedConfiguration:
     batch: int = 0  # global; 0: one that the ranks divide
     checked: bool = False  # bf16 with ZeRO: skip an update whose gradients overflow
     sgd: bool = False  # SGD with momentum in place of AdamW
+    offload: bool = False  # optimizer state in host memory, updated by torch: DeepSpeed's own takes minutes to compile
 
     def __str__(self) -> str:
         words = ["bf16" if self.bf16 else "fp32", f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
@@ -44,6 +45,7 @@ class DeepSpeedConfiguration:
         words += [] if self.clipping else ["unclipped"]
         words += [f"tp{self.tp}"] if self.tp > 1 else []
         words += ["sgd"] if self.sgd else []
+        words += ["offload"] if self.offload else []
         return "-".join([*words, f"{self.ranks}ranks"])
 
     def json(self) -> dict[str, Any]:
@@ -61,6 +63,9 @@ class DeepSpeedConfiguration:
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "steps_per_print": 1000,
         }
+        if self.offload:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            config["zero_force_ds_cpu_optimizer"] = False
         return config | ({"data_types": {"grad_accum_dtype": self.accumulate}} if self.accumulate else {})
 
     def argv(self) -> list[str]:

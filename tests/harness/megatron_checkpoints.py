@@ -237,6 +237,9 @@ def leaves(state: Any, entry: str = "") -> Iterator[tuple[str, Any]]:
         case _Foreign():
             yield f"{entry}/class", f"{type(state).__module__}.{type(state).__name__}"
             yield from leaves({"arguments": state.arguments, "state": state.state}, entry)
+        case _ if type(state).__module__.startswith("deepspeed."):
+            yield f"{entry}/class", f"{type(state).__module__}.{type(state).__qualname__}"
+            yield from leaves(getattr(state, "value", None) or vars(state), entry)
         case _:
             yield entry, state
 

@@ -18,7 +18,7 @@ import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher import job_identity
-from ft_plugins.launcher.rendezvous.peer_client import Credentials, ask
+from ft_plugins.launcher.rendezvous.peers import Credentials, ask
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths

@@ -32,11 +32,13 @@ CONFIGURATIONS = (
     DeepSpeedConfiguration(4, 1, pp=2, sgd=True),
     DeepSpeedConfiguration(2, 3, sgd=True),
     DeepSpeedConfiguration(1, 2),
+    DeepSpeedConfiguration(2, 2, offload=True),
+    DeepSpeedConfiguration(2, 3, offload=True),
     DeepSpeedConfiguration(2, 0, bf16=False),
     DeepSpeedConfiguration(2, 0),
     DeepSpeedConfiguration(2, 3, bf16=False),
 )
-MORE = CONFIGURATIONS[-3:]  # plain engines, whose state is of the same kinds as that of pipelines
+MORE = CONFIGURATIONS[8:]  # whose state is of the same kinds as that of others
 
 
 def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(

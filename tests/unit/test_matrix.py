@@ -49,6 +49,23 @@ def test_a_checkout_is_a_version_of_megatron_lm_and_keeps_its_folder(tmp_path: P
     assert matrix.overlay(found[0]) == [], "it is run where it lies"
 
 
+def test_checkouts_of_deepspeeds_clients_are_known_by_their_files_and_labelled_by_their_folders(tmp_path: Path) -> None:
+    for name, files in (
+        ("head", ["training.py"]),
+        ("v2", ["training.py", "neox_arguments/__init__.py"]),
+        ("other", []),
+    ):
+        for file in ("README.md", *(f"megatron/{one}" for one in files)):
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text("engine = deepspeed.initialize(model=model)")
+    found = matrix.clients(tmp_path)
+    assert [str(version) for version in found] == ["Megatron-DeepSpeed head", "gpt-neox v2"]
+    assert matrix.clients(tmp_path / "v2") == [matrix.Version("gpt-neox", "v2", checkout=(tmp_path / "v2").resolve())]
+    assert set(matrix.PATHS) == set(matrix.TESTS) - set(matrix.PACKAGES)
+    with pytest.raises(matrix.FtError, match="expected a checkout of Megatron-DeepSpeed or gpt-neox"):
+        matrix.clients(tmp_path / "other")
+
+
 def test_a_checkout_counts_only_where_a_script_in_it_would_import_it(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     version = matrix.Version("Megatron-LM", "0.16.1", checkout=tmp_path)

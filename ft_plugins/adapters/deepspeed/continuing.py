@@ -31,7 +31,7 @@ _LINE = (
 )
 _DECIDED = (
     "what the loop decides by it (an evaluation, a log, a checkpoint) comes at other iterations than without a "
-    "failure, and if it draws random numbers, results differ: count it from engine.global_steps"
+    "failure, and if that draws random numbers, results differ: count it from engine.global_steps"
 )
 NOTICE = (
     f"the loop read none of {_NAMES} between deepspeed.initialize and its first batch, so a restart will be refused: "

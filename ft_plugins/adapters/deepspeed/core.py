@@ -33,7 +33,14 @@ from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_num
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import numbered, packed, regrouped
-from ..schedulers import SchedulerRestore, own_schedulers, require_encodable_scheduler, restore_own
+from ..schedulers import (
+    DIFFICULTY,
+    SchedulerRestore,
+    curriculum,
+    own_schedulers,
+    require_encodable_scheduler,
+    restore_own,
+)
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
@@ -139,6 +146,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "own_schedulers": {name: one.state_dict() for name, one in self._own_schedulers().items()},
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
+            "curriculum": curriculum(self.engine).get(DIFFICULTY),
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
@@ -225,8 +233,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             )
         self.silent = small.get("silent", False)
         self.counted.restored(small.get("loop"), small.get("position", {}))
-        for name in _COUNTERS:
-            setattr(engine, name, small["counters"][name])
+        self._restore_counters(small)
         self._restore_optimizer(small)
         self._rates = None
         state.rebuild_derived(optimizer)
@@ -236,8 +243,15 @@ class DeepSpeedHost(DeepSpeedStepping):
         """The client has built its engine, and loaded what it loads: set it to where the restored engine is."""
         small, self._unsettled = self._unsettled, None
         if small is not None and self._client is not None:
+            self._restore_counters(small)
             self._restore_optimizer(small)  # the client may have loaded its scheduler from an older checkpoint
             self._client.restore(small["client"]["state"])
+
+    def _restore_counters(self, small: Mapping[str, Any]) -> None:
+        for name in _COUNTERS:
+            setattr(self.engine, name, small["counters"][name])
+        if small.get("curriculum") is not None:
+            curriculum(self.engine)[DIFFICULTY] = small["curriculum"]
 
     def _require_same_client(self, small: Mapping[str, Any]) -> None:
         captured = (small.get("client") or {}).get("name")

@@ -19,7 +19,7 @@ In: an engine. Out: `Fragment`s (what the inner optimizer updates), `StateItem`s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -32,6 +32,7 @@ from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from ..optimizer_state import create_state
 
+CPU_ADAM = "DeepSpeedCPUAdam"
 _MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")  # attributes of optimizers with masters
 
 
@@ -158,7 +159,8 @@ def create_optimizer_state(optimizer: Any) -> None:
     updating, groups = inner(optimizer), inner(optimizer).param_groups
     updated = updated_tensors(optimizer)
     adam = isinstance(updating, torch.optim.Adam | torch.optim.AdamW)
-    if type(updating).__name__ != "FusedAdam" and (not adam or any(group["amsgrad"] for group in groups)):
+    known = type(updating).__name__ in ("FusedAdam", CPU_ADAM) or (adam and not any(one["amsgrad"] for one in groups))
+    if not known:
         own = [[main for place, main in updated if place == index] for index in range(len(groups))]
         create_state(updating, [{**group, "params": mains} for group, mains in zip(groups, own, strict=True)])
         return
@@ -289,6 +291,25 @@ def restore_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
     for (_, main), values in zip(updated, saved, strict=True):
         state = inner(optimizer).state[main]
         state.update({key: own_copy(value, state.get(key)) for key, value in values.items()})
+    if type(inner(optimizer)).__name__ == CPU_ADAM:
+        _count_up(inner(optimizer), updated)
+
+
+def _count_up(optimizer: Any, updated: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Bring DeepSpeedCPUAdam's powers of its betas to the restored step, by updates of nothing. It multiplies them up
+    from update to update in compiled code, out of reach, and would compute others from a number of steps."""
+    steps = {int(optimizer.state[main]["step"]) for _, main in updated}
+    if len(steps) > 1:
+        raise ResumeError(
+            f"DeepSpeedCPUAdam has made between {min(steps)} and {max(steps)} updates of its tensors, so its powers of "
+            "beta cannot be restored exactly; start with --ftp-resume fresh"
+        )
+    nothing = torch.empty(0)
+    for step in range(1, 1 + max(steps, default=0)):
+        for index, _ in updated:
+            group = optimizer.param_groups[index]
+            settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *settings, *[nothing] * 4)
 
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -6,12 +6,13 @@ In: an engine. Out: one phrase per unsupported feature."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ...errors import UnsupportedError
-from .state import inner
+from .state import CPU_ADAM, inner
 
 _ENGINES = ("DeepSpeedEngine", "PipelineEngine")
 _WRAPPERS = (
@@ -19,19 +20,20 @@ _WRAPPERS = (
     *("FP16_Optimizer", "FP16_UnfusedOptimizer"),
 )
 _OWN_OPTIMIZERS = ("lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
+_ADAMS = ("FusedAdam", CPU_ADAM)  # of DeepSpeed's own optimizers
 _OFFLOAD_NOWHERE = ("none", None)
 _SWITCHES = {  # by setting: what it is, and the engine's method that says whether it is on
-    "curriculum_learning": ("curriculum learning", "curriculum_enabled_legacy"),
     "progressive_layer_drop": ("progressive layer drop", "pld_enabled"),
     "eigenvalue": ("eigenvalues", "eigenvalue_enabled"),
 }
+_NOTHING = SimpleNamespace()
 _OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
 
 def require_supported(engine: Any, rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
     problems = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
-    problems += _of_compression(engine)
+    problems += [*_of_compression(engine), *_of_schedule(engine)]
     _refuse(problems, f"rank {rank}: ")
 
 
@@ -75,8 +77,7 @@ def _of_engine(engine: Any) -> Iterator[str]:
 def _of_zero(engine: Any) -> Iterator[str]:
     zero = getattr(engine._config, "zero_config", None)
     for name in ("offload_optimizer", "offload_param"):
-        device = getattr(getattr(zero, name, None), "device", None)
-        yield from _of_offload(name, getattr(device, "value", device))
+        yield from _of_offload(name, vars(getattr(zero, name, None) or _NOTHING))
     if getattr(engine, "zenflow", None):
         yield "ZenFlow (zero_optimization.zenflow) updates after the step"
     if _asked(engine, "zero_hpz_partition_size", 1) > 1:
@@ -97,26 +98,33 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
         yield f"the optimizer {kind} is unknown"
         return
     updating = type(inner(optimizer))
-    if updating.__module__.startswith("deepspeed.") and updating.__name__ != "FusedAdam":
+    if updating.__module__.startswith("deepspeed.") and updating.__name__ not in _ADAMS:
         yield _of_own(updating.__name__)
         return
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         yield _OWN_SCALER
 
 
-def _of_offload(name: str, where: Any) -> Iterator[str]:
-    if where not in _OFFLOAD_NOWHERE:
-        to = "NVMe: its state is in files" if where == "nvme" else f"{where}: an update runs in several pieces"
-        yield f"zero_optimization.{name} to {to}"
+def _of_offload(name: str, settings: Any) -> Iterator[str]:
+    """Optimizer state in host memory is captured from there."""
+    device = _at(settings, "device")
+    where = getattr(device, "value", device)
+    if where == "nvme":
+        yield f"zero_optimization.{name} to NVMe: its state is in files"
+    elif where not in _OFFLOAD_NOWHERE and name == "offload_param":
+        yield f"zero_optimization.{name} to {where}: parameters are fetched while they are used"
+    for option, usual in (("ratio", 1.0), ("super_offload", False)):
+        if where not in _OFFLOAD_NOWHERE and (_at(settings, option) or usual) != usual:
+            yield f"zero_optimization.{name}.{option}: an update is made by several optimizers"
 
 
 def _of_own(name: str) -> str:
-    return f"DeepSpeed's own optimizer {name}; supported: its FusedAdam, and torch's optimizers"
+    return f"DeepSpeed's own optimizer {name}; supported: its {' and '.join(_ADAMS)}, and torch's optimizers"
 
 
 def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in ("offload_optimizer", "offload_param"):
-        yield from _of_offload(name, _at(settings, "zero_optimization", name, "device"))
+        yield from _of_offload(name, _at(settings, "zero_optimization", name))
     for name, (words, _) in _SWITCHES.items():
         if _at(settings, name, "enabled") is True:
             yield f"{words} ({name}) keeps its own counters"
@@ -141,6 +149,23 @@ def _of_curricula(engine: Any) -> Iterator[str]:
     for name, words in features.items():
         if _asked(engine, name, False):
             yield f"{words} keeps its own counters"
+
+
+def _of_schedule(engine: Any) -> Iterator[str]:
+    cycles = getattr(getattr(engine, "lr_scheduler", None), "cycle_momentum", False)
+    if cycles and type(inner(engine.optimizer)).__name__ == CPU_ADAM:
+        yield "a scheduler with cycle_momentum around DeepSpeedCPUAdam, which counts powers of its betas out of reach"
+
+
+def require_local(engine: Any, rank: int) -> None:
+    """Raises UnsupportedError if what local SGD averages is in host memory."""
+    offloaded = getattr(getattr(engine._config, "zero_config", None), "offload_optimizer", None)
+    device = _at(vars(offloaded or _NOTHING), "device")
+    if getattr(device, "value", device) not in _OFFLOAD_NOWHERE:
+        raise UnsupportedError(
+            f"rank {rank}: local SGD averages what the optimizer updates, which zero_optimization.offload_optimizer "
+            "has in host memory; drop one of the two"
+        )
 
 
 def _of_compression(engine: Any) -> Iterator[str]:

@@ -113,6 +113,8 @@ class EngineHooks:
         shards = None if build is None else build.groups
         try:
             client = self.clients.current
+            if client is not None and config.sync is not None:
+                raise UnsupportedError(f"local SGD is not supported with the loop of {client.name}: drop --sync-policy")
             self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards, client)
             self.loop.resume()
         except BaseException:
@@ -136,6 +138,7 @@ class DeepSpeedLoop:
     ) -> None:  # fmt: skip
         """Build host and session. A collective. Raises what `attach` raises. `leave` is called after `shutdown`."""
         from .core import DeepSpeedHost  # imports DeepSpeed, which is imported by now
+        from .support import require_local
 
         self.engine = engine
         self.client = client
@@ -150,6 +153,8 @@ class DeepSpeedLoop:
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
+        if config.sync is not None:
+            require_local(engine, torch.distributed.get_rank())
         self._host = DeepSpeedHost(engine, positions, shards, client)
         self._captured = config.capture is not None
         self._session: Session = attach(self._host, config, context)

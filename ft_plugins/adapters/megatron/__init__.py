@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from ... import events
 from ...config import LaunchContext
-from ...patches import apply_cpu, is_applied, untested
+from ...config.neox_yaml import settings_in_arguments
+from ...patches import MegatronPackage, apply_cpu, importable_package, is_applied, untested
 from ..script.script_hooks import load_below, on_import
 from . import device
 
@@ -38,24 +40,28 @@ def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:
     In a protected job that has no CUDA device and does not ask for the CPU, importing a module of Megatron raises
     ConfigError; a script that only checks whether Megatron is installed still runs. Raises PatchError.
     """
-    on_import("megatron.training.arguments", _extend_flags)
+    package = importable_package()
+    if package is MegatronPackage.MEGATRON_LM:
+        on_import("megatron.training.arguments", _extend_flags)
     protected = context.config is not None and bool(context.config.systems)
-    asked = device.asked_by(arguments, context.config)
+    neox = package is MegatronPackage.GPT_NEOX
+    asked = device.asked_by(arguments, context.config, settings_in_arguments(arguments, Path()) if neox else None)
     has_device = is_applied() or torch.cuda.is_available()  # applied: the script called `prepare`
     match device.decide(has_device, bool(asked), protected):
         case device.Decision.REFUSE:
             load_below("megatron", _refuse)
         case device.Decision.PATCH:
-            apply_cpu(on_import, load_below, context.local_world_size)
-    patched = device.report(asked) if is_applied() else ""
+            apply_cpu(on_import, load_below, context.local_world_size, package)
+    patched = device.report(asked, package) if is_applied() else ""
 
     def report(module: ModuleType) -> None:
-        remarks = (patched, untested("Megatron", module.__version__) if protected else "")
+        known = package is MegatronPackage.MEGATRON_LM and protected
+        remarks = (patched, untested("Megatron", module.__version__) if known else "")
         if any(remarks):
             events.say(". ".join(filter(None, remarks)))
 
     if context.rank == 0:
-        on_import("megatron.core", report)
+        on_import("megatron" if neox else "megatron.core", report)
 
 
 def _refuse(spec: ModuleSpec) -> None:

@@ -8,14 +8,15 @@ In: the job's configuration, its arguments, torch's devices. Out: a decision; th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
 from ...config import Config
 from ...errors import ConfigError
-from ...patches import cpu_patches
+from ...patches import MegatronPackage, cpu_patches
 
 _BACKEND = "--distributed-backend"
 _SWITCH = "--ftp-cpu"
@@ -29,8 +30,9 @@ class Decision(Enum):
     REFUSE = auto()
 
 
-def asked_by(arguments: Sequence[str], config: Config | None) -> str:
-    """The option that asks for the CPU, or ''. If several backends are given, Megatron uses the last."""
+def asked_by(arguments: Sequence[str], config: Config | None, settings: Mapping[str, Any] | None = None) -> str:
+    """The option that asks for the CPU, or ''. If several backends are given, Megatron uses the last. `settings`: those
+    of a gpt-neox job."""
     if config is not None and config.cpu:
         return _SWITCH
     backend = ""
@@ -38,6 +40,8 @@ def asked_by(arguments: Sequence[str], config: Config | None) -> str:
         name, equals, value = word.partition("=")
         if name == _BACKEND:
             backend = value if equals else "".join(arguments[index + 1 : index + 2])
+    if (settings or {}).get("distributed_backend") == "gloo":
+        return '"distributed_backend": "gloo"'
     return f"{_BACKEND} gloo" if backend == "gloo" else ""
 
 
@@ -58,12 +62,12 @@ def refusal() -> ConfigError:
     )
 
 
-def report(asked: str) -> str:
+def report(asked: str, package: MegatronPackage = MegatronPackage.MEGATRON_LM) -> str:
     """The line that says what is patched, by module."""
-    modules = ", ".join(dict.fromkeys(patch.module for patch in cpu_patches()))
+    modules = ", ".join(dict.fromkeys(patch.module for patch in cpu_patches(package=package)))
     return (
-        f"running Megatron on the CPU ({asked or 'the script asks for it'}; no CUDA device is visible). Patched if "
-        f"imported: {modules}. Without triton its kernels are left out"
+        f"running {package.value} on the CPU ({asked or 'the script asks for it'}; no CUDA device is visible). Patched "
+        f"if imported: {modules}. Without triton its kernels are left out"
     )
 
 

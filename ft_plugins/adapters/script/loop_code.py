@@ -6,6 +6,7 @@
         if best.age > patience: break       ends by `best.age`, `patience`
 
         if number % 100 == 0: evaluate()    decides by `number`, which does not end it
+        seen += 1                           carries `seen` on
 
 Invariant: a target of a `for` whose next element is only being fetched has a value of the element before, so it does
 not count. An `if` ends a loop if it leaves it, skips the rest of its body, or sets a flag.
@@ -28,7 +29,8 @@ _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends wi
 @dataclass(frozen=True)
 class LoopCode:
     """Expressions of all loops around a line, as the script writes them. `bounds`: of what is iterated, literal numbers
-    included. `deciding`: of other `if`s. `indices`: of them, what `enumerate` counts from zero, as it is fetching."""
+    included. `deciding`: of other `if`s, and what is carried on. `indices`: of them, what `enumerate` counts from zero,
+    as it is fetching."""
 
     counters: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
@@ -45,7 +47,10 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     counters = targets + [text for loop in loops for text in _ending(loop) if text not in stale]
     bounds = [text for loop in loops if isinstance(loop, ast.For | ast.AsyncFor) for text in _bounds(loop.iter)]
     tested = [text for loop in loops for test, ends in _tests(loop) if not ends for text in _values(test)]
-    deciding = [text for text in tested if text not in stale and text not in counters]
+    carried = [
+        ast.unparse(one.target) for loop in loops for one in _same_scope(loop.body) if isinstance(one, ast.AugAssign)
+    ]
+    deciding = [text for text in tested + carried if text not in stale and text not in counters]
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
     indices = [text for text in tested if text in fetching]
     return LoopCode(*(tuple(dict.fromkeys(found)) for found in (counters, bounds, deciding, indices)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import sysconfig
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +27,8 @@ from typing import Any
 
 from .loop_code import LoopCode, loops_around
 from .script_names import stack
+
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,15 @@ def _is_in(name: str, ignored: Collection[str]) -> bool:
 
 
 def loop_counters() -> LoopCounters:
-    """The counters of the script's loops that run in the main thread."""
+    """The counters of the loops that run in the main thread. Of loops in installed packages (a progress bar) only those
+    that end them."""
     found: dict[str, dict[str, int]] = {name: {} for name in vars(LoopCode())}
     for frame, variables in stack():
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
+        installed = frame.f_code.co_filename.startswith(_INSTALLED)
         for kind, expressions in vars(_loops_at(frame.f_code.co_filename, frame.f_lineno)).items():
-            for expression in expressions:
+            for expression in () if installed and kind != "counters" else expressions:
                 value = _value(_parsed(expression), (variables, frame.f_globals))
                 if type(value) is int:
                     found[kind].setdefault(f"`{expression}`{place}", value)

@@ -55,6 +55,7 @@ from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
+from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .early_update import EarlyUpdate, early_refusal
 from .plain import PlainLoop
@@ -73,6 +74,10 @@ from .torch_module import (
 from .torch_reduction import DdpReduction, ReducingHost
 from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
 
+_CARRY = (
+    "return it from get_state and take it back in set_state, or name it, TorchHost(..., ignored=['its name']), if a "
+    "restart need not restore it"
+)
 _CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
@@ -245,7 +250,7 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        return {"caller": values, **self.generators()}
+        return {"caller": values, "loop": vars(loop_counters()) if self._iteration else None, **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -284,6 +289,19 @@ class TorchHost(PlainLoop, ReducingHost):
         if self._position is not None:
             self._position.write(small["caller"]["position"])
         super().restore_position(small)
+        if small.get("loop") is not None:
+            self._compare_counters(LoopCounters(**small["loop"]))
+
+    def _compare_counters(self, version: LoopCounters) -> None:
+        """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
+        script carries on are named."""
+        unknown, now = LoopCounters(), loop_counters()
+        names = frozenset(one for one in self._ignored if isinstance(one, str))
+        if problem := not_continued(unknown, version, now, ignored=names):
+            raise ResumeError(f"rank {self.rank}: the loop does not continue: {problem}; {_CARRY}")
+        changed = decided_otherwise(unknown, version, now, within=False, ignored=names)
+        if changed is not None and self.rank == 0:
+            say(f"after the restore {changed}: if training depends on it, results differ; {_CARRY}", alarm=True)
 
     def scalars(self) -> bytes:
         """Parameter groups, and the numbers and 0-dimensional tensors of the optimizer's state."""

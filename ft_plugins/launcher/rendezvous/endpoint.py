@@ -96,7 +96,7 @@ def listen_as(
         return None  # the name does not resolve yet
     deadline = time.monotonic() + patience
     for address in dict.fromkeys(str(address[0]) for _, _, _, _, address in resolved):
-        exact = endpoint.host == "localhost" or is_literal(endpoint.host) or not _loopback_address(address)
+        exact = endpoint.host == "localhost" or is_literal(endpoint.host) or not only_local(address)
         while True:
             try:
                 listener = _listen(address, endpoint.port)
@@ -133,12 +133,12 @@ def emulated_apart(host: str, own: str | None) -> bool:
     """Whether the two are loopback addresses of different nodes emulated on this machine."""
     if own is None or host == own or not (is_literal(host) and is_literal(own)):
         return False
-    return _loopback_address(host) and _loopback_address(own)
+    return only_local(host) and only_local(own)
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`, however names resolve elsewhere."""
-    return host == "localhost" or is_literal(host) and _loopback_address(host)
+    return host == "localhost" or is_literal(host) and only_local(host)
 
 
 def is_literal(host: str) -> bool:
@@ -148,10 +148,6 @@ def is_literal(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _loopback_address(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _listen_on(host: str) -> socket.socket:

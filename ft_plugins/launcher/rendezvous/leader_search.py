@@ -23,7 +23,7 @@ from ..rounds.node_messages import Leader, Meeting, Message, Vote
 from ..rounds.node_service import NodeService
 from ..rounds.roster_file import RosterFile
 from .endpoint import Endpoint
-from .peer_client import ASKED_AT_ONCE, Credentials, ForeignError, ask_all
+from .peers import ASKED_AT_ONCE, Credentials, ForeignError, ask_all
 
 _SHOWN = 80  # characters of a command line
 _EVERY_ADDRESS = ("0.0.0.0", "::")

@@ -15,17 +15,16 @@ from typing import Any
 from ...base.intake import parsed
 from ...events import Events
 from ...recovery.resize.sizes import SizeReport
-from ...transport import connections
+from ...transport import door
 from ..rounds.held_looks import longest_hold
 from ..rounds.node_messages import Answered, Leader, Message, RosterReply, RoundView
 from ..rounds.node_service import NodeIdentity, NodeService
 from ..rounds.roster import Roster, RosterPage, assembled
 from ..rounds.roster_file import RosterFile
-from . import endpoint, peer_client
+from . import endpoint, peers
 from .endpoint import Endpoint
 from .leader_search import LeaderSearch
-from .peer_client import Credentials, PeerConnection
-from .peer_server import PeerServer
+from .peers import Credentials, PeerConnection, PeerServer
 from .rendezvous_settings import RendezvousSettings
 
 _REST_SECONDS = 1.0  # between two looks at a complete round; as torch
@@ -195,13 +194,13 @@ class LocalNode:
     """This node of a job. `reach`: seconds for one request. `rest`: seconds between two looks at a complete round."""
 
     def __init__(self, settings: RendezvousSettings) -> None:
-        connections.raise_limit()  # a leader has a connection of each node
+        door.raise_limit()  # a leader has a connection of each node
         self.settings = settings
         self.reach = settings.reach
         self.rest = min(_REST_SECONDS, settings.silence / 10)
         self.events = Events(settings.node)  # rejected connections
         self.listener, self.host = endpoint.open_port(
-            settings.endpoints, settings.address, settings.loopback_only, peer_client.node_answers
+            settings.endpoints, settings.address, settings.loopback_only, peers.node_answers
         )
         own = str(Endpoint(self.host, int(self.listener.getsockname()[1])))
         given = [str(each) for each in settings.endpoints if each.port] or [own]

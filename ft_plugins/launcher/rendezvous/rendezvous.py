@@ -30,7 +30,7 @@ from ..rounds import round_store
 from ..rounds.field_types import reason_text
 from ..rounds.node_messages import RoundView
 from ..rounds.round_machine import Phase
-from . import peer_client
+from . import peers
 from .endpoint import Endpoint
 from .local_node import LocalNode
 from .rendezvous_settings import BACKEND, RendezvousSettings
@@ -235,7 +235,7 @@ class Rendezvous(RendezvousHandler):
                 return
         node = self._node
         others = {*node.roster_file.roster.endpoints, *(place.endpoint for place in node.service.present)}
-        peer_client.ask_all(others - {node.me.endpoint}, {"do": "close", **message}, node.reach, node.credentials)
+        peers.ask_all(others - {node.me.endpoint}, {"do": "close", **message}, node.reach, node.credentials)
 
     def shutdown(self) -> bool:
         """Close this node's port, and the rendezvous on all nodes if it is over or this one took part in a round.

@@ -36,11 +36,11 @@ from ..rounds.roster import RosterPage
 from ..rounds.roster_file import RosterFile
 from ..rounds.round_machine import Phase
 from ..rounds.waiting_nodes import Application
-from . import peer_client
+from . import peers
 from .endpoint import Endpoint
 from .leader_search import LeaderSearch
 from .local_node import LocalNode
-from .peer_client import Credentials
+from .peers import Credentials
 from .rendezvous_settings import RendezvousSettings
 from .wait_report import REPEAT_SECONDS, WaitReport, awaited, incomplete
 
@@ -319,7 +319,7 @@ def _reach_leader(settings: RendezvousSettings, given: list[str], reason: str) -
         if service.closed:
             return True
         with contextlib.suppress(ConnectionError):
-            if leader and not peer_client.ask(leader.endpoint, request, settings.reach, us).get("moved"):
+            if leader and not peers.ask(leader.endpoint, request, settings.reach, us).get("moved"):
                 return True
         pause()
     return False

@@ -113,8 +113,9 @@ class PeerEndpoint:
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        if self._server is not None:
-            self._server.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
     def forget(self) -> None:
         """Remove the record."""

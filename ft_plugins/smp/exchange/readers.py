@@ -152,7 +152,9 @@ class PipelinedPeer(Caller):
 
     def __init__(self, where: tuple[str, int], me: Party, secret: bytes, timeout: float) -> None:
         super().__init__(where, me, secret, timeout, bounds=BOUNDS)
-        self.release = self.drop
+
+    def release(self) -> None:
+        self.drop()
 
     def ask_for(self, wanted: Data | Parity) -> None:
         """Send a request to read. Raises ProtocolError."""

@@ -25,8 +25,8 @@ from ...base import faults
 from ...errors import BusyError, ConfigError, FtError, ProtocolError
 from ...events import Events, catalogue, file_sink
 from ...snapshot.segment import paths
-from ...transport import connections, protocol
-from ...transport.connections import RejectedConnections
+from ...transport import door, protocol
+from ...transport.door import RejectedConnections
 from ...transport.serving import Served, Serving
 from ..exchange.traffic import step_back_session
 from ..watch import liveness
@@ -61,7 +61,7 @@ class _Server:
         self._process = process
         self._events = events
         self._rejected = RejectedConnections(events)
-        places = connections.places(_CONNECTIONS)
+        places = door.places(_CONNECTIONS)
         self._serving = Serving[Served](self._serve, self._end, "smp-serve", _CONNECTIONS, places)
         threading.Thread(target=self._accept, name="smp-accept", daemon=True).start()
 
@@ -123,7 +123,7 @@ class _Server:
 def serve(run_dir: Path, job: str, node: str, orphan_seconds: float, ready: int, watch: int = 0) -> None:
     """Run until the orderly end, or until the watched process (at first `watch`, 0: none) has been gone for
     `orphan_seconds`. Writes a byte to the descriptor `ready` once it listens."""
-    connections.raise_limit()
+    door.raise_limit()
     events = Events(node)
     events.subscribe(file_sink(run_dir / "events.jsonl"))
     process = SnapshotProcess(run_dir, job, node, events)

@@ -74,7 +74,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def loop_of(client: EngineClient | None, at: int) -> DeepSpeedLoop:
-    config: Any = SimpleNamespace(capture=Config().capture)
+    config = Config()
     context: Any = None
     return DeepSpeedLoop(Engine(at), config, context, Positions(), lambda _: None, None, client)
 

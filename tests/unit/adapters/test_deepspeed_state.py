@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +54,49 @@ def test_the_fragments_of_all_ranks_make_up_every_parameter(
         pieces = sorted(found[index])
         assert pieces[0][0] == 0 and pieces[-1][1] == size and all(piece[2] == size for piece in pieces)
         assert all(left[1] == right[0] for left, right in zip(pieces, pieces[1:], strict=False))
+
+
+# ---- what updates in host memory ----
+
+
+class DeepSpeedCPUAdam(torch.optim.Optimizer):
+    """As DeepSpeed's, whose compiled part keeps powers of the betas in fp32: multiplied from step to step, computed
+    anew if steps are left out."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0})
+        self.opt_id, self.ds_opt_adam = 0, self
+        self.counted, self.power = 0, np.float32(1.0)
+        for group in self.param_groups:
+            group["bias_correction"] = True
+
+    def adam_update(self, which: int, step: int, *settings: Any) -> None:
+        beta = np.float32(settings[1])
+        if step == self.counted + 1:
+            self.power *= beta
+        elif step != self.counted:
+            self.power = np.float32(beta**step)
+        self.counted = step
+
+
+@pytest.mark.parametrize("steps", [1, 5, 17])
+def test_powers_that_an_optimizer_counts_out_of_reach_are_counted_up_again(steps: int) -> None:
+    def built() -> DeepSpeedCPUAdam:
+        optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(3)) for _ in range(2)])
+        state.create_optimizer_state(optimizer)
+        return optimizer
+
+    whole, resumed = built(), built()
+    for step in range(1, steps + 1):
+        for _, main in state.updated_tensors(whole):
+            whole.state[main]["step"] = step
+            whole.adam_update(0, step, *(0.1, 0.9))
+    state.restore_scalars(resumed, state.scalars(whole))
+    assert resumed.power == whole.power
+    saved = state.scalars(whole)
+    saved[0]["step"] = steps + 1
+    with pytest.raises(ResumeError, match=f"between {steps} and {steps + 1} updates"):
+        state.restore_scalars(built(), saved)
 
 
 # ---- what scales the loss ----

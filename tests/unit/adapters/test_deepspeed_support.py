@@ -32,7 +32,8 @@ def engine(
 
 def test_what_is_followed_passes() -> None:
     for kind in ("DeepSpeedEngine", "PipelineEngine"):
-        require_supported(engine(kind, zero_hpz_partition_size=1, autotp_size=0), 0)
+        offload = {"offload_optimizer": SimpleNamespace(device="cpu", ratio=1.0, super_offload=False)}
+        require_supported(engine(kind, zero=offload, zero_hpz_partition_size=1, autotp_size=0), 0)
     require_supported(engine(optimizer=lambda one: torch.optim.SGD([one], 0.1)), 0)
 
 
@@ -44,6 +45,7 @@ def test_what_is_followed_passes() -> None:
         ({"kind": "PipelineEngine", "autotp_size": 2}, "AutoTP with pipelines"),
         ({"zero": {"offload_optimizer": SimpleNamespace(device="nvme")}}, "offload_optimizer to NVMe"),
         ({"zero": {"offload_param": SimpleNamespace(device="cpu")}}, "offload_param to cpu"),
+        ({"zero": {"offload_optimizer": SimpleNamespace(device="cpu", ratio=0.5)}}, "offload_optimizer.ratio"),
         ({"zero": {"mics_shard_size": 2}}, "MiCS"),
         ({"zero_hpz_partition_size": 2}, "hpZ"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),

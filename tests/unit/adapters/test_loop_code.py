@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ft_plugins.adapters.script import loop_counters as loop_counters_module
 from ft_plugins.adapters.script.loop_code import LoopCode, loops_around
 from ft_plugins.adapters.script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
 
@@ -39,6 +40,7 @@ def at_the_mark(source: str) -> LoopCode:
         ),
         ("while True:\n    if step == 9:\n        done = True\n    train()  # HERE", ("step",), (), ()),
         ("while True:\n    if step % 9 == 0:\n        print(step)\n    train()  # HERE", (), (), ("step",)),
+        ("while True:\n    train()  # HERE\n    self.seen += 1", (), (), ("self.seen",)),
         ("while a:\n    pass\nelse:\n    train()  # HERE", (), (), ()),
         ("for i in x:\n    def inner():\n        train()  # HERE", (), (), ()),
         (
@@ -83,6 +85,17 @@ def test_integers_are_read_from_variables_attributes_and_elements_and_nothing_is
         state["step"] += 1
     name = "test_integers_are_read_from_variables_attributes_and_elements_and_nothing_is_called()"
     assert seen == LoopCounters({f"`state['step']` in {name}": 5, f"`own.age` in {name}": 7})
+
+
+def test_what_a_progress_bar_counts_is_its_own_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, shown = [], 0
+    for at in range(2):
+        monkeypatch.setattr(loop_counters_module, "_INSTALLED", () if at else (__file__,))
+        seen.append(loop_counters())
+        shown += 2
+    name = "test_what_a_progress_bar_counts_is_its_own_matter()"
+    assert [one.counters for one in seen] == [{f"`at` in {name}": 0}, {f"`at` in {name}": 1}]
+    assert seen[0].deciding == {} and seen[1].deciding == {f"`shown` in {name}": 2}
 
 
 FIRST = LoopCounters({"`step`": 0, "`total`": 9}, {"`n`": 9}, {"`age`": 0})

@@ -354,11 +354,11 @@ def test_every_patch_of_megatron_applies_to_the_sources(checkout: Path) -> None:
 IMPORTED = """
 import importlib, pathlib, sys
 from ft_plugins.adapters.megatron import prepare
-from ft_plugins.patches.megatron_triton import needs_triton
+from ft_plugins.patches.megatron_missing import needed_by
 prepare()
 checkout = pathlib.Path(sys.argv[1])
 importlib.import_module("megatron.training.training")
-files = [file for file in (checkout / "megatron").rglob("*.py") if needs_triton(file.read_bytes())]
+files = [file for file in (checkout / "megatron").rglob("*.py") if needed_by(file.read_bytes())]
 names = [".".join(file.relative_to(checkout).with_suffix("").parts) for file in files]
 failed = []
 for name in names:

@@ -15,8 +15,7 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.launcher.rendezvous import endpoint
 from ft_plugins.launcher.rendezvous.local_node import LeaderLink
-from ft_plugins.launcher.rendezvous.peer_client import Credentials, PeerConnection
-from ft_plugins.launcher.rendezvous.peer_server import PeerServer
+from ft_plugins.launcher.rendezvous.peers import Credentials, PeerConnection, PeerServer
 from ft_plugins.launcher.rounds import held_looks
 from ft_plugins.launcher.rounds.held_looks import longest_hold
 from ft_plugins.launcher.rounds.node_messages import Admission, Leader, Message, RoundView

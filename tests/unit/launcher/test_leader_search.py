@@ -14,8 +14,7 @@ from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.launcher.rendezvous import endpoint
 from ft_plugins.launcher.rendezvous.leader_search import _AT_ONCE, LeaderSearch
-from ft_plugins.launcher.rendezvous.peer_client import ASKED_AT_ONCE, Credentials
-from ft_plugins.launcher.rendezvous.peer_server import PeerServer
+from ft_plugins.launcher.rendezvous.peers import ASKED_AT_ONCE, Credentials, PeerServer
 from ft_plugins.launcher.rendezvous.round_join import search_pauses
 from ft_plugins.launcher.rounds.node_messages import Leader
 from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService

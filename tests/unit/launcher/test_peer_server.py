@@ -12,12 +12,9 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events
-from ft_plugins.launcher.rendezvous import endpoint, peer_client
+from ft_plugins.launcher.rendezvous import endpoint, peers
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
-from ft_plugins.launcher.rendezvous.peer_client import Credentials, ForeignError, PeerConnection
-from ft_plugins.launcher.rendezvous.peer_server import (
-    PeerServer,
-)
+from ft_plugins.launcher.rendezvous.peers import Credentials, ForeignError, PeerConnection, PeerServer
 from ft_plugins.rehearse.driver import free_port
 
 WAIT = 60.0
@@ -66,7 +63,7 @@ def test_requests_are_answered_also_long_and_several_at_once(echo: Running) -> N
     for number in range(3):
         assert one.ask({"number": number, "size": size})["text"] == "x" * size
     one.close()
-    found = peer_client.ask_all([echo.place, "127.0.0.1:1"], {"do": "it"}, WAIT, US)
+    found = peers.ask_all([echo.place, "127.0.0.1:1"], {"do": "it"}, WAIT, US)
     assert found[echo.place] == {"ok": True, "do": "it", "text": ""} and "refused" in str(found["127.0.0.1:1"])
 
 
@@ -81,13 +78,13 @@ def test_who_is_of_another_job_or_has_another_secret_hears_that_and_no_more(
     echo: Running, them: Credentials, why: str
 ) -> None:
     with pytest.raises(ForeignError, match=why):
-        peer_client.ask(echo.place, {}, WAIT, them)
-    peer_client.ask(echo.place, {}, WAIT, US)
+        peers.ask(echo.place, {}, WAIT, them)
+    peers.ask(echo.place, {}, WAIT, US)
 
 
 def test_one_who_does_not_answer_costs_the_bound_and_no_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ConnectionError, match="no answer within 0.2 s"):
-        peer_client.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2, US)
+        peers.ask(f"127.0.0.1:{mute.getsockname()[1]}", {}, 0.2, US)
 
 
 def test_where_this_nodes_own_part_fails_all_connections_end_and_it_is_said_here() -> None:
@@ -101,7 +98,7 @@ def test_where_this_nodes_own_part_fails_all_connections_end_and_it_is_said_here
     broken = Running(tick)
     broken.post.check()
     others = [broken.call() for _ in range(3)]
-    assert peer_client.ask(broken.place, {}, WAIT, US)
+    assert peers.ask(broken.place, {}, WAIT, US)
     ready.set()
     for other in others:
         with other:
@@ -111,7 +108,7 @@ def test_where_this_nodes_own_part_fails_all_connections_end_and_it_is_said_here
         broken.post.check()
     assert isinstance(found.value.__cause__, KeyError) and not broken.post.is_serving
     with pytest.raises(ConnectionError, match="refused"):
-        peer_client.ask(broken.place, {}, WAIT, US)
+        peers.ask(broken.place, {}, WAIT, US)
 
 
 @pytest.mark.parametrize("text", ["h:\u00b2", "h:99999", "h:" + "9" * 5000, "", "[::1]:x"])
@@ -122,11 +119,11 @@ def test_what_is_no_endpoint_is_refused_in_words(text: str) -> None:
 
 def test_an_endpoint_is_this_machines_if_it_can_be_listened_on() -> None:
     port = free_port()
-    found = endpoint.listen_as(Endpoint("127.0.0.9", port), peer_client.node_answers)
+    found = endpoint.listen_as(Endpoint("127.0.0.9", port), peers.node_answers)
     assert found is not None and found.getsockname() == ("127.0.0.9", port)
-    assert endpoint.listen_as(Endpoint("127.0.0.9", port), peer_client.node_answers, patience=0) is None  # taken
-    assert endpoint.listen_as(Endpoint("192.0.2.1", port), peer_client.node_answers) is None  # of nobody
-    assert endpoint.listen_as(Endpoint("no-such-host.invalid", port), peer_client.node_answers) is None
+    assert endpoint.listen_as(Endpoint("127.0.0.9", port), peers.node_answers, patience=0) is None  # taken
+    assert endpoint.listen_as(Endpoint("192.0.2.1", port), peers.node_answers) is None  # of nobody
+    assert endpoint.listen_as(Endpoint("no-such-host.invalid", port), peers.node_answers) is None
     found.close()
 
 
@@ -134,11 +131,11 @@ def test_a_port_of_a_process_that_is_ending_is_waited_for_and_that_of_a_living_n
     place = Endpoint("127.0.0.9", free_port())
     ending = socket.create_server(("127.0.0.9", place.port))
     threading.Timer(0.3, ending.close).start()
-    found = endpoint.listen_as(place, peer_client.node_answers, patience=WAIT)
+    found = endpoint.listen_as(place, peers.node_answers, patience=WAIT)
     assert found is not None
     found.close()
     answers = Endpoint.read(echo.place)  # so nothing is waited for: an hour is longer than a test may take
-    assert endpoint.listen_as(answers, peer_client.node_answers, patience=3600) is None
+    assert endpoint.listen_as(answers, peers.node_answers, patience=3600) is None
 
 
 def test_loopback_addresses_that_differ_are_two_emulated_nodes() -> None:

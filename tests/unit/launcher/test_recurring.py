@@ -88,6 +88,10 @@ def test_anything_else_is_not(history: list[Life]) -> None:
     assert recurring(history) is None
 
 
+def test_a_life_that_began_from_the_beginning_has_gone_as_far_as_it_has_completed() -> None:
+    assert [Life(killed(), resumed, 4).after for resumed in (None, 0, 3)] == [4, 4, 1]
+
+
 LOADER = "OSError: Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
 
 

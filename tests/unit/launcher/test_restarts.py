@@ -34,6 +34,7 @@ def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> Non
     assert failure(3, -9, "").line("b") == "rank 3 (pid 103, node b) was ended by SIGKILL"
     assert failure(3, 1, "x" * 5000).line("b").startswith("rank 3 (pid 103, node b) exited with status 1: xx")
     assert len(failure(3, 1, "x" * 5000).line("b")) < 400
+    assert (failure(3, 0).signal, failure(3, -15).signal) == ("", "SIGTERM")
     assert LostPeers(("node b", "node c")).line() == "node b, node c stopped responding"
     assert LostPeers((f"{HANG}rank 1 of node b",)).line() == "hang of rank 1 of node b"
     refused = "RuntimeError: Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:31424"
@@ -53,7 +54,7 @@ def test_a_job_that_gets_further_is_restarted_for_ever() -> None:
 
 
 def test_three_restores_of_one_version_stop_the_job() -> None:
-    assert decisions([7, 7, 7, 7]) == [True, True, True, False]
+    assert decisions([7, 7, 7, 7, 7]) == [True, True, True, False, False]
     assert decisions([5, 7, 7, 7, 7]) == [True, True, True, True, False]
 
 
@@ -84,6 +85,7 @@ def test_no_version_is_restored_more_than_three_times_since_the_newest_was_seen(
 
 
 def test_the_reason_for_stopping_names_rank_error_version_and_remedy() -> None:
+    assert "the beginning was tried again 3 times" in judge(failure(0), [5, None] * 4, None).reason, "memory was lost"
     verdict = judge(failure(3, -signal.SIGSEGV, "Signal 11 (SIGSEGV) received by PID 5"), [7] * 4, None)
     assert (verdict.restart, verdict.status) == (False, "stuck")
     for part in ("rank 3", "SIGSEGV", "iteration 7", "3 times", "--max-restarts"):

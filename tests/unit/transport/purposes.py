@@ -20,14 +20,13 @@ from ft_plugins.collective.operations import FrameKind, place_of
 from ft_plugins.collective.switch import RankLink, Switch
 from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.launcher.rendezvous import endpoint, peer_server
-from ft_plugins.launcher.rendezvous.peer_client import Credentials, PeerConnection
-from ft_plugins.launcher.rendezvous.peer_server import PeerServer
+from ft_plugins.launcher.rendezvous import endpoint, peers
+from ft_plugins.launcher.rendezvous.peers import Credentials, PeerConnection, PeerServer
 from ft_plugins.smp.tree.agreement import ExchangeEpoch, Summary
 from ft_plugins.smp.tree.tree_member import Connected, TreeMember
 from ft_plugins.smp.tree.tree_messages import packed_summary
 from ft_plugins.smp.tree.tree_state import TreeState
-from ft_plugins.transport import calls, connections
+from ft_plugins.transport import calls, door
 from ft_plugins.transport.calls import Peer, Server
 from ft_plugins.transport.channel import TAG, Channel, ClientHandshake, Party, ServerHandshake
 from ft_plugins.transport.frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT
@@ -360,13 +359,13 @@ PROVEN: dict[str, Callable[[], Served]] = {
 def limits(monkeypatch: Any, **changed: Any) -> Iterator[None]:
     """All doors that are opened meanwhile have these limits."""
     with monkeypatch.context() as patched:
-        for module in (calls, peer_server, meeting):
+        for module in (calls, peers, meeting):
             patched.setattr(module, "_LIMITS", replace(module._LIMITS, **changed))
         yield
 
 
 def eager(monkeypatch: Any) -> None:
     """Each rejected connection is an event of its own."""
-    made = lambda events: connections.RejectedConnections(events, every=0)  # noqa: E731
-    for module in (calls, peer_server, meeting):
+    made = lambda events: door.RejectedConnections(events, every=0)  # noqa: E731
+    for module in (calls, peers, meeting):
         monkeypatch.setattr(module, "RejectedConnections", made)

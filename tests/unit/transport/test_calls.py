@@ -594,6 +594,34 @@ def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(
     assert one.ask("echo", value="quick")[0]["echo"] == "quick"
 
 
+def test_requests_that_stop_halfway_do_not_keep_the_others_waiting(
+    node: Callable[..., Smp], peer: Callable[..., Peer]
+) -> None:
+    """As the lanes of a node that has lost its power: as many as its eight ranks and their two streams each."""
+    there = node()
+    with contextlib.ExitStack() as held:
+        for _ in range(24):
+            known = there.introduced()
+            held.enter_context(known.connection).sendall(known.frame({"do": "echo", "value": "x" * 60})[:40])
+        assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1
+
+
+def test_a_reply_to_a_request_that_was_given_up_is_not_taken_for_that_of_the_next_one(
+    node: Callable[..., Smp], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler may raise anything between a request and its reply."""
+    one = peer(node().endpoint)
+    one.ask("echo", value=0)
+
+    def interrupted(*args: Any) -> None:
+        raise SystemExit(3)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(Peer, "receive", interrupted)
+        one.ask("echo", value=1)
+    assert one.ask("echo", value=2)[0]["echo"] == 2
+
+
 @pytest.fixture
 def hasty(node: Callable[..., Smp], monkeypatch: pytest.MonkeyPatch) -> Smp:
     """A server whose patience with strangers can be seen."""

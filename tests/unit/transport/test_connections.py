@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from ft_plugins.events import Event, Events
-from ft_plugins.transport import connections
-from ft_plugins.transport.connections import EVERY_SECONDS, RejectedConnections
+from ft_plugins.transport import door
+from ft_plugins.transport.door import EVERY_SECONDS, RejectedConnections
 
 
 @pytest.fixture
@@ -23,18 +23,18 @@ def limits() -> Iterator[tuple[int, int]]:
 def test_the_soft_limit_is_raised_and_never_lowered(limits: tuple[int, int]) -> None:
     _, hard = limits
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    raised = connections.raise_limit()
-    assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, connections.ENOUGH)
-    if hard > connections.ENOUGH:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (connections.ENOUGH + 1, hard))
-        assert connections.raise_limit() == connections.ENOUGH + 1
+    raised = door.raise_limit()
+    assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, door.ENOUGH)
+    if hard > door.ENOUGH:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (door.ENOUGH + 1, hard))
+        assert door.raise_limit() == door.ENOUGH + 1
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard, "the hard limit stays"
 
 
 @pytest.mark.parametrize("soft, wanted, expected", [(1024, 4096, 768), (1024, 64, 64), (200, 4096, 100)])
 def test_connections_leave_a_reserve(limits: tuple[int, int], soft: int, wanted: int, expected: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
-    assert connections.places(wanted) == expected
+    assert door.places(wanted) == expected
 
 
 def test_a_limit_that_cannot_be_raised_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_limit_that_cannot_be_raised_is_no_error(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(resource, "getrlimit", lambda what: (512, 4096))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    assert connections.raise_limit() == 512
+    assert door.raise_limit() == 512
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Event], RejectedConnections, list[float]]:

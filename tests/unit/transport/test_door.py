@@ -9,9 +9,8 @@ from contextlib import closing
 
 from ft_plugins.events import Event, Events
 from ft_plugins.transport.channel import Channel, Party
-from ft_plugins.transport.connections import RejectedConnections
 from ft_plugins.transport.dial import ADMITTED, Dialer
-from ft_plugins.transport.door import Door, DoorLimits
+from ft_plugins.transport.door import Door, DoorLimits, RejectedConnections
 from ft_plugins.transport.framed import Link
 from ft_plugins.transport.loop import Loop
 

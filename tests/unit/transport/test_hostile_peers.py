@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.transport import channel, connections, door
+from ft_plugins.transport import channel, door
 from ft_plugins.transport.channel import ClientHandshake
 from tests.unit.transport.purposes import (
     IT,
@@ -77,7 +77,7 @@ def crowded(request: pytest.FixtureRequest, make: Make) -> Served:
 def stranger() -> Iterator[Stranger]:
     """Connections, from any address of loopback."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections.raise_limit()
+    door.raise_limit()
     with contextlib.ExitStack() as stack:
 
         def connect(where: Served, address: str = "127.0.0.1", said: bytes = b"") -> socket.socket:

@@ -36,7 +36,8 @@ class EngineClient(Protocol):
         engine's counters show that it continues."""
 
     def state(self) -> dict[str, Any]:
-        """Its own state at a version point: plain values, tensors and arrays."""
+        """Its own state at a version point, and as soon as it is followed: plain values, tensors and arrays. Twice the
+        room that its first state takes is claimed."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from there. The engine is restored already; generators and the data position come later, right

@@ -15,16 +15,18 @@ from typing import Any
 
 from . import EngineClients
 
-_FILES: dict[str, str] = {  # module of a client: file in this folder
-    "transformers.trainer": "hf_trainer",
-    "accelerate.accelerator": "accelerate_loop",
+_FILES = {  # file in this folder: module of a client
+    "megatron_deepspeed": "megatron.training",
+    "gpt_neox": "megatron.training",
+    "hf_trainer": "transformers.trainer",
+    "accelerate_loop": "accelerate.accelerator",
 }
 OnImport = Callable[[str, Callable[[ModuleType], None]], None]
 
 
 def follow_known(clients: EngineClients, on_import: OnImport) -> None:
     """Hook each known client when its module is imported."""
-    for name, file in _FILES.items():
+    for file, name in _FILES.items():
         on_import(name, partial(_follow, file, clients))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +13,7 @@ import pytest
 
 from ft_plugins.adapters.script.script_hooks import load_below
 from ft_plugins.errors import UnsupportedError
-from ft_plugins.patches import megatron_triton
-from ft_plugins.patches.megatron_triton import needs_triton
+from ft_plugins.patches.megatron_missing import loader, needed_by
 
 KERNELS = """
 import triton
@@ -76,7 +76,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_the_modules_own_code_runs_and_its_kernels_refuse_by_name(package: str) -> None:
-    load_below(package, megatron_triton.loader)
+    load_below(package, partial(loader, ["triton", "torchvision"]))
     kernels = importlib.import_module(f"{package}.kernels")
     assert kernels.is_enabled() is False and kernels.TRITON_22 is False
     for refused, name in ((kernels.launch, "add_kernel"), (lambda: kernels.add(3), "triton.next_power_of_2")):
@@ -86,7 +86,7 @@ def test_the_modules_own_code_runs_and_its_kernels_refuse_by_name(package: str) 
 
 
 def test_whoever_else_looks_for_triton_finds_it_absent(package: str) -> None:
-    load_below(package, megatron_triton.loader)
+    load_below(package, partial(loader, ["triton", "torchvision"]))
     importlib.import_module(f"{package}.kernels")
     assert importlib.import_module(f"{package}.guarded").found is False, "it has a way without triton"
     assert find_spec("triton") is None and "triton" not in sys.modules
@@ -108,4 +108,4 @@ def test_whoever_else_looks_for_triton_finds_it_absent(package: str) -> None:
     ],
 )
 def test_a_module_is_known_by_an_import_at_its_top_level(source: str, needs: bool) -> None:
-    assert needs_triton(source.encode()) is needs
+    assert needed_by(source.encode()) == (("triton",) if needs else ())

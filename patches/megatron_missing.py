@@ -1,13 +1,14 @@
-"""Load Megatron's modules that import triton without it; their kernels raise when they are called.
+"""Load Megatron's modules that import triton or torchvision without it; what they use of it raises when it is called.
 
 Upstream files: the modules of megatron with `import triton` or `from triton ...` at their top level, outside of any
-`try`. These change with every version, so they are recognised by their source, not listed.
+`try`. These change with every version, so they are recognised by their source, not listed. torchvision is imported by
+the vision data sets of Megatron-DeepSpeed, whatever is trained.
 
 Invariant: only such a module receives the stand-in, from its own import statements. Nothing is put into `sys.modules`,
 so torch and other libraries that look for triton do not find it. The module's own code runs, so whatever needs no
 kernel works.
 
-In: the spec of a module of megatron. Out: a loader for it, if it needs one."""
+In: what is not installed, the spec of a module of megatron. Out: a loader for it, if it needs one."""
 
 from __future__ import annotations
 
@@ -21,22 +22,24 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-_TRITON = "triton"
+NAMES = ("triton", "torchvision")
 
 
-def loader(spec: importlib.machinery.ModuleSpec) -> importlib.abc.Loader | None:
-    """A loader that gives the module a stand-in for triton; None if the module does not need one."""
+def loader(missing: Sequence[str], spec: importlib.machinery.ModuleSpec) -> importlib.abc.Loader | None:
+    """A loader that gives the module stand-ins for the `missing` ones; None if the module does not need one."""
     if not spec.has_location or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
         return None
     source = spec.loader.get_data(str(spec.origin))
-    return _Loader(spec.loader) if needs_triton(source) else None
+    needed = needed_by(source, missing)
+    return _Loader(spec.loader, needed) if needed else None
 
 
-def needs_triton(source: bytes) -> bool:
-    """Whether the module imports triton at its top level, outside of any `try`."""
-    if _TRITON.encode() not in source:
-        return False
-    return any(_is_triton(name) for node in ast.parse(source).body for name in _imported(node))
+def needed_by(source: bytes, missing: Sequence[str] = NAMES) -> tuple[str, ...]:
+    """Those of `missing` that the module imports at its top level, outside of any `try`."""
+    mentioned = [name for name in missing if name.encode() in source]
+    body = ast.parse(source).body if mentioned else []
+    imported = {_package(name) for node in body for name in _imported(node)}
+    return tuple(name for name in mentioned if name in imported)
 
 
 def _imported(node: ast.stmt) -> list[str]:
@@ -48,15 +51,16 @@ def _imported(node: ast.stmt) -> list[str]:
     return []
 
 
-def _is_triton(name: str) -> bool:
-    return name.partition(".")[0] == _TRITON
+def _package(name: str) -> str:
+    return name.partition(".")[0]
 
 
 class _Loader(importlib.abc.Loader):
-    """The real loader; the module's import statements return a stand-in for triton."""
+    """The real loader; the module's import statements return stand-ins for what it needs."""
 
-    def __init__(self, real: importlib.machinery.SourceFileLoader) -> None:
+    def __init__(self, real: importlib.machinery.SourceFileLoader, needed: Sequence[str]) -> None:
         self._real = real
+        self._needed = needed
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._real.create_module(spec)
@@ -65,7 +69,7 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = self._real
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
-        triton = StandIn(_TRITON, module)
+        stand_ins = {name: StandIn(name, module) for name in self._needed}
 
         def importing(
             name: str,
@@ -74,9 +78,9 @@ class _Loader(importlib.abc.Loader):
             fromlist: Sequence[str] = (),
             level: int = 0,
         ) -> Any:
-            if level != 0 or not _is_triton(name):
+            if level != 0 or _package(name) not in stand_ins:
                 return builtins.__import__(name, globals, locals, fromlist, level)
-            imported = triton
+            imported = stand_ins[_package(name)]
             for part in name.split(".")[1:] if fromlist else ():
                 imported = getattr(imported, part)
             return imported
@@ -86,8 +90,8 @@ class _Loader(importlib.abc.Loader):
 
 
 class StandIn:
-    """Stands for triton or an attribute of it. While its module loads it can be read, called and subscripted, as
-    decorators and annotations do; afterwards a call raises UnsupportedError."""
+    """Stands for a missing package or an attribute of it. While its module loads it can be read, called, subscripted
+    and inherited from, as decorators, annotations and classes do; afterwards a call raises UnsupportedError."""
 
     __version__ = "0"
     __iter__ = None  # else __getitem__ would make it iterable without end
@@ -100,16 +104,27 @@ class StandIn:
             raise AttributeError(name)
         return StandIn(f"{self._name}.{name}", self._module)
 
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (StandInBase,)
+
     def __getitem__(self, key: object) -> StandIn:
         return StandIn(self._name, self._module)
 
     def __call__(self, *args: Any, **_: Any) -> StandIn:
         if not getattr(self._module.__spec__, "_initializing", False):
+            package = _package(self._name) if _package(self._name) in NAMES else NAMES[0]  # else a decorated kernel
             raise UnsupportedError(
-                f"{self._module.__name__}: {self._name} needs triton, which is not installed; drop the option that "
-                "uses it, or install triton"
+                f"{self._module.__name__}: {self._name} needs {package}, which is not installed; drop the option that "
+                f"uses it, or install {package}"
             )
         return StandIn(next(filter(None, map(_decorated, args)), self._name), self._module)
+
+
+class StandInBase:
+    """Stands for a class of a missing package that a class of Megatron inherits from."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UnsupportedError(f"{type(self).__module__}.{type(self).__name__} needs a package that is not installed")
 
 
 def _decorated(argument: Any) -> str:

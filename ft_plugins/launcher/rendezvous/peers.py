@@ -1,12 +1,16 @@
-"""Serve this node's port, at which other nodes of its job send requests.
+"""Ask other nodes at their ports, on mutually authenticated connections, and serve this node's port.
 
-Invariant: a peer cannot end the thread or exceed the limits given here. One that has proved that it knows the job's
+Invariant: every wait is bounded, even if the peer is stopped or powered off; torch's own store client would wait for
+ever. Every failure to get a reply is a ConnectionError.
+
+A peer cannot end the thread that serves or exceed the limits given here. One that has proved that it knows the job's
 secret (`door`) gets one request answered at a time, and the next one only once its reply is sent, so unread replies do
 not pile up. A reply may be held back: it is sent when `Held` releases it, or when another request arrives after it.
 Neither a request nor a sweep searches all connections. A request that cannot be answered ends its connection. The only
 thread resolves no names and holds no lock while it waits, so a process forked meanwhile inherits no lock to hang on.
 
-In: a function from a request to its reply. Out: replies; counts of rejected connections, at most once a minute.
+In: endpoints as 'host:port', messages; a function from a request to its reply. Out: replies; a `ForeignError` if the
+peer rejected this node or failed to authenticate; counts of rejected connections, at most once a minute.
 """
 
 from __future__ import annotations
@@ -16,23 +20,27 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...errors import ProtocolError
+from ...errors import ConfigError, ProtocolError
 from ...events import Events
-from ...transport import connections, protocol
-from ...transport.channel import Channel
-from ...transport.connections import RejectedConnections
-from ...transport.dial import ADMITTED
-from ...transport.door import Door, DoorLimits
+from ...transport import door, protocol
+from ...transport.calls import Caller
+from ...transport.channel import Channel, Party
+from ...transport.dial import ADMITTED, ForeignPeerError
+from ...transport.door import Door, DoorLimits, RejectedConnections
 from ...transport.frame_codec import FrameBounds, Message
 from ...transport.framed import Link, close_connection
 from ...transport.loop import Loop
 from ..rounds.node_messages import REQUEST_LIMIT
-from .peer_client import Credentials
+from .endpoint import Endpoint
 
+PURPOSE = "rendezvous"
+ASKED_AT_ONCE = 32
 # unproven connections at a time. A job's nodes connect all at once when it starts, and may be slow then. If they had to
 # make room for each other, each would try again and again; so there are more places than nodes were measured with
 _LIMITS = DoorLimits(connections=2048, of_one_address=8, seconds=5.0, any_job=True)
@@ -43,6 +51,116 @@ _SWEEP_SECONDS = 1.0  # between two searches for connections to close
 _CONNECTIONS = 4096
 _LEAST_WAIT = 0.01
 _TURN = 16  # requests of one connection before others have their turn
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a node authenticates with."""
+
+    secret: bytes
+    run: str
+    node: str
+    encrypt: bool = False
+
+    @property
+    def who(self) -> Party:
+        """This node in a handshake."""
+        return Party(PURPOSE, self.run, self.node, self.encrypt)
+
+
+class ForeignError(ConnectionError):
+    """The node there belongs to another job or has another secret."""
+
+
+class PeerConnection:
+    """A connection to another node. Any failure to get a reply ends it and raises ConnectionError."""
+
+    def __init__(self, endpoint: str, seconds: float, credentials: Credentials) -> None:
+        """`seconds`: limit for connecting including the handshake, for sending, and for each part of a reply."""
+        self.endpoint = endpoint
+        try:
+            place = Endpoint.read(endpoint)
+        except ConfigError as error:
+            raise ConnectionError(str(error)) from error
+        self._caller = Caller((place.host, place.port), credentials.who, credentials.secret, seconds)
+        with self._failing():
+            self._caller.connect()
+
+    def ask(self, message: Message) -> Message:
+        """The reply to `message`; replies to earlier ones are dropped."""
+        self.send(message)
+        while self._caller.awaited > 1:
+            self.receive()
+        return self.receive()
+
+    def send(self, message: Message) -> None:
+        """Send a request whose reply is received later."""
+        with self._failing():
+            self._caller.send(message)
+
+    def is_readable(self, seconds: float) -> bool:
+        """Whether a reply has begun to arrive, or the connection has ended, within `seconds`."""
+        return self._caller.is_readable(seconds)
+
+    def receive(self) -> Message:
+        """The next reply."""
+        with self._failing():
+            return self._caller.receive()[0]
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, UnicodeError, ProtocolError) as error:
+            self.close()
+            kind = ForeignError if isinstance(error, ForeignPeerError) else ConnectionError
+            raise kind(self._caller.why(error)) from error
+
+    def close(self) -> None:
+        """Close the connection, in forked processes too. Idempotent."""
+        self._caller.close()
+        self._caller.drop()
+
+
+def ask(endpoint: str, message: Message, seconds: float, credentials: Credentials) -> Message:
+    """The reply of one node, on a connection of its own. Raises ConnectionError."""
+    connection = PeerConnection(endpoint, seconds, credentials)
+    try:
+        return connection.ask(message)
+    finally:
+        connection.close()
+
+
+def ask_all(
+    endpoints: Iterable[str], message: Message, seconds: float, credentials: Credentials
+) -> dict[str, Message | ConnectionError]:
+    """The replies of several nodes, asked concurrently, or the reason for none. `seconds`: limit for each."""
+
+    def attempt(endpoint: str) -> Message | ConnectionError:
+        try:
+            return ask(endpoint, message, seconds, credentials)
+        except ConnectionError as error:
+            return error
+
+    distinct = list(dict.fromkeys(endpoints))
+    if len(distinct) < 2:
+        return {each: attempt(each) for each in distinct}
+    with ThreadPoolExecutor(min(len(distinct), ASKED_AT_ONCE)) as pool:  # all threads have ended when this returns
+        return dict(zip(distinct, pool.map(attempt, distinct), strict=True))
+
+
+def node_answers(endpoint: Endpoint, seconds: float) -> bool:
+    """Whether a node of any job answers there."""
+    try:
+        PeerConnection(str(endpoint), seconds, Credentials(bytes(16), "?", "?")).close()
+    except ForeignError:
+        return True
+    except ConnectionError:
+        return False
+    return True
+
+
+# ---- answering ----
 
 
 class Held(Protocol):
@@ -94,7 +212,7 @@ class PeerServer:
         self._accepted = 0
         self._peers: OrderedDict[int, _Peer] = OrderedDict()  # by number, the longest unused one first
         self._unread: dict[int, _Peer] = {}  # with a reply to be sent
-        self._places = connections.places(_CONNECTIONS)
+        self._places = door.places(_CONNECTIONS)
         self._failure: Exception | None = None
         self._loop = Loop("ft-post")
         self._door = Door(

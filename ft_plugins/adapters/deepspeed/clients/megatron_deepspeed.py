@@ -1,0 +1,86 @@
+"""Megatron-DeepSpeed's `pretrain`: its loop continues from its arguments, its samplers from consumed samples.
+
+    args.iteration, consumed_*_samples     set after setup_model_and_optimizer; the data loaders are built later
+    args.curriculum_scheduler              the difficulty that it holds; embeddings of a shorter sequence are made
+                                           again by the loop's first iteration
+    --dataloader-type cyclic               begins a pass, and draws a number, when it is first read: one that had begun
+                                           before begins again without
+    opt_param_scheduler                    DeepSpeed's own scheduler, captured with the engine
+    random number trackers                 Megatron's and DeepSpeed's, captured with the engine
+
+In: its megatron/training.py. Out: a client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ....patches import MegatronPackage, package_in
+from ...rng import process_state, set_process_state
+from ...schedulers import DIFFICULTY
+from ...script.script_hooks import replace_in_deepspeed
+from . import EngineClients
+from .megatron_loop import MegatronLoop, follow_setup
+
+
+class MegatronDeepSpeed(MegatronLoop):
+    """The loop of `megatron.training.train`."""
+
+    name = MegatronPackage.MEGATRON_DEEPSPEED.value
+    counted = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
+
+    def refused(self) -> Mapping[str, str]:
+        return {
+            "kd": "a teacher (--kd) is a second engine",
+            "mos": "a teacher (--mos) is a second engine",
+            "compression_training": "compression (compression_training) keeps its own counters",
+            "random_ltd": "random-LTD (--random-ltd) keeps its own counters",
+            "data_efficiency_curriculum_learning": "a curriculum of data efficiency has a sampler of its own",
+            "enable_zbh1_pipeline": "the zero-bubble schedule (--enable-zbh1-pipeline) replaces DeepSpeed's",
+            "vision_pretraining": "vision pretraining keeps a teacher of its own",
+            "repeated_dataloader": "--repeated-dataloader repeats the data from where a restart began",
+        }
+
+    def follow(self, engine: Any, begin: Callable[[], None]) -> None:
+        super().follow(engine, begin)
+        replace_in_deepspeed(self._module, "cyclic_iter", self._cycling)
+
+    def _cycling(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
+        return resumed_cycle(original, loader) if self.restored and is_inside_pass(loader) else original(loader)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "curriculum": self._curriculum.get(DIFFICULTY)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        if state["curriculum"] is not None:
+            self._curriculum[DIFFICULTY] = state["curriculum"]
+            self.arguments.curriculum_seqlen = None  # unlike any: the loop's first iteration then sets it
+
+    @property
+    def _curriculum(self) -> dict[str, Any]:
+        scheduler = getattr(self.arguments, "curriculum_scheduler", None)
+        return {} if scheduler is None else scheduler.state
+
+
+def is_inside_pass(loader: Any) -> bool:
+    """Whether the next batch of a loader whose samples are drawn is not the first one of a pass."""
+    sampler = loader.batch_sampler
+    return bool(sampler.consumed_samples % (sampler.total_samples - sampler.last_batch_size))
+
+
+def resumed_cycle(cycle: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+    """`cycle(loader)`, whose first pass had begun before: it draws nothing from the process's generators again."""
+    before = process_state()
+    first = iter(loader)
+    set_process_state(before)
+    yield from first
+    yield from cycle(loader)
+
+
+def follow(module: ModuleType, clients: EngineClients) -> None:
+    """Follow the loop, if the module is Megatron-DeepSpeed's."""
+    if package_in([Path(str(module.__file__)).parent]) is MegatronPackage.MEGATRON_DEEPSPEED:
+        follow_setup(module, clients, lambda *_, **__: MegatronDeepSpeed(module, module.get_args()))

@@ -1,0 +1,46 @@
+"""What a loop of plain torch counts in variables is compared after a restore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import ResumeError
+from tests.unit.adapters.torch_small import Small
+
+
+def counted(seen: int, bad: int, version: Any = None, ignored: tuple[str, ...] = ()) -> list[Any]:
+    """A loop that carries `seen` on, and ends by `bad`. Returns its versions; `version` is the restored one."""
+    small = Small(ignored=ignored)
+    versions: list[Any] = []
+    begin = small.session.iteration_begin
+
+    def iteration_begin(step: int) -> None:
+        begin(step)
+        if step == 1 and version is not None:
+            small.host.restore_position(version)
+
+    small.session.iteration_begin = iteration_begin  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step: versions.append(small.host.small_state())  # type: ignore[method-assign]
+    for _step in small.session.iterations(3):
+        small.backward()
+        small.optimizer.step()
+        small.optimizer.zero_grad()
+        seen += 1
+        bad += 2
+        if bad > 9:
+            break
+    return versions
+
+
+def test_counters_that_end_a_loop_must_be_restored_and_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    _, version, _ = counted(0, 0)
+    counted(2, 4, version)
+    assert "after the restore" not in capsys.readouterr().err
+    counted(0, 4, version)
+    assert "after the restore `seen` in counted() is 0, and was 2 when" in capsys.readouterr().err
+    with pytest.raises(ResumeError, match=r"rank 0: the loop does not continue: `bad` in counted\(\) is 0, and was 4"):
+        counted(2, 0, version)
+    counted(0, 0, version, ignored=("seen", "bad"))
+    assert "after the restore" not in capsys.readouterr().err
