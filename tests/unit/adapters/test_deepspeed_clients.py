@@ -64,6 +64,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     session = SimpleNamespace(
         iteration_begin=lambda iteration: told.append(f"begin {iteration}"),
         iteration_end=lambda iteration: told.append(f"end {iteration}"),
+        restore_position=lambda: told.append("position"),
     )
     monkeypatch.setattr(training, "attach", lambda *_: session)
     monkeypatch.setattr(training, "replace", lambda *_: None)
@@ -113,6 +114,20 @@ def test_a_client_that_does_not_count_must_read_the_engines_counters(events: lis
     assert loop.engine.global_steps == 5
     reading.begin()
     assert events == ["begin 6"]
+
+
+def test_the_last_iteration_ends_where_a_client_says_that_training_has(events: list[str]) -> None:
+    """What it does with the engine from there on, such as loading its best checkpoint, is in no version."""
+    client, other = Counting(5), Counting(5)
+    hooks = training.EngineHooks()
+    hooks.loop = loop_of(client, 5)
+    client.begin()
+    hooks.loop.engine.global_steps = hooks.loop._updated = 6
+    hooks.clients.trained(other)
+    assert events == ["begin 6"], "it has no engine"
+    hooks.clients.trained(client)
+    hooks.clients.trained(client)
+    assert events == ["begin 6", "end 6", "position", "position"]
 
 
 def test_of_nested_clients_the_outermost_is_set_up_once() -> None:
