@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ft_plugins.config import Config, SyncConfig
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.reduction import ReducedOver
-from ft_plugins.sync.rounds.local_policy import AppliedAt, chosen_apply, policy_of
+from ft_plugins.sync.rounds.local_policy import AppliedAt, chosen_apply, policy_of, wants_modules
 
 
 def test_a_warm_up_is_data_parallelism_and_every_multiple_of_tau_after_it_a_synchronisation() -> None:
@@ -63,9 +65,25 @@ def test_replicas_wait_for_each_other_where_no_reduction_makes_them() -> None:
 
 
 def test_forward_is_refused_where_modules_cannot_be_followed() -> None:
-    with pytest.raises(ConfigError, match="--sync-apply forward: .* choose update or wait"):
-        chosen_apply(SyncConfig(apply="forward"), follows_modules=False, has_masters=True)
+    given = "it has no modules"
+    for masters, why in ((True, "forwards read copies of fp32 master parameters"), (False, given)):
+        with pytest.raises(ConfigError, match=f"--sync-apply forward: {why}; choose update or wait"):
+            chosen_apply(SyncConfig(apply="forward"), follows_modules=False, has_masters=masters, reason=given)
     assert chosen_apply(SyncConfig(apply="update"), follows_modules=True, has_masters=False) is AppliedAt.UPDATE
+
+
+@pytest.mark.parametrize(
+    ("policy", "apply", "wanted"),
+    [
+        *(("edit", apply, wanted) for apply, wanted in (("auto", True), ("forward", True), ("update", False))),
+        *(("diloco", apply, wanted) for apply, wanted in (("auto", False), ("forward", True), ("wait", False))),
+    ],
+)
+def test_modules_are_announced_where_their_forward_ends_a_synchronisation(
+    policy: str, apply: str, wanted: bool
+) -> None:
+    config = SyncConfig.model_validate({"policy": policy, "apply": apply})
+    assert wants_modules(config, has_masters=False) is wanted and not wants_modules(config, has_masters=True)
 
 
 def test_each_policy_has_the_outer_optimizer_and_the_penalty_of_its_paper() -> None:
@@ -88,6 +106,27 @@ def test_snapshots_are_taken_at_synchronisations_unless_all_are_asked_for() -> N
 
     assert [interval(given) for given in (1, 8, 9, 20)] == [8, 8, 16, 24]
     assert interval(3, versions="every") == 3
+
+
+def test_a_replica_counts_by_its_tokens_only_where_that_is_asked_for() -> None:
+    given = ({}, {"weights": "uniform"}, {"weights": "tokens"})
+    policies = [{"policy": "a_edit"} | one for one in given]
+    weights = [policy_of(SyncConfig.model_validate(one), AppliedAt.WAIT).weights for one in policies]
+    assert weights == ["uniform", "uniform", "tokens"]
+
+
+@pytest.mark.parametrize("tau, warmup", [(0, 0), (1, -1)])
+def test_a_period_or_warm_up_that_cannot_be_is_an_error(tau: int, warmup: int) -> None:
+    with pytest.raises(ConfigError, match=f"local SGD with tau {tau} and {warmup} iterations"):
+        replace(policy_of(SyncConfig(), AppliedAt.WAIT), tau=tau, warmup=warmup)
+
+
+@pytest.mark.parametrize("settings", [{"seconds": 2.0}, {"layered": True}])
+def test_where_every_iteration_may_synchronise_a_warm_up_alone_can_be_too_long(settings: Any) -> None:
+    policy = replace(policy_of(SyncConfig(tau=8, warmup=20), AppliedAt.WAIT), **settings)
+    policy.require_synchronisation(21)
+    with pytest.raises(ConfigError, match="--sync-warmup 20: training ends at iteration 20, before"):
+        policy.require_synchronisation(20)
 
 
 def test_a_run_that_ends_before_its_first_synchronisation_is_refused_in_one_line() -> None:
