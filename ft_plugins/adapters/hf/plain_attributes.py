@@ -47,7 +47,10 @@ class PlainAttributes:
         owners = self._owners()
         for path, encoded in {**self._built, **values}.items():
             owner, _, name = path.rpartition(".")
-            if owner in owners and encoding(_on_the_cpu(vars(owners[owner]).get(name)), LIMIT) != encoded:
+            if owner not in owners:
+                continue
+            present = encoding(_on_the_cpu(vars(owners[owner]).get(name)), LIMIT)
+            if present != encoded and (present is not None or path in values):  # else it is an object by now
                 assign(owners[owner], name, codec.decode(encoded))
 
     def _places(self) -> Iterator[tuple[str, Any, bool]]:

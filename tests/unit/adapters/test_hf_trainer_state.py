@@ -86,6 +86,15 @@ def test_a_counter_that_is_again_what_it_was_built_with_is_restored_too() -> Non
     assert (one.left, one.began) == (0, 5)
 
 
+def test_an_attribute_that_was_plain_at_first_and_is_an_object_by_now_is_left_alone() -> None:
+    """A Trainer's scheduler, with DeepSpeed, is made after its state is asked for."""
+    one = SimpleNamespace(scheduler=None)
+    attributes = PlainAttributes(lambda: {"trainer": one}, lambda owner, name: True, speaks=True)
+    one.scheduler = made = object()
+    attributes.write(attributes.read())
+    assert one.scheduler is made
+
+
 def test_an_attribute_that_changes_and_cannot_be_captured_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     one = SimpleNamespace(seen={1}, history=[])
     attributes = PlainAttributes(lambda: {"callbacks[0] Mine": one}, lambda owner, name: False, speaks=True)
