@@ -22,10 +22,10 @@ from ...rng import process_state, set_process_state
 from ...schedulers import DIFFICULTY
 from ...script.script_hooks import replace_in_deepspeed
 from . import EngineClients
-from .megatron_loop import MegatronLoop, follow_setup
+from .megatron_loop import ForkLoop, follow_setup
 
 
-class MegatronDeepSpeed(MegatronLoop):
+class MegatronDeepSpeed(ForkLoop):
     """The loop of `megatron.training.train`."""
 
     name = MegatronPackage.MEGATRON_DEEPSPEED.value
