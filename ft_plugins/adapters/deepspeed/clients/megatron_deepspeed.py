@@ -40,6 +40,7 @@ class MegatronDeepSpeed(ForkLoop):
             "data_efficiency_curriculum_learning": "a curriculum of data efficiency has a sampler of its own",
             "enable_zbh1_pipeline": "the zero-bubble schedule (--enable-zbh1-pipeline) replaces DeepSpeed's",
             "vision_pretraining": "vision pretraining keeps a teacher of its own",
+            "reset_iteration": "--reset-iteration counts a loaded checkpoint's iterations again from 0 at each restart",
             "repeated_dataloader": "--repeated-dataloader repeats the data from where a restart began",
         }
 
