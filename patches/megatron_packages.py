@@ -1,7 +1,7 @@
 """Which program the package `megatron` belongs to: Megatron-LM, or a fork that trains a DeepSpeed engine.
 
 Invariant: nothing is imported. All of them are called `megatron`, and Megatron-DeepSpeed carries an early
-`megatron.core`, so neither the name nor a version tells them apart; their files do.
+`megatron.core`, so neither the name nor a version distinguishes them; their files do.
 
 In: the folders of the package. Out: the program."""
 

@@ -22,7 +22,7 @@ IN_YML = {"ft_plugins": {"reft": {"interval": 1}, "paft": {"mode": "audit", "aud
 CASES = (
     ForkCase("pipelines"),
     ForkCase(
-        "pipelines-zero-1-own-load-beside-audited", 4, 1, 2, 1, settings=IN_YML, loads=True, protected=("--reft",)
+        "pipelines-zero-1-load-audited", 4, 1, 2, 1, settings=IN_YML, loads=True, protected=("--reft",)
     ),
     ForkCase("zero-1-evaluated", 2, 1, 1, 1),
     ForkCase(*("zero-2-own-load-beside", 2, 1, 1, 2), loads=True, kill="update.middle@iteration=6,rank=1,restart=0"),
@@ -33,7 +33,7 @@ NODES = (
         iterations=14,
         protected=("--reft", "--reft-interval", "1", "--reft-redundancy", "raim5"),
     ),
-    ForkCase("bubbles", 4, 1, 2, 1, iterations=40, protected=("--baft",)),
+    ForkCase("bubbles", 4, 1, 2, 1, iterations=150, protected=("--baft",)),
 )
 
 

@@ -52,7 +52,7 @@ NODES = (
         iterations=14,
         protected=("--reft", "--reft-interval", "1", "--reft-redundancy", "raim5"),
     ),
-    ForkCase("bubbles", 4, 1, 2, 1, iterations=40, protected=("--baft",)),
+    ForkCase("bubbles", 4, 1, 2, 1, iterations=150, protected=("--baft",)),
 )
 
 

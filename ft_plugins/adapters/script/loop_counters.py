@@ -92,7 +92,11 @@ def loop_counters() -> LoopCounters:
     """The counters of the loops that run in the main thread. Of loops in installed packages (a progress bar) only those
     that end them."""
     found: dict[str, dict[str, int]] = {name: {} for name in vars(LoopCode())}
+    inside = False  # a function of the script
     for frame, variables in stack():
+        if inside and _is_installed(frame.f_code.co_filename):
+            continue  # it only calls the script, as a test runner or a command line library does
+        inside = inside or not _is_installed(frame.f_code.co_filename)
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
         installed = frame.f_code.co_filename.startswith(_INSTALLED)
@@ -102,6 +106,13 @@ def loop_counters() -> LoopCounters:
                 if type(value) is int:
                     found[kind].setdefault(f"`{expression}`{place}", value)
     return LoopCounters(**found)
+
+
+@cache
+def _is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or an installed package."""
+    paths = sysconfig.get_paths()
+    return file.startswith("<frozen") or any(file.startswith(paths[name]) for name in ("stdlib", "purelib", "platlib"))
 
 
 @cache

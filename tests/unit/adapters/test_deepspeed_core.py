@@ -126,3 +126,29 @@ def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
     module[0].calls = {1, 2}
     with pytest.raises(UnsupportedError, match=r"rank 2: the extra state of '0' \(Counted\) cannot be captured"):
         require_encodable_modes(module, 2)
+
+
+def test_what_a_client_loads_after_a_restore_is_replaced_before_its_loop_begins() -> None:
+    """Megatron-DeepSpeed loads an older checkpoint of its own, and counts from 0, after the engine was restored."""
+    host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
+    calls: list[Any] = []
+    host.rank, host.engine = 0, SimpleNamespace(global_steps=0, optimizer=None)
+    host._client = SimpleNamespace(name="Counter", restore=lambda state: calls.append(state))
+    host._restore_optimizer = lambda small: calls.append(small["groups"])
+    counters = dict.fromkeys(("global_samples", "skipped_steps", "micro_steps"), 0) | {"global_steps": 5}
+    small = {"counters": counters, "groups": "rate", "client": {"name": "Counter", "state": {"at": 5}}}
+    host._unsettled = small
+    host.settle()
+    host.settle()
+    assert host.engine.global_steps == 5 and calls == ["rate", {"at": 5}], "once"
+    host._unsettled = small
+    host.find_tensors()  # the engine has loaded a newer checkpoint of its own
+    host.settle()
+    assert len(calls) == 2, "what it loaded instead is left alone"
+
+
+def test_a_state_of_another_clients_loop_is_refused() -> None:
+    host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
+    host.rank = 1
+    with pytest.raises(ResumeError, match="rank 1: the captured job's loop was that of gpt-neox, this one's is"):
+        host._require_same_client({"client": {"name": "gpt-neox", "state": {}}})

@@ -112,7 +112,7 @@ def test_only_with_local_sgd_deepspeed_builds_over_replicas(
 
     class Loop:
         def __init__(self, *args: Any) -> None:
-            made.append(args[-1])
+            made.append(args[5])
 
         def resume(self) -> None: ...
 

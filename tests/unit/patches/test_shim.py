@@ -36,6 +36,7 @@ print(json.dumps(outcomes))
 STORIES = {
     "cuda devices are the cpu and type strings say cuda": """
 assert torch.cuda.is_available() and torch.cuda.device_count() == 4
+assert len(list(torch.cuda.default_generators)) == 4, "a search for generators ends"
 assert torch.accelerator.current_accelerator.__module__.startswith("ft_plugins"), "whatever torch is built for"
 assert torch.accelerator.current_accelerator() is None and not torch.accelerator.is_available()
 torch.cuda.set_device(3)

@@ -27,13 +27,13 @@ from ....errors import ResumeError, UnsupportedError
 from ....patches import MegatronPackage, package_in
 from ...script.script_hooks import replace_in_deepspeed, replaced
 from . import EngineClients
-from .megatron_loop import MegatronLoop, follow_setup
+from .megatron_loop import ForkLoop, follow_setup
 
 _EXTRA = "deepspeed_extra_args"  # of gpt-neox: what it hands to DeepSpeed as it is
 _CONFIGURATION = "--megatron_config"
 
 
-class GptNeox(MegatronLoop):
+class GptNeox(ForkLoop):
     """The loop of `megatron.training.train`. `read`: batches of validation that were read since iteration 0."""
 
     name = MegatronPackage.GPT_NEOX.value

@@ -22,10 +22,10 @@ from ...rng import process_state, set_process_state
 from ...schedulers import DIFFICULTY
 from ...script.script_hooks import replace_in_deepspeed
 from . import EngineClients
-from .megatron_loop import MegatronLoop, follow_setup
+from .megatron_loop import ForkLoop, follow_setup
 
 
-class MegatronDeepSpeed(MegatronLoop):
+class MegatronDeepSpeed(ForkLoop):
     """The loop of `megatron.training.train`."""
 
     name = MegatronPackage.MEGATRON_DEEPSPEED.value
@@ -40,6 +40,7 @@ class MegatronDeepSpeed(MegatronLoop):
             "data_efficiency_curriculum_learning": "a curriculum of data efficiency has a sampler of its own",
             "enable_zbh1_pipeline": "the zero-bubble schedule (--enable-zbh1-pipeline) replaces DeepSpeed's",
             "vision_pretraining": "vision pretraining keeps a teacher of its own",
+            "reset_iteration": "--reset-iteration counts a loaded checkpoint's iterations again from 0 at each restart",
             "repeated_dataloader": "--repeated-dataloader repeats the data from where a restart began",
         }
 

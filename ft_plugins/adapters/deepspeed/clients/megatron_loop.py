@@ -19,7 +19,7 @@ from ...script.script_hooks import replace_in_deepspeed, wrap
 from . import EngineClients
 
 
-class MegatronLoop:
+class ForkLoop:
     """The part of a client that is its arguments. `counted`: the names of those that training changes."""
 
     name: str
