@@ -15,13 +15,13 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
-from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients  # noqa: E402
+from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients, lightning  # noqa: E402
 from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
-from ft_plugins.errors import ResumeError  # noqa: E402
+from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
 
 class Counting:
@@ -175,3 +175,17 @@ def test_a_scheduler_that_adds_is_restored_once_however_often_it_is_loaded() -> 
 def test_a_scheduler_that_ends_elsewhere_is_refused() -> None:
     with pytest.raises(ResumeError, match="rank 2: the learning rate scheduler Adding cannot be restored"):
         SchedulerRestore(Adding(adds=False)).load({"steps": 56}, 2)
+
+
+def test_lightning_is_refused_by_name_as_it_builds_an_engine() -> None:
+    clients = EngineClients()
+
+    class Trainer:
+        def fit(self, model: str) -> None:
+            assert clients.current is not None and model == "a model"
+            clients.current.follow(object(), lambda: None)  # as when an engine that is built is protected
+
+    lightning.follow(SimpleNamespace(Trainer=Trainer), clients)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="cannot protect this job: PyTorch Lightning's Trainer counts"):
+        Trainer().fit("a model")
+    assert clients.current is None

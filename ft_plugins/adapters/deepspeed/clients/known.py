@@ -15,18 +15,20 @@ from typing import Any
 
 from . import EngineClients
 
-_FILES = {  # file in this folder: module of a client
-    "megatron_deepspeed": "megatron.training",
-    "gpt_neox": "megatron.training",
-    "hf_trainer": "transformers.trainer",
-    "accelerate_loop": "accelerate.accelerator",
-}
+_FILES = (  # a file of this folder, and the module of a client
+    ("megatron_deepspeed", "megatron.training"),
+    ("gpt_neox", "megatron.training"),
+    ("hf_trainer", "transformers.trainer"),
+    ("accelerate_loop", "accelerate.accelerator"),
+    ("lightning", "lightning.pytorch.trainer.trainer"),
+    ("lightning", "pytorch_lightning.trainer.trainer"),
+)
 OnImport = Callable[[str, Callable[[ModuleType], None]], None]
 
 
 def follow_known(clients: EngineClients, on_import: OnImport) -> None:
     """Hook each known client when its module is imported."""
-    for file, name in _FILES.items():
+    for file, name in _FILES:
         on_import(name, partial(_follow, file, clients))
 
 
