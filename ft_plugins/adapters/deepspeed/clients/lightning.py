@@ -1,5 +1,5 @@
-"""PyTorch Lightning over DeepSpeed is refused by name: its loop counts epochs and batches itself, and restores them only
-from its own checkpoints.
+"""PyTorch Lightning over DeepSpeed is refused by name: its loop counts epochs and batches itself, and restores them
+only from its own checkpoints.
 
 In: the module of Lightning's Trainer, right after its import. Out: UnsupportedError as soon as it builds an engine that
 would be protected."""
