@@ -35,6 +35,7 @@ def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> Non
     assert failure(3, 1, "x" * 5000).line("b").startswith("rank 3 (pid 103, node b) exited with status 1: xx")
     assert len(failure(3, 1, "x" * 5000).line("b")) < 400
     assert (failure(3, 0).signal, failure(3, -15).signal) == ("", "SIGTERM")
+    assert failure(3, 0, "").line() == "rank 3 exited with status 0", "too early, while others train"
     assert LostPeers(("node b", "node c")).line() == "node b, node c stopped responding"
     assert LostPeers((f"{HANG}rank 1 of node b",)).line() == "hang of rank 1 of node b"
     refused = "RuntimeError: Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:31424"
@@ -47,6 +48,19 @@ def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> Non
     assert "nothing in memory" in restart.what_comes(None, None)
     assert restart.what_comes(None, 2) == "all workers restart (2 restarts are left)"
     assert Verdict(False, "stuck", "why").what_comes(410, None) == "the job stops"
+
+
+def test_a_rank_that_left_with_status_0_was_not_killed() -> None:
+    first = failure(1, 1, time=1.0)
+    assert root_cause([failure(0, 0, time=2.0), first]) is first
+
+
+def test_a_first_version_is_progress_from_the_beginning() -> None:
+    assert restores_so_far([None, 1]) == 0 and restores_so_far([None, 0]) == 1
+
+
+def test_of_all_versions_the_last_one_is_named() -> None:
+    assert "iteration 7 was restored 3 times" in judge(failure(0), [7, 7, 7, 5, 7], None).reason
 
 
 def test_a_job_that_gets_further_is_restarted_for_ever() -> None:
