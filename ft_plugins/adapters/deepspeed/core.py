@@ -100,8 +100,11 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     # facts
 
-    def find_tensors(self) -> None:
-        """Find the tensors again after DeepSpeed loaded a checkpoint, which replaces those of the optimizer."""
+    def find_tensors(self, loaded: bool = True) -> None:
+        """Find the tensors again after DeepSpeed has loaded a checkpoint, which replaces those of the optimizer, or has
+        found none."""
+        if loaded:
+            state.count_from_loaded(self.engine.optimizer)
         self.__dict__.pop("_state_items", None)
         self.restored = False
         self._unsettled = None
@@ -142,6 +145,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "groups": groups(state.inner(optimizer)),
             "members": self._members,
             "scalars": state.scalars(optimizer),
+            "counts_from": state.counts_from(optimizer),
             "scaler": state.scaler(optimizer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "own_schedulers": {name: one.state_dict() for name, one in self._own_schedulers().items()},
@@ -268,7 +272,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         if self.engine.lr_scheduler is not None:
             self.schedule.load(small["scheduler"], self.rank)
         restore_groups(state.inner(optimizer), small["groups"])
-        state.restore_scalars(optimizer, small["scalars"])
+        state.restore_scalars(optimizer, small["scalars"], small.get("counts_from", 1))
         state.restore_scaler(optimizer, small["scaler"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:

@@ -20,24 +20,33 @@ _PLAIN = (int, float, bool, str)
 
 
 class ModuleNumbers:
-    """The plain values in attributes of modules that have changed since this was built."""
+    """The plain values in attributes of modules that have changed since this was built.
+
+    Not of a module that has come to keep another tensor in an attribute since: such numbers describe a cache, which is
+    not captured."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._built = {name: _numbers(part) for name, part in module.named_modules()}
+        self._caches = {name: _tensors(part) for name, part in module.named_modules()}
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """By module and attribute."""
         found = {}
         for name, part in self._module.named_modules():
             built, now = self._built.get(name, {}), _numbers(part)
-            if now != built:
+            if now != built and _tensors(part) == self._caches.get(name):
                 found[name] = {key: value for key, value in now.items() if key not in built or built[key] != value}
         return found
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         for name, part in self._module.named_modules():
-            vars(part).update(saved.get(name, {}))
+            if _tensors(part) == self._caches.get(name):
+                vars(part).update({**self._built.get(name, {}), **saved.get(name, {})})
+
+
+def _tensors(part: torch.nn.Module) -> dict[str, int]:
+    return {key: id(value) for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
 
 
 def _numbers(part: torch.nn.Module) -> dict[str, Any]:

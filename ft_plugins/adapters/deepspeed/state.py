@@ -33,6 +33,7 @@ from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item
 from ..optimizer_state import create_state
 
 CPU_ADAM = "DeepSpeedCPUAdam"
+_COUNTS_FROM = "__ft_counts_from__"  # attribute of one
 _MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")  # attributes of optimizers with masters
 
 
@@ -280,8 +281,21 @@ def scalars(optimizer: Any) -> list[dict[str, Any]]:
     return [scalars_of(inner(optimizer).state[main]) for _, main in updated_tensors(optimizer)]
 
 
-def restore_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
-    """Set them, each in a tensor of its own. Raises ResumeError if the number of tensors differs."""
+def counts_from(optimizer: Any) -> int:
+    """The update from which DeepSpeedCPUAdam has multiplied its powers of beta up: 1, or the first after a load."""
+    return int(getattr(inner(optimizer), _COUNTS_FROM, 1))
+
+
+def count_from_loaded(optimizer: Any) -> None:
+    """DeepSpeed has loaded a checkpoint into the optimizer, not into its compiled part."""
+    if type(inner(optimizer)).__name__ == CPU_ADAM:
+        steps = [int(inner(optimizer).state[main].get("step", 0)) for _, main in updated_tensors(optimizer)]
+        setattr(inner(optimizer), _COUNTS_FROM, 1 + max(steps, default=0))
+
+
+def restore_scalars(optimizer: Any, saved: list[dict[str, Any]], since: int = 1) -> None:
+    """Set them, each in a tensor of its own. `since`: as `counts_from`. Raises ResumeError if the number of tensors
+    differs."""
     updated = updated_tensors(optimizer)
     if len(updated) != len(saved):
         raise ResumeError(
@@ -292,12 +306,13 @@ def restore_scalars(optimizer: Any, saved: list[dict[str, Any]]) -> None:
         state = inner(optimizer).state[main]
         state.update({key: own_copy(value, state.get(key)) for key, value in values.items()})
     if type(inner(optimizer)).__name__ == CPU_ADAM:
-        _count_up(inner(optimizer), updated)
+        _count_up(inner(optimizer), updated, since)
 
 
-def _count_up(optimizer: Any, updated: Sequence[tuple[int, torch.Tensor]]) -> None:
+def _count_up(optimizer: Any, updated: Sequence[tuple[int, torch.Tensor]], since: int) -> None:
     """Bring DeepSpeedCPUAdam's powers of its betas to the restored step, by updates of nothing. It multiplies them up
-    from update to update in compiled code, out of reach, and would compute others from a number of steps."""
+    from update to update in compiled code, out of reach, and computes them anew where one does not follow the last."""
+    setattr(optimizer, _COUNTS_FROM, since)
     steps = {int(optimizer.state[main]["step"]) for _, main in updated}
     if len(steps) > 1:
         raise ResumeError(
@@ -305,7 +320,7 @@ def _count_up(optimizer: Any, updated: Sequence[tuple[int, torch.Tensor]]) -> No
             "beta cannot be restored exactly; start with --ftp-resume fresh"
         )
     nothing = torch.empty(0)
-    for step in range(1, 1 + max(steps, default=0)):
+    for step in range(since, 1 + max(steps, default=0)):
         for index, _ in updated:
             group = optimizer.param_groups[index]
             settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])

@@ -357,7 +357,7 @@ class DeepSpeedLoop:
         self._host.schedule.begin_again()
         outcome = original(*args, **kwargs)
         self._loaded = self.engine.global_steps if outcome[0] is not None else None
-        self._host.find_tensors()
+        self._host.find_tensors(self._loaded is not None)
         self.resume()
         return outcome
 

@@ -97,7 +97,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         counted = OwnCounters()
         counted.restored((versions or {}).get(restored), {"train": {"read": restored % EPOCH}})
         of_host = {"rank": 0, "restored": False, "silent": False, "pace": None, "counted": counted}
-        host = SimpleNamespace(**of_host, find_tensors=lambda: None, schedule=SchedulerRestore(None))
+        host = SimpleNamespace(**of_host, find_tensors=lambda loaded: None, schedule=SchedulerRestore(None))
         ended: dict[int, Any] = {}  # what each version has of the loop
 
         def resume(loaded: int) -> Any:

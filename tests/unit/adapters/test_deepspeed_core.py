@@ -121,6 +121,26 @@ def test_a_number_of_a_module_that_changes_in_training_is_restored() -> None:
     assert again[1].p == 0.05 and again.tau == 3 and again.training and others.changed() == numbers.changed()
 
 
+def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> None:
+    """The script sets it right after the engine is built, as in its first start; in iteration 100 it set it back."""
+    trained, again = (torch.nn.Sequential(torch.nn.Dropout(0.1)) for _ in range(2))
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    again[0].p = 0.5
+    others.restore(numbers.changed())
+    assert again[0].p == 0.1
+
+
+def test_numbers_that_describe_a_cache_are_left_to_it() -> None:
+    """As a module that makes a table for the longest sequence so far, and keeps its length."""
+    trained, again = (torch.nn.Sequential(torch.nn.Identity()) for _ in range(2))
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    trained[0].table, trained[0].length = torch.zeros(8), 8
+    assert numbers.changed() == {}
+    again[0].table, again[0].length = torch.zeros(4), 4
+    others.restore({"0": {"length": 8}})
+    assert again[0].length == 4
+
+
 def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
     module = torch.nn.Sequential(Counted())
     module[0].calls = {1, 2}

@@ -66,7 +66,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         engine = Engine(stored)
         schedule = SchedulerRestore(engine.lr_scheduler)
         host = SimpleNamespace(rank=3, restored=False, silent=False, pace=None, counted=OwnCounters())
-        host.schedule, host.find_tensors = schedule, lambda: setattr(host, "restored", False)
+        host.schedule, host.find_tensors = schedule, lambda loaded: setattr(host, "restored", False)
 
         def resume(loaded: int) -> int:
             if not memory or memory < loaded:

@@ -93,10 +93,29 @@ def test_powers_that_an_optimizer_counts_out_of_reach_are_counted_up_again(steps
             whole.adam_update(0, step, *(0.1, 0.9))
     state.restore_scalars(resumed, state.scalars(whole))
     assert resumed.power == whole.power
+    assert state.counts_from(resumed) == 1
     saved = state.scalars(whole)
     saved[0]["step"] = steps + 1
     with pytest.raises(ResumeError, match=f"between {steps} and {steps + 1} updates"):
         state.restore_scalars(built(), saved)
+
+
+def test_powers_that_began_with_a_loaded_checkpoint_are_counted_up_from_there() -> None:
+    """Its optimizer computes the first one from the number of steps, and multiplies it up from there."""
+    parameters = [torch.nn.Parameter(torch.ones(3))]
+    whole, resumed = DeepSpeedCPUAdam(parameters), DeepSpeedCPUAdam(parameters)
+    for optimizer in (whole, resumed):
+        state.create_optimizer_state(optimizer)
+    (_, main), *_ = state.updated_tensors(whole)
+    whole.state[main]["step"] = 50  # as DeepSpeed loads it
+    state.count_from_loaded(whole)
+    for step in range(51, 70):
+        whole.state[main]["step"] = step
+        whole.adam_update(0, step, *(0.1, 0.9))
+    state.restore_scalars(resumed, state.scalars(whole), state.counts_from(whole))
+    assert resumed.power == whole.power and state.counts_from(resumed) == 51
+    state.restore_scalars(resumed, state.scalars(whole))
+    assert resumed.power != whole.power, "from the first step it would be another one"
 
 
 # ---- what scales the loss ----

@@ -33,6 +33,10 @@ _EXTRA = "deepspeed_extra_args"  # of gpt-neox: what it hands to DeepSpeed as it
 _CONFIGURATION = "--megatron_config"
 
 
+_NO_OPTIMIZER = "no_load_optim with load: its loop takes the iteration of a checkpoint that the engine does not load"
+_ONLINE = "dataset_impl online: batches of a server cannot be read again"
+
+
 class GptNeox(ForkLoop):
     """The loop of `megatron.training.train`. `read`: batches of validation that were read since iteration 0."""
 
@@ -52,6 +56,8 @@ class GptNeox(ForkLoop):
         return {
             "log_gradient_noise_scale": "the gradient noise scale (log_gradient_noise_scale) is a mean of its own",
             "curriculum_learning": "its curriculum (curriculum_learning) is out of reach",
+            **({"no_load_optim": _NO_OPTIMIZER} if getattr(self.arguments, "load", None) else {}),
+            **({"dataset_impl": _ONLINE} if getattr(self.arguments, "dataset_impl", None) == "online" else {}),
         }
 
     def state(self) -> dict[str, Any]:

@@ -24,6 +24,11 @@ from ...script.script_hooks import replace_in_deepspeed
 from . import EngineClients
 from .megatron_loop import ForkLoop, follow_setup
 
+_UNEVEN = (
+    "--dataloader-type cyclic with --no-data-sharding: passes of some ranks are a batch longer, so the place in them does "
+    "not follow from consumed samples"
+)
+
 
 class MegatronDeepSpeed(ForkLoop):
     """The loop of `megatron.training.train`."""
@@ -42,7 +47,12 @@ class MegatronDeepSpeed(ForkLoop):
             "vision_pretraining": "vision pretraining keeps a teacher of its own",
             "reset_iteration": "--reset-iteration counts a loaded checkpoint's iterations again from 0 at each restart",
             "repeated_dataloader": "--repeated-dataloader repeats the data from where a restart began",
+            **({"dataloader_type": _UNEVEN} if self._is_uneven() else {}),
         }
+
+    def _is_uneven(self) -> bool:
+        cyclic = getattr(self.arguments, "dataloader_type", None) == "cyclic"
+        return cyclic and not getattr(self.arguments, "data_sharding", True)
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         super().follow(engine, begin)
