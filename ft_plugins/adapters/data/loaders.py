@@ -27,7 +27,10 @@ from ..script.script_hooks import replace
 
 GeneratorStates = dict[str, Any]
 _PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")
-_DRAWING = ("dataset", "datasets", "collate_fn", "transform", "transforms", "target_transform", "__self__")
+_DRAWING = (
+    *("dataset", "datasets", "collate_fn", "data_collator", "transform", "transforms", "target_transform"),
+    "__self__",
+)
 
 
 # ---- random numbers ----

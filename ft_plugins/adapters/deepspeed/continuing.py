@@ -104,7 +104,7 @@ class OwnCounters:
             return None
         changed = decided_otherwise(self._first, version, now, self._within, ignored)
         self.remark = "" if changed is None else f"after the restore {changed}; {_DECIDED}"
-        return not_continued(self._first, version, now, saved["ended"], ignored)
+        return not_continued(self._first, version, now, saved["ended"], ignored, self._within)
 
 
 def elsewhere(rank: int, iteration: int, problem: str) -> str:

@@ -81,7 +81,22 @@ class BatchesAhead:
 
     def __init__(self, loader: Any) -> None:
         """Follow `loader` from now on. Raises UnsupportedError if it cannot be followed."""
+        if not hasattr(loader, "base_dataloader"):
+            raise UnsupportedError(
+                f"cannot protect this job: its data come from a {type(loader).__name__} that accelerate has not "
+                "prepared: return accelerator.prepare(loader) from get_train_dataloader"
+            )
         self._shard, self._loader = loader, loader.base_dataloader
+        if type(loader).__name__ == "DataLoaderDispatcher" and is_sampled(self._loader):
+            raise UnsupportedError(
+                "cannot protect this job: with dispatch_batches rank 0 reads the batches of all ranks from a sampled "
+                "data set: leave out dispatch_batches"
+            )
+        if getattr(self._loader, "persistent_workers", False):
+            raise UnsupportedError(
+                "cannot protect this job: worker processes that outlive a pass draw no seed for the next one, new ones "
+                "after a restart do: leave out dataloader_persistent_workers"
+            )
         if is_stateful(self._loader):
             raise UnsupportedError(
                 f"cannot protect this job: its data come from a {type(self._loader).__name__}: leave out "

@@ -22,20 +22,25 @@ LOCAL_SGD = (
 )
 
 
-def require_followed(trainer: Any, trial: Any, version: str) -> None:
+def require_loop(trainer: Any, version: str) -> None:
+    """Raises UnsupportedError if the Trainer of this version of transformers has another loop."""
+    missing = [name for name in HOOKED if not callable(getattr(trainer, name, None))]
+    if missing or not set(_PLACE) <= set(inspect.signature(trainer._run_epoch).parameters):
+        named = ", ".join(missing or ["way to enter an epoch"])
+        raise UnsupportedError(
+            f"cannot protect this job: the Trainer of transformers {version} has no {named}: use transformers 5.24"
+        )
+
+
+def require_followed(trainer: Any, trial: Any) -> None:
     """Raises UnsupportedError that names everything in use that is not followed."""
-    problems = list(_problems(trainer, trial, version))
+    problems = list(_problems(trainer, trial))
     if problems:
         raise UnsupportedError(f"cannot protect this job: {'; '.join(problems)}")
 
 
-def _problems(trainer: Any, trial: Any, version: str) -> Iterator[str]:
+def _problems(trainer: Any, trial: Any) -> Iterator[str]:
     kind, args = type(trainer), trainer.args
-    missing = [name for name in HOOKED if not callable(getattr(trainer, name, None))]
-    if missing or not set(_PLACE) <= set(inspect.signature(trainer._run_epoch).parameters):
-        missing = missing or ["way to enter an epoch"]
-        yield f"the Trainer of transformers {version} has no {', '.join(missing)}: use transformers 5.24"
-        return
     own = [name for name in _LOOP if not _module_of(getattr(kind, name)).startswith("transformers.")]
     if own:
         yield f"{kind.__name__} has a loop of its own ({', '.join(own)})"

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from ..script.script_hooks import replaced, wrap
 from ..script.undeclared_search import ignore_alone
 from .batches_ahead import BatchesAhead
-from .refusals import require_followed
+from .refusals import require_followed, require_loop
 from .trainer_state import TrainerProgress
 
 
@@ -63,9 +63,10 @@ class TrainerRun:
     def __init__(
         self, trainer: Any, module: ModuleType, protection: TrainerProtection, version: str, trial: Any
     ) -> None:
-        """`module` is transformers.trainer."""
+        """`module` is transformers.trainer. Raises UnsupportedError if its loop has another shape."""
+        require_loop(trainer, version)
         self.trainer, self._module, self._protection = trainer, module, protection
-        self._version, self._trial = version, trial
+        self._trial = trial
         self._given: Any = None  # the loader that the Trainer has built
         self._begins = [0, 0]  # epoch, and batches of it, at which the Trainer itself would begin
         self._saved: Mapping[str, Any] | None = None  # what was restored; None once it is placed
@@ -91,7 +92,7 @@ class TrainerRun:
 
     def require_followed(self) -> None:
         """Raises UnsupportedError."""
-        require_followed(self.trainer, self._trial, self._version)
+        require_followed(self.trainer, self._trial)
 
     def state(self) -> dict[str, Any]:
         """At a version point; before the loop has begun, something of at least that size."""

@@ -9,7 +9,7 @@
         seen += 1                           carries `seen` on
 
 Invariant: a target of a `for` whose next element is only being fetched has a value of the element before, so it does
-not count. An `if` ends a loop if it leaves it, skips the rest of its body, or sets a flag.
+not count. An `if` ends a loop if it leaves it in order, skips the rest of its body, or sets a flag by which one ends.
 
 In: a module's syntax tree, the line at which a function of it is. Out: `LoopCode`.
 """
@@ -20,7 +20,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_LEAVING = (ast.Break, ast.Continue, ast.Return, ast.Raise)
+_LEAVING = (ast.Break, ast.Continue, ast.Return)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends with the data that they receive
@@ -30,12 +30,15 @@ _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends wi
 class LoopCode:
     """Expressions of all loops around a line, as the script writes them. `bounds`: of what is iterated, literal numbers
     included. `deciding`: of other `if`s, and what is carried on. `indices`: of them, what `enumerate` counts from zero,
-    as it is fetching."""
+    as it is fetching. `cut`: literal numbers included, what ends the pass of a loop that is fetching, if that is
+    counted from where it begins: `for ... in islice(loader, n)` in another loop, `for i, ... in enumerate(loader): if
+    i == n: break`."""
 
     counters: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
     deciding: tuple[str, ...] = ()
     indices: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
 
 
 def loops_around(tree: ast.Module, line: int) -> LoopCode:
@@ -53,7 +56,8 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     deciding = [text for text in tested + carried if text not in stale and text not in counters]
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
     indices = [text for text in tested if text in fetching]
-    return LoopCode(*(tuple(dict.fromkeys(found)) for found in (counters, bounds, deciding, indices)))
+    cut = [text for loop in loops if loop not in inside for text in _cut(loop, loop is not loops[0])]
+    return LoopCode(*(tuple(dict.fromkeys(found)) for found in (counters, bounds, deciding, indices, cut)))
 
 
 def _path(tree: ast.Module, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
@@ -92,9 +96,13 @@ def _ending(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[str]:
 
 def _tests(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.expr, bool]]:
     """What each `if` in a loop tests, and whether that ends the loop."""
-    for node in _same_scope(loop.body):
-        if isinstance(node, ast.If):
-            yield node.test, any(map(_leaves, _same_scope([*node.body, *node.orelse])))
+    tested = [node for node in _same_scope(loop.body) if isinstance(node, ast.If)]
+    inside = [(node.test, [*_same_scope([*node.body, *node.orelse])]) for node in tested]
+    leaving = [test for test, nodes in inside if any(isinstance(node, _LEAVING) for node in nodes)]
+    deciding = [*leaving, loop.test] if isinstance(loop, ast.While) else leaving
+    flags = {text for test in deciding for text in _values(test)}
+    for test, nodes in inside:
+        yield test, test in leaving or any(flags & {*_set_flags(node)} for node in nodes)
 
 
 def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
@@ -105,6 +113,19 @@ def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
     return len(call.args) + len(call.keywords) == 1
 
 
+def _cut(loop: ast.For | ast.AsyncFor | ast.While, is_inner: bool) -> Iterator[str]:
+    if isinstance(loop, ast.While):
+        return
+    targets = {*_targets(loop)}
+    for test, ends in _tests(loop):
+        if ends and _counts(loop) and targets & {*_values(test)}:
+            yield from (text for text in (*_values(test), *_literals(test)) if text not in targets)
+    calls = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call)]
+    for call in calls:
+        if is_inner and ast.unparse(call.func).split(".")[-1] in ("islice", "zip"):
+            yield from (*_values(call), *_literals(call))
+
+
 def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
     """All nodes of these statements but those of functions that are defined in them."""
     for statement in statements:
@@ -113,10 +134,10 @@ def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
             yield from _same_scope(list(ast.iter_child_nodes(statement)))
 
 
-def _leaves(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-        return isinstance(node.value.value, bool)
-    return isinstance(node, _LEAVING)
+def _set_flags(node: ast.AST) -> Iterator[str]:
+    """What an assignment of True or False sets."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, bool):
+        yield from map(ast.unparse, node.targets)
 
 
 def _values(expression: ast.AST) -> Iterator[str]:
@@ -129,6 +150,10 @@ def _values(expression: ast.AST) -> Iterator[str]:
 def _bounds(iterable: ast.expr) -> Iterator[str]:
     yield from _values(iterable)
     if isinstance(iterable, ast.Call) and ast.unparse(iterable.func).split(".")[-1] not in _OVER_ALL:
-        for node in ast.walk(iterable):
-            if isinstance(node, ast.Constant) and type(node.value) is int:
-                yield ast.unparse(node)
+        yield from _literals(iterable)
+
+
+def _literals(expression: ast.AST) -> Iterator[str]:
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            yield ast.unparse(node)

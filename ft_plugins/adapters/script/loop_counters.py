@@ -39,18 +39,24 @@ class LoopCounters:
     bounds: Mapping[str, int] = field(default_factory=dict)
     deciding: Mapping[str, int] = field(default_factory=dict)
     indices: Mapping[str, int] = field(default_factory=dict)
+    cut: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
 
 
 def not_continued(
-    first: LoopCounters, version: LoopCounters, now: LoopCounters, ended: bool = False, ignored: Collection[str] = ()
-) -> str | None:
+    first: LoopCounters, version: LoopCounters, now: LoopCounters, ended: bool = False, ignored: Collection[str] = (),
+    within: bool = False,
+) -> str | None:  # fmt: skip
     """What shows that the loop did not continue; None for nothing.
 
     `ended`: the version was captured after the loop, and has the counters of the version before. `ignored`: names.
+    `within`: it was captured in the middle of a pass over the data, whose rest comes next.
     """
+    if within and version.cut and now.cut == version.cut == first.cut:
+        names = ", ".join(version.cut)
+        return f"its pass over the data, of which only the rest comes now, ends as a whole one does, by {names}"
     changed = _changed(first.counters, version.counters, now.counters, ended, ignored)
     if changed:
         return changed

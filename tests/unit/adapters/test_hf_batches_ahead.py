@@ -143,6 +143,18 @@ def test_a_loader_that_keeps_its_own_position_is_refused() -> None:
         BatchesAhead(loader)
 
 
+def test_loaders_whose_position_cannot_be_had_are_refused_by_name() -> None:
+    data = Augmented()
+    kept = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
+    for loader, words in (
+        (DataLoader(data, batch_size=2), r"accelerator.prepare\(loader\)"),
+        (data_loader.DataLoaderDispatcher(data, batch_size=2), "leave out dispatch_batches"),
+        (data_loader.prepare_data_loader(kept, num_processes=1, process_index=0), "dataloader_persistent_workers"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            BatchesAhead(loader)
+
+
 def test_a_loop_over_epochs_whose_batches_are_counted_goes_on_from_every_iteration() -> None:
     """It never mentions the position, and begins in the epoch of its iteration."""
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 data_loader = pytest.importorskip("accelerate.data_loader")
-from ft_plugins.adapters.deepspeed.clients import EngineClients  # noqa: E402
+from ft_plugins.adapters.deepspeed.clients import EngineClients, hf_trainer  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients.accelerate_loop import AccelerateClient  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients.hf_trainer import TrainerClient  # noqa: E402
 from ft_plugins.adapters.hf.refusals import LOCAL_SGD  # noqa: E402
+from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
 
@@ -39,6 +40,24 @@ def client_of(made: Any) -> tuple[AccelerateClient, list[str]]:
     client.state()  # an engine asks for its size
     client.follow(engine(), lambda: begun.append("begin"))
     return client, begun
+
+
+@pytest.mark.parametrize(
+    ("block", "flags", "followed"),
+    [({}, [], False), ({"ft_plugins": {"reft": {}}}, [], True), ({}, ["--reft"], True)],
+)
+def test_a_trainer_whose_job_asks_for_nothing_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], flags: list[str], followed: bool
+) -> None:
+    """Hooked, and not protected, it would leave out no batches when it resumes from its own checkpoint."""
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config={"train_batch_size": 8, **block}))
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    trainer = SimpleNamespace(is_deepspeed_enabled=True, accelerator=SimpleNamespace(state=state))
+    context = SimpleNamespace(config=Config.from_flags(flags)[0])
+    monkeypatch.setattr(hf_trainer, "launch_context", lambda: context)
+    assert hf_trainer._is_protected(trainer) is followed
+    trainer.is_deepspeed_enabled = False
+    assert not hf_trainer._is_protected(trainer)
 
 
 def test_a_loop_over_accelerate_begins_with_its_first_read_in_training_mode_alone() -> None:

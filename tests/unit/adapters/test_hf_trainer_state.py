@@ -11,7 +11,7 @@ import torch
 
 from ft_plugins.adapters.hf.log_history import LogHistory, expected_bytes
 from ft_plugins.adapters.hf.plain_attributes import LIMIT, PlainAttributes
-from ft_plugins.adapters.hf.refusals import require_followed
+from ft_plugins.adapters.hf.refusals import require_followed, require_loop
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.digest import WALL_TIMES, readable
 from ft_plugins.snapshot.capture import codec
@@ -138,7 +138,7 @@ for _function in vars(_Trainer).values():
 
 
 def test_a_trainer_of_the_known_shape_is_followed() -> None:
-    require_followed(_Trainer(), None, "5.24.0")
+    require_followed(_Trainer(), None)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_trainer_of_the_known_shape_is_followed() -> None:
 )
 def test_what_cannot_be_followed_is_refused_by_name(args: dict[str, Any], trial: Any, named: str) -> None:
     with pytest.raises(UnsupportedError, match=f"cannot protect this job: .*{named}"):
-        require_followed(_Trainer(**args), trial, "5.24.0")
+        require_followed(_Trainer(**args), trial)
 
 
 def test_a_subclass_with_a_loop_of_its_own_and_another_version_are_refused_by_name() -> None:
@@ -160,10 +160,10 @@ def test_a_subclass_with_a_loop_of_its_own_and_another_version_are_refused_by_na
         def _inner_training_loop(self) -> None: ...
 
     with pytest.raises(UnsupportedError, match="Mine has a loop of its own .*_inner_training_loop"):
-        require_followed(Mine(), None, "5.24.0")
+        require_followed(Mine(), None)
 
     class Older(_Trainer):
         get_batch_samples = None  # type: ignore[assignment]
 
     with pytest.raises(UnsupportedError, match="the Trainer of transformers 4.9 has no get_batch_samples"):
-        require_followed(Older(), None, "4.9")
+        require_loop(Older(), "4.9")

@@ -38,7 +38,9 @@ def at_the_mark(source: str) -> LoopCode:
             ("endless",),
             (),
         ),
-        ("while True:\n    if step == 9:\n        done = True\n    train()  # HERE", ("step",), (), ()),
+        ("while not done:\n    if step == 9:\n        done = True\n    train()  # HERE", ("done", "step"), (), ()),
+        ("while True:\n    if now > last:\n        saved = True\n    train()  # HERE", (), (), ("now", "last")),
+        ("while True:\n    if nans > 10:\n        raise E\n    train()  # HERE", (), (), ("nans",)),
         ("while True:\n    if step % 9 == 0:\n        print(step)\n    train()  # HERE", (), (), ("step",)),
         ("while True:\n    train()  # HERE\n    self.seen += 1", (), (), ("self.seen",)),
         ("while a:\n    pass\nelse:\n    train()  # HERE", (), (), ()),
@@ -70,6 +72,29 @@ def test_a_target_whose_next_element_is_being_fetched_does_not_count() -> None:
     training = at_the_mark(source.format(here="", there="  # HERE"))
     assert "number" not in fetching.counters and {"epoch", "size", "start"} <= {*fetching.counters}
     assert {"epoch", "number", "batch"} <= {*training.counters}
+
+
+@pytest.mark.parametrize(
+    ("source", "cut"),
+    [
+        ("for e in range(3):\n  for b in islice(loader, size):  # HERE\n    train()", ("islice", "loader", "size")),
+        ("for e in range(3):\n  for b in zip(loader, range(5)):  # HERE\n    train()", ("zip", "loader", "range", "5")),
+        ("for b in islice(loader, steps - start):  # HERE\n  train()", ()),
+        ("for i, b in enumerate(loader):  # HERE\n  train()\n  if i + 1 == size: break", ("size", "1")),
+        ("for i, b in enumerate(loader, start):  # HERE\n  train()\n  if i + 1 == size: break", ()),
+        ("for i, b in enumerate(loader):  # HERE\n  train()\n  if i % 9 == 0: log()", ()),
+    ],
+)
+def test_what_ends_a_pass_that_is_counted_from_where_it_begins(source: str, cut: tuple[str, ...]) -> None:
+    assert at_the_mark(source).cut == cut
+
+
+def test_a_pass_that_is_cut_as_a_whole_one_is_refused_where_only_its_rest_comes() -> None:
+    there = LoopCounters(counters={"`epoch`": 1}, cut={"`size`": 6})
+    assert not_continued(there, there, there) is None, "captured where a pass ends"
+    said = not_continued(there, there, there, within=True)
+    assert said is not None and said.endswith("ends as a whole one does, by `size`")
+    assert not_continued(there, there, LoopCounters(there.counters, cut={"`size`": 4}), within=True) is None
 
 
 def test_integers_are_read_from_variables_attributes_and_elements_and_nothing_is_called() -> None:

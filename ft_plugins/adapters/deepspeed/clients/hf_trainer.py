@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ....config import launch_context
+from ....config.deepspeed_json import BLOCK
 from ....errors import UnsupportedError
 from ...hf import follow as follow_trainers
 from ...hf.refusals import LOCAL_SGD
@@ -22,7 +23,18 @@ from . import EngineClients
 
 
 def follow(module: ModuleType, clients: EngineClients) -> None:
-    follow_trainers(module, lambda trainer: bool(trainer.is_deepspeed_enabled), lambda: TrainerClient(clients))
+    """Trainers whose job asks for nothing are left alone: their own resume must stay as it is."""
+    follow_trainers(module, _is_protected, lambda: TrainerClient(clients))
+
+
+def _is_protected(trainer: Any) -> bool:
+    """Whether ft-run, or the block in the DeepSpeed configuration, switches a system on."""
+    if not trainer.is_deepspeed_enabled:
+        return False
+    config = launch_context().config
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    settings = getattr(getattr(plugin, "hf_ds_config", None), "config", None)
+    return (config is not None and bool(config.systems)) or (isinstance(settings, Mapping) and BLOCK in settings)
 
 
 class TrainerClient:

@@ -25,8 +25,8 @@ from . import EngineClients
 from .megatron_loop import ForkLoop, follow_setup
 
 _UNEVEN = (
-    "--dataloader-type cyclic with --no-data-sharding: passes of some ranks are a batch longer, so the place in them does "
-    "not follow from consumed samples"
+    "--dataloader-type cyclic with --no-data-sharding: passes of some ranks are a batch longer, so the place in them "
+    "does not follow from consumed samples"
 )
 
 
