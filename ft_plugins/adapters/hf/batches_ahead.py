@@ -46,7 +46,7 @@ _DRAWN = (
 )
 
 
-_AHEAD = "__ft_batches_ahead__"  # attribute of a loader that is counted
+AHEAD = "__ft_batches_ahead__"  # attribute of a loader that is counted
 
 
 class _Pass(LoaderPass):
@@ -118,6 +118,11 @@ class BatchesAhead:
         if is_sampled(self._loader):
             watch_draws(self._loader)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the next pass begins where the restored one was."""
+        return self._pending is not None
+
     def skipping(self, loader: Any, batches: int) -> None:
         """The next pass is over `loader`, which skips the first `batches` of the same data."""
 
@@ -128,7 +133,7 @@ class BatchesAhead:
     def count(self, before: Callable[[], None] = lambda: None) -> None:
         """Count what is taken: what iterates the loader is the loop. `before` is called before each batch is read."""
         self._before = before
-        vars(self._shard)[_AHEAD] = self
+        vars(self._shard)[AHEAD] = self
         replace(type(self._shard), "__iter__", _iterating, framework="accelerate", tested="1.15.0")
 
     def counted(self, begun: Iterator[Any]) -> Iterator[Any]:
@@ -251,7 +256,7 @@ class BatchesAhead:
 
 
 def _iterating(original: Callable[..., Any], loader: Any) -> Iterator[Any]:
-    ahead = vars(loader).get(_AHEAD)
+    ahead = vars(loader).get(AHEAD)
     return original(loader) if ahead is None else ahead.counted(original(loader))
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ class TorchHost(PlainLoop, ReducingHost):
         self._hooks: Hooks | None = None
         self._observer: Observer | None = None
         self._searched = False  # for schedulers that were not given
+        self._first = LoopCounters()  # of the script's loops, in the job's first iteration
         self._updated = 0  # the iteration of the newest update
         self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
         self._early: EarlyUpdate | None = None
@@ -250,7 +252,8 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        return {"caller": values, "loop": vars(loop_counters()) if self._iteration else None, **self.generators()}
+        counted = {"first": vars(self._first), "last": vars(loop_counters())} if self._iteration else None
+        return {"caller": values, "loop": counted, **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -290,16 +293,17 @@ class TorchHost(PlainLoop, ReducingHost):
             self._position.write(small["caller"]["position"])
         super().restore_position(small)
         if small.get("loop") is not None:
-            self._compare_counters(LoopCounters(**small["loop"]))
+            self._first = LoopCounters(**small["loop"]["first"])
+            self._compare_counters(LoopCounters(**small["loop"]["last"]))
 
     def _compare_counters(self, version: LoopCounters) -> None:
         """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
         script carries on are named."""
-        unknown, now = LoopCounters(), loop_counters()
+        first, now = self._first, loop_counters()
         names = frozenset(one for one in self._ignored if isinstance(one, str))
-        if problem := not_continued(unknown, version, now, ignored=names):
+        if problem := not_continued(first, version, now, ignored=names):
             raise ResumeError(f"rank {self.rank}: the loop does not continue: {problem}; {_CARRY}")
-        changed = decided_otherwise(unknown, version, now, within=False, ignored=names)
+        changed = decided_otherwise(first, version, now, within=False, ignored=names)
         if changed is not None and self.rank == 0:
             say(f"after the restore {changed}: if training depends on it, results differ; {_CARRY}", alarm=True)
 
@@ -357,6 +361,8 @@ class TorchHost(PlainLoop, ReducingHost):
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The fence, at the first step of an iteration."""
         assert (hooks := self._hooks) is not None
+        if not self._first:  # what the session's own loop runs over is the same in every start
+            self._first = replace(loop_counters(), bounds={})
         again = hooks.iteration == self._updated
         if again and hooks.iteration and self._optimizers.several:
             self._watch.check_gradients(hooks.iteration, self._used[optimizer])

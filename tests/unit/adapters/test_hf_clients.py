@@ -10,11 +10,12 @@ import torch
 
 data_loader = pytest.importorskip("accelerate.data_loader")
 from ft_plugins.adapters.deepspeed.clients import EngineClients, hf_trainer  # noqa: E402
-from ft_plugins.adapters.deepspeed.clients.accelerate_loop import AccelerateClient  # noqa: E402
+from ft_plugins.adapters.deepspeed.clients.accelerate_loop import AccelerateClient, skipping  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients.hf_trainer import TrainerClient  # noqa: E402
 from ft_plugins.adapters.hf.refusals import LOCAL_SGD  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
 def accelerator(loaders: int = 1, rate: float = 0.5) -> Any:
@@ -166,3 +167,26 @@ def test_local_sgd_with_a_trainer_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError) as refused:
         client.follow(its, lambda: None)
     assert str(refused.value) == LOCAL_SGD
+
+
+def test_batches_that_a_restored_loader_leaves_out_by_itself_are_not_skipped_twice() -> None:
+    """accelerate's own recipe for the epoch in which a loop is resumed."""
+    made = accelerator()
+    client, _ = client_of(made)
+    (loader,) = made._dataloaders
+    reading = iter(loader)
+    next(reading)
+    state = codec.decode(codec.encode(client.state()))
+
+    again = accelerator()
+    resumed, _ = client_of(again)
+    resumed.restore(state)
+    (loader,) = again._dataloaders
+    assert skipping(data_loader.skip_first_batches, loader, 1) is loader
+    assert [one.tolist() for one in loader] == [one.tolist() for one in reading]
+    (other,) = accelerator()._dataloaders
+    assert len(list(skipping(data_loader.skip_first_batches, other, 1))) == 2, "of nobody who is followed"
+    (fresh,) = (made := accelerator())._dataloaders
+    client_of(made)
+    with pytest.raises(UnsupportedError, match="skip_first_batches leaves out 1 batches"):
+        skipping(data_loader.skip_first_batches, fresh, 1)

@@ -10,12 +10,13 @@ In: accelerate.accelerator, right after its import. Out: a client for each engin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ....errors import ResumeError
-from ...hf.batches_ahead import BatchesAhead
+from ....errors import ResumeError, UnsupportedError
+from ...hf.batches_ahead import AHEAD, BatchesAhead
 from ...schedulers import SchedulerRestore
 from ...script.script_hooks import replace
 from ...script.undeclared_search import ignore_alone
@@ -28,6 +29,21 @@ def follow(module: ModuleType, clients: EngineClients) -> None:
             return original(accelerator, *args, **kwargs)
 
     replace(module.Accelerator, "_prepare_deepspeed", preparing, framework="accelerate", tested="1.15.0")  # type: ignore[attr-defined]
+    for importing in (module, sys.modules["accelerate.data_loader"]):
+        replace(importing, "skip_first_batches", skipping, framework="accelerate", tested="1.15.0")
+
+
+def skipping(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+    """accelerate.skip_first_batches. A loader whose position was restored begins behind those batches by itself."""
+    followed = vars(dataloader).get(AHEAD)
+    if followed is None:
+        return original(dataloader, num_batches)
+    if followed.is_pending or not num_batches:
+        return dataloader
+    raise UnsupportedError(
+        f"cannot protect this job: skip_first_batches leaves out {num_batches} batches of a loader whose position is "
+        "captured, and was not restored: begin at engine.global_steps, where the loader continues by itself"
+    )
 
 
 class AccelerateClient:
