@@ -311,7 +311,7 @@ def restore_scalars(optimizer: Any, saved: list[dict[str, Any]], since: int = 1)
 
 def _count_up(optimizer: Any, updated: Sequence[tuple[int, torch.Tensor]], since: int) -> None:
     """Bring DeepSpeedCPUAdam's powers of its betas to the restored step, by updates of nothing. It multiplies them up
-    from update to update in compiled code, out of reach, and computes them anew where one does not follow the last."""
+    from update to update in compiled code, out of reach, and computes them again where one does not follow the last."""
     setattr(optimizer, _COUNTS_FROM, since)
     steps = {int(optimizer.state[main]["step"]) for _, main in updated}
     if len(steps) > 1:
