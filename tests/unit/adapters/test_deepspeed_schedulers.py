@@ -78,6 +78,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         session = SimpleNamespace(resume=resume, iteration_begin=lambda iteration: None)
         monkeypatch.setattr(core, "DeepSpeedHost", lambda *args: host)
         monkeypatch.setattr(training, "attach", lambda *args: session)
+        monkeypatch.setattr(Positions, "follow_torch", lambda self: None)  # torch's loaders, for good
         config: Any = Config.from_json({"reft": {}})
         loop = DeepSpeedLoop(engine, config, None, Positions(), lambda in_order: None)  # type: ignore[arg-type]
         loop.resume()
