@@ -32,6 +32,7 @@ from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import groups, reach_fault_points, restore_groups
+from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..parameter_groups import numbered, packed, regrouped
 from ..schedulers import (
     DIFFICULTY,
@@ -47,7 +48,6 @@ from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .clients import EngineClient
 from .continuing import OwnCounters
-from .module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from .position import Positions
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED

@@ -54,6 +54,7 @@ from ..data.loader_position import DataPosition, position_of
 from ..data.observed_inputs import ObservedForwards, digest_of_gradients
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
+from ..module_modes import read_modes, require_encodable_modes, write_modes
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
 from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
@@ -63,14 +64,11 @@ from .plain import PlainLoop
 from .torch_module import (
     missing_scheduler,
     notices,
-    read_modes,
-    require_encodable,
     require_encodable_caller,
     require_equal_replicas,
     require_known_parameters,
     require_module,
     require_whole_parameters,
-    write_modes,
 )
 from .torch_reduction import DdpReduction, ReducingHost
 from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
@@ -132,7 +130,7 @@ class TorchHost(PlainLoop, ReducingHost):
         self._require_parameters(f"rank {rank}")
         require_known_parameters(self._module, self._optimizers, f"rank {rank}")
         self._require_scheduler()
-        require_encodable(self._module, f"rank {rank}")
+        require_encodable_modes(self._module, rank)
         self._optimizers.create_state()
         self._known = dict(self._present())
         updated = {id(one) for group in self._optimizers.param_groups for one in group["params"]}

@@ -1,7 +1,4 @@
-"""Read and restore the modes of a torch module, and check what `TorchHost` is given.
-
-Modes are what a module has in addition to tensors: which parameters are trained, which modules are in training mode,
-and what modules return from `get_extra_state`.
+"""Check what `TorchHost` is given.
 
 In: a module, an optimizer, a scheduler. Out: plain values for the codec, and back; errors, and names of what is not
 captured.
@@ -41,44 +38,6 @@ _NO_POSITION = (
     "TorchHost the loader"
 )
 _EQUAL = "wrap the model in DistributedDataParallel, or build it from the same seed on all ranks"
-
-
-def read_modes(module: torch.nn.Module) -> dict[str, Any]:
-    """The modes of `module`, as plain values."""
-    return {
-        "trained": [name for name, one in module.named_parameters() if one.requires_grad],
-        "training": [name for name, part in module.named_modules() if part.training],
-        "extra": {name: part.get_extra_state() for name, part in _with_extra_state(module)},
-    }
-
-
-def write_modes(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    trained, training = set(saved["trained"]), set(saved["training"])
-    for name, one in module.named_parameters():
-        one.requires_grad_(name in trained)
-    for name, part in module.named_modules():
-        part.training = name in training
-    for name, part in _with_extra_state(module):
-        if name in saved["extra"]:
-            part.set_extra_state(saved["extra"][name])
-
-
-def require_encodable(module: torch.nn.Module, place: str) -> None:
-    """Raises InventoryError, naming the module whose extra state cannot be captured."""
-    for name, part in _with_extra_state(module):
-        try:
-            codec.encode(part.get_extra_state())
-        except InventoryError as error:
-            raise InventoryError(
-                f"{place}: the extra state of '{name}' ({type(part).__name__}) cannot be captured: {error}; return "
-                "plain values and tensors from get_extra_state"
-            ) from error
-
-
-def _with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, part in module.named_modules():
-        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield name, part
 
 
 def stray_tensors(module: torch.nn.Module) -> list[str]:

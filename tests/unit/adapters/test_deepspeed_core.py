@@ -12,7 +12,7 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
-from ft_plugins.adapters.deepspeed.module_modes import (  # noqa: E402
+from ft_plugins.adapters.module_modes import (  # noqa: E402
     ModuleNumbers,
     read_modes,
     require_encodable_modes,

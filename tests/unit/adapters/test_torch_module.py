@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ft_plugins.adapters.torch.torch_loop import TorchHost
-from ft_plugins.errors import InventoryError, StateChangedError
+from ft_plugins.errors import StateChangedError, UnsupportedError
 from tests.unit.adapters.torch_small import Small, handed_over, network, session_of, take_over
 
 
@@ -46,7 +46,7 @@ def test_extra_state_of_modules_is_handed_over() -> None:
 def test_extra_state_that_cannot_be_captured_is_refused_by_name() -> None:
     model = torch.nn.Sequential(Counting(2, 2))
     model[0].kept = {object()}
-    with pytest.raises(InventoryError, match="extra state of '0' .*plain values"):
+    with pytest.raises(UnsupportedError, match="extra state of '0' .*plain values"):
         TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
 
 

@@ -4,7 +4,7 @@ A script may unfreeze a layer, put some into evaluation, or change a number of o
 of training; what it sets when it builds the model is then not what the restored iteration had. All is set right before
 the first batch, after a script's own `engine.train()`. DeepSpeed's own modules count micro-batches, and are left alone.
 
-In: the module of an engine. Out: plain values, and back."""
+In: the module of a host. Out: plain values, and back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...errors import InventoryError, UnsupportedError
-from ...snapshot.capture import codec
+from ..errors import InventoryError, ResumeError, UnsupportedError
+from ..snapshot.capture import codec
 
 _PLAIN = (int, float, bool, str)
 
@@ -65,7 +65,15 @@ def read_modes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def write_modes(module: torch.nn.Module, saved: Mapping[str, Any], training: bool = True) -> None:
-    """Set what was read; with `training` also which modules are in training mode."""
+    """Set what was read; with `training` also which modules are in training mode. Raises ResumeError if the module has
+    other parameters or parts."""
+    for kind, own in (("trained", [*module.parameters()]), ("training", [*module.modules()])):
+        if len(own) != len(saved[kind]):
+            what = "parameters" if kind == "trained" else "modules"
+            raise ResumeError(
+                f"the model has {len(own)} {what}, the captured one had {len(saved[kind])}: resume with the captured "
+                "job's model, or start with --ftp-resume fresh"
+            )
     for one, trained in zip(module.parameters(), saved["trained"], strict=True):
         if one.requires_grad != bool(trained):
             one.requires_grad_(bool(trained))
