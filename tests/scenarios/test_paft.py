@@ -200,7 +200,7 @@ def test_what_is_gathered_is_compared_also_if_it_would_be_gathered_in_the_next_f
     jobs: Jobs, golden: Goldens, bf16: bool, overlap: bool
 ) -> None:
     """Rank 1 is wrong six times, in its own shard or elsewhere. Of fp32 shards the gathered parameters are replicas,
-    and a majority repairs the shard itself: gathering anew would spread what is wrong in it."""
+    and a majority repairs the shard itself: gathering again would spread what is wrong in it."""
     flips = ";".join(f"update.copies@iteration={step},rank=1:flip={12 if bf16 else 20}~{step}" for step in range(2, 8))
     sharded = MegatronConfiguration(bf16, True, False, overlap)
     clean = MegatronRun("clean", jobs.folder, sharded, argv=("--tp", "1", "--pp", "1"), ranks=4)

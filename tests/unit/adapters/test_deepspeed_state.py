@@ -61,7 +61,7 @@ def test_the_fragments_of_all_ranks_make_up_every_parameter(
 
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
     """As DeepSpeed's, whose compiled part keeps powers of the betas in fp32: multiplied from step to step, computed
-    anew if steps are left out."""
+    again if steps are left out."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0})

@@ -185,7 +185,7 @@ def test_batches_that_a_restored_loader_leaves_out_by_itself_are_not_skipped_twi
     assert skipping(data_loader.skip_first_batches, loader, 1) is loader
     assert [one.tolist() for one in loader] == [one.tolist() for one in reading]
     (other,) = accelerator()._dataloaders
-    assert len(list(skipping(data_loader.skip_first_batches, other, 1))) == 2, "of nobody who is followed"
+    assert len(list(skipping(data_loader.skip_first_batches, other, 1))) == 2, "of a loop that is not followed"
     (fresh,) = (made := accelerator())._dataloaders
     client_of(made)
     with pytest.raises(UnsupportedError, match="skip_first_batches leaves out 1 batches"):

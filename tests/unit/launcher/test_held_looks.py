@@ -306,7 +306,7 @@ def news(node: Node, seconds: float = WAIT) -> RoundView:
 
 @pytest.fixture
 def held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look without news is not answered for a long time, and nobody is lost meanwhile."""
+    """A look without news is not answered for a long time, and no node is lost meanwhile."""
     monkeypatch.setattr(held_looks, "_LONGEST", 60.0)
     monkeypatch.setitem(globals(), "SILENCE", 240.0)
 

@@ -122,7 +122,7 @@ def test_an_endpoint_is_this_machines_if_it_can_be_listened_on() -> None:
     found = endpoint.listen_as(Endpoint("127.0.0.9", port), peers.node_answers)
     assert found is not None and found.getsockname() == ("127.0.0.9", port)
     assert endpoint.listen_as(Endpoint("127.0.0.9", port), peers.node_answers, patience=0) is None  # taken
-    assert endpoint.listen_as(Endpoint("192.0.2.1", port), peers.node_answers) is None  # of nobody
+    assert endpoint.listen_as(Endpoint("192.0.2.1", port), peers.node_answers) is None  # no other process is there
     assert endpoint.listen_as(Endpoint("no-such-host.invalid", port), peers.node_answers) is None
     found.close()
 

@@ -508,7 +508,7 @@ def test_a_reply_that_is_malformed_is_an_error_and_its_connection_is_not_used_ag
     one = peer(played(answer_badly, answer))
     with pytest.raises(ProtocolError, match="did not answer 'first'") as failed:
         one.ask("first")
-    assert "timed out" not in str(failed.value), "nobody waits for what was announced"
+    assert "timed out" not in str(failed.value), "what was announced is not waited for"
     assert one.ask("second")[0]["fine"] == 1
 
 

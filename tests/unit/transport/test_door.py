@@ -16,7 +16,7 @@ from ft_plugins.transport.loop import Loop
 
 
 def test_a_port_is_closed_though_a_process_that_was_forked_meanwhile_has_it_open() -> None:
-    """Else a peer would wait there for an answer that nobody gives."""
+    """Else a peer would wait there for an answer that never comes."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener.dup() as inherited, closing(Loop("test")) as loop:
         me, rejected = Party("test", "job", "node"), RejectedConnections(Events("node"))
