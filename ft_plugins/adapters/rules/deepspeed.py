@@ -42,21 +42,6 @@ def _device(settings: Any, name: str) -> str:
     return str(getattr(device, "value", device)).lower()
 
 
-def _of_offload(name: str) -> tuple[Rule, ...]:
-    """To NVMe, or to several optimizers."""
-    device = f"{_ZERO}.{name}.device"
-    several = "an update is made by several optimizers"
-    ratio, super_offload = f"{_ZERO}.{name}.ratio", f"{_ZERO}.{name}.super_offload"
-    return (
-        Rule("offload to NVMe", (device,), equals(device, "nvme"), "its state is in files", device),
-        Rule(
-            "offload of a part", (ratio,),
-            every(_offloaded(name), lambda settings: (at(settings, ratio) or 1.0) != 1.0), several, ratio,
-        ),
-        Rule("SuperOffload", (super_offload,), every(_offloaded(name), on(super_offload)), several, super_offload),
-    )  # fmt: skip
-
-
 def _compressed(settings: Any) -> bool:
     methods = at(settings, "compression_training")
     methods = methods.values() if isinstance(methods, Mapping) else ()
@@ -64,6 +49,7 @@ def _compressed(settings: Any) -> bool:
     return given or bool(at(settings, "built.compression"))
 
 
+_DEVICE, _RATIO, _SUPER = (f"{_ZERO}.offload_optimizer.{name}" for name in ("device", "ratio", "super_offload"))
 _PARAM = f"{_ZERO}.offload_param.device"
 _AUTOCAST = ("torch_autocast.dtype", "built.own_scaler")
 
@@ -71,14 +57,23 @@ _REFUSED = (
     Rule(
         "DeepSpeed's own optimizer", ("optimizer.type", "built.own_optimizer"),
         some(equals("optimizer.type", *_OWN_OPTIMIZERS), on("built.own_optimizer")),
-        f"its state is unknown; supported: its {' and '.join(ADAMS)}, and torch's optimizers", "optimizer.type",
+        f"its state is unknown; supported: its {' and '.join(ADAMS)}, and torch's optimizers",
+        "optimizer.type", "Lamb, Lion, ...",
     ),
-    *_of_offload("offload_optimizer"),
-    *_of_offload("offload_param"),
     Rule(
-        "offload of parameters", (_PARAM,),
-        every(_offloaded("offload_param"), lambda settings: not equals(_PARAM, "nvme")(settings)),
-        "they are fetched while they are used", _PARAM,
+        "offload to NVMe", (_DEVICE,), equals(_DEVICE, "nvme"), "its state is in files", _DEVICE, "nvme",
+    ),
+    Rule(
+        "offload of a part", (_RATIO,),
+        every(_offloaded("offload_optimizer"), lambda settings: (at(settings, _RATIO) or 1.0) != 1.0),
+        "an update is made by several optimizers", _RATIO, "0.5",
+    ),
+    Rule(
+        "SuperOffload", (_SUPER,), every(_offloaded("offload_optimizer"), on(_SUPER)),
+        "an update is made by several optimizers", _SUPER,
+    ),
+    Rule(
+        "offload of parameters", (_PARAM,), _offloaded("offload_param"), "they are fetched while they are used", _PARAM,
     ),
     _on(f"{_ZERO}.zenflow", "ZenFlow", "it updates after the step"),
     Rule(
@@ -103,12 +98,12 @@ _REFUSED = (
             ),
             on("built.own_scaler"),
         ),
-        "it scales gradients by its own scaler", "torch_autocast.dtype",
+        "it scales gradients by its own scaler", "torch_autocast.dtype", "float16",
     ),
     Rule(
         "gradient accumulation that the script manages", ("managed_gradient_accumulation",),
         lambda settings: at(settings, "managed_gradient_accumulation") is False, "what it accumulates is unknown",
-        "managed_gradient_accumulation",
+        "managed_gradient_accumulation", "false",
     ),
     _enabled("progressive_layer_drop", "progressive layer drop"),
     _enabled("eigenvalue", "eigenvalues"),
@@ -129,13 +124,13 @@ _REFUSED = (
         "this optimizer counts powers of its betas out of reach",
     ),
     Rule(
-        "offload of optimizer state with local SGD", (f"{_ZERO}.offload_optimizer.device",),
+        "offload of optimizer state", (f"{_ZERO}.offload_optimizer.device",),
         _offloaded("offload_optimizer"), "local SGD averages what the optimizer updates, which is in host memory",
         f"{_ZERO}.offload_optimizer", remedy="drop one of the two", systems=("sync",),
     ),
     Rule(
         "sums of gradients", ("gradient_allreduce_op",), equals("gradient_allreduce_op", "sum"),
-        "replicas with local SGD average them", "gradient_allreduce_op", systems=("sync",),
+        "replicas with local SGD average them", "gradient_allreduce_op", "sum", systems=("sync",),
     ),
     _on(
         f"{_ZERO}.zero_quantized_gradients", "ZeRO++", "it reduces gradients over nodes, not within a replica",
@@ -150,7 +145,7 @@ _FOLLOWED = (
     Rule(
         "optimizer state in host memory", (f"{_ZERO}.offload_optimizer.device",),
         equals(f"{_ZERO}.offload_optimizer.device", "cpu"), "it is captured from there",
-        f"{_ZERO}.offload_optimizer.device",
+        f"{_ZERO}.offload_optimizer.device", "cpu",
     ),
     _on("scheduler.type", "a scheduler of DeepSpeed", "it is captured by its own state_dict"),
     _enabled("curriculum_learning", "a curriculum of sequence lengths", "its difficulty is captured"),

@@ -51,14 +51,14 @@ ONE_INSTANCE = Rule(
     "several instances of the distributed optimizer", ("num_distributed_optimizer_instances",),
     _several_instances,
     "each decides alone whether to skip an update, so that instances that disagree cannot be repaired",
-    "--num-distributed-optimizer-instances", remedy="drop it, or drop --paft", systems=("paft",),
+    "--num-distributed-optimizer-instances", "2", remedy="drop it, or drop --paft", systems=("paft",),
 )  # fmt: skip
 
 _REFUSED = (
     _named("overlap_moe_expert_parallel_comm", "combined 1F1B", "it bypasses the schedule"),
     Rule(
         "full-iteration CUDA graphs", ("cuda_graph_scope", "cuda_graph_impl"), _graphs(_WHOLE),
-        "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope",
+        "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope", _WHOLE,
     ),
     _named("optimizer_cuda_graph", "CUDA graphs of the optimizer", "a captured update replays without hooks"),
     _named("fp8", "fp8 parameters", "they keep scaling state outside of the optimizer", "--fp8-format"),
@@ -77,7 +77,7 @@ _REFUSED = (
     Rule("amsgrad", ("built.amsgrad",), on("built.amsgrad"), "Megatron's own state of an optimizer lacks it"),
     Rule(
         "a data loader of the script's own", ("dataloader_type",), equals("dataloader_type", "external"),
-        "its data position is unknown", "--dataloader-type",
+        "its data position is unknown", "--dataloader-type", "external",
     ),
     _named("hybrid_context_parallel", "hybrid context parallelism", "its packing of samples keeps its own position"),
     _named("fim_data", "fill-in-the-middle data", "it draws from a random generator that cannot be restored"),
@@ -101,7 +101,8 @@ _REFUSED = (
     Rule(
         "the global auxiliary loss", ("moe_router_load_balancing_type",),
         lambda settings: "global_aux_loss" in _listed(at(settings, "moe_router_load_balancing_type")),
-        "it reads all replicas in each forward", "--moe-router-load-balancing-type", systems=("sync",),
+        "it reads all replicas in each forward", "--moe-router-load-balancing-type", "global_aux_loss",
+        systems=("sync",),
     ),
     _named(
         "mtp_num_layers", "multi-token prediction", "it numbers its layers as the decoder does", systems=("sync",),
@@ -119,7 +120,7 @@ _FOLLOWED = (
     ),
     Rule(
         "SGD", ("optimizer",), equals("optimizer", "sgd"), "its momentum is made before the first update",
-        "--optimizer",
+        "--optimizer", "sgd",
     ),
     _named("rampup_batch_size", "a growing batch", "it follows from the consumed samples"),
     _named("iterations_to_skip", "skipped iterations", "a skipped iteration has a version point too"),

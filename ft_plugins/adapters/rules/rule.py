@@ -32,13 +32,14 @@ class Treatment(str, Enum):
 @dataclass(frozen=True)
 class Rule:
     """`keys`: what it looks at, dotted where settings are nested; `option`: what a person writes for it, '' if the
-    script decides; `systems`: those with which it applies, () for all."""
+    script decides; `given`: with which value, for the page; `systems`: those with which it applies, () for all."""
 
     name: str
     keys: tuple[str, ...]
     applies: Predicate
     reason: str
     option: str = ""
+    given: str = ""
     treatment: Treatment = Treatment.REFUSED
     remedy: str = DROP
     systems: tuple[str, ...] = ()
