@@ -62,8 +62,13 @@ ONE_INSTANCE = Rule(
     "--num-distributed-optimizer-instances", "2", remedy="drop it, or drop --paft", systems=("paft",),
 )  # fmt: skip
 
+COMBINED = _named(
+    "overlap_moe_expert_parallel_comm", "combined 1F1B", "layers run one by one, outside of the schedule",
+    remedy="drop it, or drop --baft and --sync-policy", systems=("baft", "sync"),
+)  # fmt: skip
+
 _REFUSED = (
-    _named("overlap_moe_expert_parallel_comm", "combined 1F1B", "it bypasses the schedule"),
+    COMBINED,
     Rule(
         "full-iteration CUDA graphs", ("cuda_graph_scope", "cuda_graph_impl"), _graphs(_WHOLE),
         "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope", _WHOLE,

@@ -97,7 +97,6 @@ class Option:
 
 
 ARGUMENTS = (
-    Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B .--overlap-moe-expert-parallel-comm"),
     Option("perform_rl_step", "0.15", True, "--perform-rl-step"),
     Option("skip_train", "0.14", True, "--skip-train"),
     Option("inprocess_restart", "0.14", True, "--inprocess-restart"),
@@ -110,10 +109,12 @@ ARGUMENTS = (
     Option("optimizer_cuda_graph", "0.17", True, "--optimizer-cuda-graph"),
 )
 OF_MODEL = (
-    Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B (--overlap-moe-expert-parallel-comm)"),
     Option("fp8", "0.14", "hybrid", "fp8 with delayed scaling"),
     Option("fp4", "0.15", "e2m1", "fp4 parameters"),
     Option("qk_clip", "0.16", True, "QK clipping"),
+)
+OF_SCHEDULE = (  # refused with BAFT
+    Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B (--overlap-moe-expert-parallel-comm)"),
 )
 OF_DDP = (Option("use_megatron_fsdp", "0.14", True, "Megatron FSDP"),)
 OF_LOCAL_STEPS = (
@@ -283,8 +284,8 @@ def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(versio
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("options", "systems"),
-    [(OF_MODEL, ()), (OF_DDP, ()), (OF_OPTIMIZER, ()), (OF_LOCAL_STEPS, ("sync",))],
-    ids=["model", "ddp", "optimizer", "local steps"],
+    [(OF_MODEL, ()), (OF_DDP, ()), (OF_OPTIMIZER, ()), (OF_LOCAL_STEPS, ("sync",)), (OF_SCHEDULE, ("baft",))],
+    ids=["model", "ddp", "optimizer", "local steps", "schedule"],
 )
 def test_each_field_of_a_configuration_is_refused_by_name(
     version: str, options: tuple[Option, ...], systems: tuple[str, ...]
@@ -297,6 +298,11 @@ def test_each_field_of_a_configuration_is_refused_by_name(
 
 
 def test_what_ends_one_system_leaves_the_others_alone() -> None:
+    combined = argparse.Namespace(overlap_moe_expert_parallel_comm=True)
+    require_followed(combined, ("reft", "paft"))
+    for system in ("baft", "sync"):
+        with pytest.raises(UnsupportedError, match="combined 1F1B.*rop it, or drop --baft and --sync-policy"):
+            require_followed(combined, ("reft", system))
     instances = argparse.Namespace(num_distributed_optimizer_instances=2)
     require_followed(instances, ("reft", "baft", "sync"))
     with pytest.raises(UnsupportedError, match="--num-distributed-optimizer-instances 2.*Drop it, or drop --paft"):
@@ -415,6 +421,7 @@ def test_the_tables_are_what_the_sources_say(checkout: Path) -> None:
     )
     for options, known in (
         (ARGUMENTS, named), (OF_MODEL, model), (OF_DDP, ddp), (OF_OPTIMIZER, optimizer), (OF_LOCAL_STEPS, model),
+        (OF_SCHEDULE, model),
     ):  # fmt: skip
         assert {option.name: option.within(version) for option in options} == {
             option.name: option.name in known for option in options
