@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
+import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -113,35 +113,36 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def copies(nbytes: int, device: str, stack: ExitStack) -> tuple[float, float]:
+def copies(nbytes: int, device: str) -> tuple[float, float]:
     """Seconds of a copy of `nbytes` into pinned memory, and by our copier into a registered part of a file in memory;
     measured with at most 1 GiB."""
     part = min(nbytes, GIB)
     source = torch.ones(part // 8, dtype=torch.int64, device=device)
     pinned = torch.empty(part // 8, dtype=torch.int64, pin_memory=device == "cuda")
-    path = Path(f"/dev/shm/ftp-gpu-snapshot-{time.monotonic_ns()}")
-    stack.callback(path.unlink)
-    mapped = torch.from_file(str(path), shared=True, size=part // 8, dtype=torch.int64)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="ftp-gpu-snapshot-") as file:
+        mapped = torch.from_file(file.name, shared=True, size=part // 8, dtype=torch.int64)
     mapped.zero_()
     copier = copier_for(source.device)
-    stack.callback(copier.close)
     copier.use(mapped.data_ptr(), part)
-    copier.ready()
 
     def plain() -> None:
         pinned.copy_(source, non_blocking=True)
         wait(device)
 
-    plain()
-    copier.copy([mapped], [source])
-    both = seconds(plain), seconds(lambda: copier.copy([mapped], [source]))
+    try:
+        copier.ready()
+        plain()
+        copier.copy([mapped], [source])
+        both = seconds(plain), seconds(lambda: copier.copy([mapped], [source]))
+    finally:
+        copier.close()
     return both[0] * nbytes / part, both[1] * nbytes / part
 
 
 def of_size(nbytes: int, device: str, repeats: int) -> Figures:
     """The figures of one size."""
+    pinned, registered = copies(nbytes, device)
     with ExitStack() as stack:
-        pinned, registered = copies(nbytes, device, stack)
         state = {name: tensor.to(device) for name, tensor in make_state(nbytes).items()}
         nbytes = sum(tensor.nbytes for tensor in state.values())
         wait(device)

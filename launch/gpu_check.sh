@@ -41,7 +41,7 @@ part() { # NAME SECONDS COMMAND...: run it, with its output in the log; a line f
     shift 2
     case $skipped in *" $name "*) return ;; esac
     printf '\n== %s: %s\n' "$name" "$*" >>"$log"
-    timeout --kill-after 10 "$seconds" "$@" >"$out/$name.txt" 2>&1 </dev/null || code=$?
+    timeout --signal INT --kill-after 20 "$seconds" "$@" >"$out/$name.txt" 2>&1 </dev/null || code=$?
     cat "$out/$name.txt" >>"$log"
     [ $code -eq 0 ] || failed=1
     printf '{"part": "%s", "status": %d, "seconds": %d}\n' "$name" $code $((SECONDS - began)) >>"$parts"
@@ -49,8 +49,8 @@ part() { # NAME SECONDS COMMAND...: run it, with its output in the log; a line f
         $((SECONDS - began)) "$(tail -n 1 "$out/$name.txt" | cut -c1-160)"
 }
 
-part copies 120 "$python" -m pytest -q -rs -p no:cacheprovider tests/gpu --ignore tests/gpu/test_jobs_cuda.py
-part jobs 240 "$python" -m pytest -q -rs -p no:cacheprovider tests/gpu/test_jobs_cuda.py
+part copies 120 "$python" -m pytest -v --tb short -rs -p no:cacheprovider tests/gpu --ignore tests/gpu/test_jobs_cuda.py
+part jobs 240 "$python" -m pytest -v --tb short -rs -p no:cacheprovider tests/gpu/test_jobs_cuda.py
 part snapshot 220 "$python" benchmarks/gpu_snapshot.py
 
 "$python" - "$out" <<'PYTHON'
