@@ -49,9 +49,9 @@ part() { # NAME SECONDS COMMAND...: run it, with its output in the log; a line f
         $((SECONDS - began)) "$(tail -n 1 "$out/$name.txt" | cut -c1-160)"
 }
 
-part copies 120 "$python" -m pytest -v --tb short -rs -p no:cacheprovider tests/gpu --ignore tests/gpu/test_jobs_cuda.py
-part jobs 240 "$python" -m pytest -v --tb short -rs -p no:cacheprovider tests/gpu/test_jobs_cuda.py
-part snapshot 220 "$python" benchmarks/gpu_snapshot.py
+part copies 60 "$python" -m pytest -v --tb short -rs -p no:cacheprovider tests/gpu --ignore tests/gpu/test_jobs_cuda.py
+part jobs 330 "$python" -m pytest -v --tb short -rs -p no:cacheprovider tests/gpu/test_jobs_cuda.py
+part snapshot 190 "$python" benchmarks/gpu_snapshot.py
 
 "$python" - "$out" <<'PYTHON'
 import json, pathlib, sys, torch

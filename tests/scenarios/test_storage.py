@@ -583,5 +583,6 @@ def test_the_rank_files_are_plain_safetensors(torch_server: ForkServer, jobs: Sp
     write_checkpoints(torch_server, spec, 4)
     shares = [load_file(base(spec) / "v1-4" / checkpoint.data_file(rank)) for rank in range(2)]
     for share in shares:
-        assert share and all((values == 4).all() for values in share.values()), "each item by its own name"
+        items = {name: values for name, values in share.items() if not name.startswith("ft_plugins.")}
+        assert items and all((values == 4).all() for values in items.values())
     assert json.loads((base(spec) / "v1-4" / "manifest.json").read_text())["world_size"] == 2
