@@ -53,16 +53,21 @@ class LateStream:
     def wait_event(self, event: LateEvent) -> None:
         self.give(lambda: None, event)
 
-    def run(self, count: int) -> None:
+    def run(self, count: int) -> bool:
+        """Do up to `count` pieces of work. Whether any could be done."""
+        before = count
         while count and self.queue and (self.queue[0][1] is None or self.queue[0][1].done):
             self.queue.popleft()[0]()
             count -= 1
+        return count < before
 
     def synchronize(self) -> None:
+        """Other streams do only what this one waits for."""
         with self._device.lock:
             while self.queue:
-                for stream in self._device.streams:
-                    stream.run(1)
+                if not self.run(1):
+                    for stream in self._device.streams:
+                        stream.run(1)
 
 
 class Queued(TorchFunctionMode):
