@@ -19,12 +19,16 @@ from .fork_stories import a_killed_run_ends_like_an_unfailed_one, a_lost_node_is
 pytestmark = pytest.mark.timeout(1500)
 FORK = "gpt-neox"
 IN_YML = {"ft_plugins": {"reft": {"interval": 1}, "paft": {"mode": "audit", "audit_interval": 2}}}
+FP16 = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2}}
 CASES = (
     ForkCase("pipelines"),
     ForkCase(
         "pipelines-zero-1-load-audited", 4, 1, 2, 1, settings=IN_YML, loads=True, protected=("--reft",)
     ),
+    ForkCase("pipelines-zero-1", 4, 2, 2, 1, kill="update.middle@iteration=5,rank=2,restart=0"),
     ForkCase("zero-1-evaluated", 2, 1, 1, 1),
+    ForkCase("zero-2", 2, 1, 1, 2),
+    ForkCase("zero-1-fp16", 2, 1, 1, 1, settings=FP16),
     ForkCase(*("zero-2-own-load-beside", 2, 1, 1, 2), loads=True, kill="update.middle@iteration=6,rank=1,restart=0"),
 )
 NODES = (

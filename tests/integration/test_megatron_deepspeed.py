@@ -25,6 +25,8 @@ CURRICULUM = {
         **{"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8}},
     }
 }
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2}}
+RAMP_UP = ("--rampup-batch-size", "4", "2", "16")  # the batch grows in iterations 3 and 5
 AUDIT = ("--reft", "--reft-interval", "1", "--paft", "--paft-mode", "audit", "--paft-audit-interval", "2")
 CASES = (
     ForkCase("pipelines-own-load-beside", loads=True),  # its own save has 4, memory 5
@@ -43,6 +45,11 @@ CASES = (
         kill="iteration.forward@iteration=5,rank=1,restart=0",
     ),
     ForkCase("zero-3", 2, 1, 1, 3),
+    ForkCase("pipelines", kill="update.middle@iteration=5,rank=3,restart=0"),
+    ForkCase("zero-1", 2, 1, 1, 1),
+    ForkCase("zero-1-fp16", 2, 1, 1, 1, ("--fp16",), settings=FP16),
+    ForkCase("ramp-up", 2, 1, 1, 1, RAMP_UP, kill="iteration.forward@iteration=4,rank=1,restart=0"),
+    ForkCase("pipelines-ramp-up", 4, 1, 2, 1, RAMP_UP, kill="iteration.forward@iteration=4,rank=1,restart=0"),
     ForkCase("curriculum-pipelines", settings=CURRICULUM, before=(0, 19)),
     ForkCase("curriculum", 2, 1, 1, 1, settings=CURRICULUM, before=(0, 19)),
 )

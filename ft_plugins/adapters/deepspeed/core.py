@@ -155,7 +155,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "rng": rng_state(),
             "silent": self.silent,
             "modes": read_modes(self.engine.module),
-            "numbers": self._numbers.changed(),
+            "numbers": self._numbers.captured(self.rank == 0),
             "loop": None if self.silent else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
@@ -278,8 +278,8 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._positions is not None:
             self._positions.write(small["position"])
-        write_modes(self.engine.module, small["modes"], training=not self.silent)
         self._numbers.restore(small["numbers"])
+        write_modes(self.engine.module, small["modes"], training=not self.silent)
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
             restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
             restore_groups(state.inner(self.engine.optimizer), small["groups"])

@@ -54,7 +54,7 @@ from ..data.loader_position import DataPosition, position_of
 from ..data.observed_inputs import ObservedForwards, digest_of_gradients
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
-from ..module_modes import read_modes, require_encodable_modes, write_modes
+from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
 from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
@@ -131,6 +131,7 @@ class TorchHost(PlainLoop, ReducingHost):
         require_known_parameters(self._module, self._optimizers, f"rank {rank}")
         self._require_scheduler()
         require_encodable_modes(self._module, rank)
+        self._numbers = ModuleNumbers(self._module)
         self._optimizers.create_state()
         self._known = dict(self._present())
         updated = {id(one) for group in self._optimizers.param_groups for one in group["params"]}
@@ -261,6 +262,7 @@ class TorchHost(PlainLoop, ReducingHost):
             **self._optimizers.values(self._names()),
             "members": self._packed_groups,
             "modes": read_modes(self._module),
+            "numbers": self._numbers.captured(self.rank == 0),
             "graded": with_gradient(dict(self._module.named_parameters())),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "position": None if self._position is None else self._position.read(),
@@ -282,13 +284,14 @@ class TorchHost(PlainLoop, ReducingHost):
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
         self._optimizers.restore(saved, self._names())
-        write_modes(self._module, saved["modes"])
         set_zero_gradients(dict(self._module.named_parameters()), saved["graded"])
         self._caller_state[1](saved["caller"])
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._position is not None:
             self._position.write(small["caller"]["position"])
+        self._numbers.restore(small["caller"]["numbers"])
+        write_modes(self._module, small["caller"]["modes"])
         super().restore_position(small)
         if small.get("loop") is not None:
             self._first = LoopCounters(**small["loop"]["first"])
