@@ -175,7 +175,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         if self.engine.lr_scheduler is not None or not self._trains:
             return {}
         if self._own is None:
-            self._own = own_schedulers(state.inner(self.engine.optimizer))
+            self._own = own_schedulers(state.inner(self.engine.optimizer), self.rank)
         return self._own
 
     def _report_own_scheduler(self) -> None:
