@@ -43,7 +43,7 @@ from .configuration import (
 )
 from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
 from .position import Positions
-from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
+from .read_ahead import ADVICE, DRAWN, LEAVING, LEFT, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
 
 Leave = Callable[[bool], None]  # with whether training ended in order
@@ -284,7 +284,7 @@ class DeepSpeedLoop:
         if self.engine.module.training:  # engine.train() and eval() set the module's flag only
             self._guessed = 0
             self._tracked = True
-            self._reads.reading()
+            self._reads.reading(left=self._positions.has_left())
             if self._positions.was_read_early(loader):
                 self._require_followed(READ_EARLY)
             self._positions.expect("train", loader)
@@ -339,7 +339,9 @@ class DeepSpeedLoop:
         outcome = original(*args, **kwargs)
         if self.engine.global_steps != before:
             self._updated = self.engine.global_steps
-            self._host.pace = self._reads.updated(self._host.silent)
+            pace = self._host.pace = self._reads.updated(self._host.silent)
+            if pace is not None and pace.left and self._captured:
+                self._say_once(f"{LEFT}, so a restart will be refused: {LEAVING}")
             self._drawn = None if self._tracked or self._host.silent else numbers_drawn()
             if self._host.silent:  # whatever comes next belongs to the next iteration
                 self._end()

@@ -55,7 +55,7 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     ]
     deciding = [text for text in tested + carried if text not in stale and text not in counters]
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
-    indices = [text for text in tested if text in fetching]
+    indices = [text for loop in loops for test, _ in _tests(loop) for text in _values(test) if text in fetching]
     cut = [text for loop in loops if loop not in inside for text in _cut(loop, loop is not loops[0])]
     return LoopCode(*(tuple(dict.fromkeys(found)) for found in (counters, bounds, deciding, indices, cut)))
 

@@ -28,6 +28,10 @@ from typing import Any
 from .loop_code import LoopCode, loops_around
 from .script_names import stack
 
+LEAVING = (
+    "end a pass behind the training on its last batch, as a restart can: `if engine.global_steps % n == 0: break` "
+    "after engine.step(); and look at samples of the data set, not at a batch of the loader"
+)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -56,7 +60,8 @@ def not_continued(
     """
     if within and version.cut and now.cut == version.cut == first.cut:
         names = ", ".join(version.cut)
-        return f"its pass over the data, of which only the rest comes now, ends as a whole one does, by {names}"
+        rest = "its pass over the data, of which only the rest comes now, ends as a whole one does"
+        return f"{rest}, by {names}: {LEAVING}"
     changed = _changed(first.counters, version.counters, now.counters, ended, ignored)
     if changed:
         return changed

@@ -93,7 +93,7 @@ def test_a_pass_that_is_cut_as_a_whole_one_is_refused_where_only_its_rest_comes(
     there = LoopCounters(counters={"`epoch`": 1}, cut={"`size`": 6})
     assert not_continued(there, there, there) is None, "captured where a pass ends"
     said = not_continued(there, there, there, within=True)
-    assert said is not None and said.endswith("ends as a whole one does, by `size`")
+    assert said is not None and "ends as a whole one does, by `size`: end a pass behind the training" in said
     assert not_continued(there, there, LoopCounters(there.counters, cut={"`size`": 4}), within=True) is None
 
 
