@@ -3,7 +3,7 @@
 The scheduler of Megatron-DeepSpeed adds the loaded number of steps to its own, and DeepSpeed, a client and a restore
 may each load it: each load begins with the values that it was built with. A script may also step schedulers of torch
 over the optimizer of an engine that has none: they are found among the objects of the process, and several of one class
-are told apart by the script's variables.
+are known by the script's variables.
 
 Invariant: after `load` its state is the given one, and so it is when training begins; else the job ends.
 
@@ -93,8 +93,8 @@ def own_schedulers(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any
             if id(one) not in names:
                 raise StateChangedError(
                     f"rank {rank}: the script has {of_class[kind]} schedulers of class {kind} over the engine's "
-                    "optimizer, and no variable of a running function holds one of them, so a restart could not tell "
-                    f"them apart: keep each in a variable, a list or an attribute, {_PASS}"
+                    "optimizer, and no variable of a running function holds one of them, so a restart could mix "
+                    f"them up: keep each in a variable, a list or an attribute, {_PASS}"
                 )
             name = names[id(one)].name
             kind = f"{kind} '{name.expression}' ({name.place})"

@@ -4,9 +4,11 @@ Invariant: a version is restored only if its data position is that of training: 
 before the one that trains on it. What a script does with a batch is not visible, but a loop that holds batches back
 reads more in its first iteration, or none in its last. So every iteration must read as many batches for each micro-step
 as the first one. How many is the script's choice: a batch may be split, or several joined. Whether the first iteration
-held one back shows only in the second; until then a version is restored only if it read one batch for each micro-step. A batch whose pass is left without a micro-step on it (`if i == n: break` at the
-begin of a loop's body, a look at the first one) ends no job, but from then on no version is restored: a restart would
-read it again, or go on in the pass that was left.
+held one back shows only in the second; until then a version is restored only if it read one batch for each micro-step.
+
+A batch whose pass is left without a micro-step on it (`if i == n: break` at the begin of a loop's body, a look at the
+first one) ends no job, but from then on no version is restored: a restart would read it again, or go on in the pass
+that was left.
 
 In: reads and micro-steps, as they happen. Out: what is wrong, or None; a `ReadPace` for the version."""
 
