@@ -22,9 +22,7 @@ IN_YML = {"ft_plugins": {"reft": {"interval": 1}, "paft": {"mode": "audit", "aud
 FP16 = {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2}}
 CASES = (
     ForkCase("pipelines"),
-    ForkCase(
-        "pipelines-zero-1-load-audited", 4, 1, 2, 1, settings=IN_YML, loads=True, protected=("--reft",)
-    ),
+    ForkCase("pipelines-zero-1-load-audited", 4, 1, 2, 1, settings=IN_YML, loads=True, protected=("--reft",)),
     ForkCase("pipelines-zero-1", 4, 2, 2, 1, kill="update.middle@iteration=5,rank=2,restart=0"),
     ForkCase("zero-1-evaluated", 2, 1, 1, 1),
     ForkCase("zero-2", 2, 1, 1, 2),

@@ -26,7 +26,7 @@ CURRICULUM = {
     }
 }
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 2}}
-RAMP_UP = ("--rampup-batch-size", "4", "2", "16")  # the batch grows in iterations 3 and 5
+RAMP_UP = ("--rampup-batch-size", "4", "2", "16")  # 4, 4, 6, 6, 8, 8, 8 samples
 AUDIT = ("--reft", "--reft-interval", "1", "--paft", "--paft-mode", "audit", "--paft-audit-interval", "2")
 CASES = (
     ForkCase("pipelines-own-load-beside", loads=True),  # its own save has 4, memory 5
@@ -48,8 +48,8 @@ CASES = (
     ForkCase("pipelines", kill="update.middle@iteration=5,rank=3,restart=0"),
     ForkCase("zero-1", 2, 1, 1, 1),
     ForkCase("zero-1-fp16", 2, 1, 1, 1, ("--fp16",), settings=FP16),
-    ForkCase("ramp-up", 2, 1, 1, 1, RAMP_UP, kill="iteration.forward@iteration=4,rank=1,restart=0"),
-    ForkCase("pipelines-ramp-up", 4, 1, 2, 1, RAMP_UP, kill="iteration.forward@iteration=4,rank=1,restart=0"),
+    ForkCase("ramp-up", 2, 1, 1, 1, RAMP_UP, kill="iteration.forward@iteration=4,rank=1,restart=0", samples=44),
+    ForkCase("pipelines-ramp-up", 4, 1, 2, 1, RAMP_UP, samples=44),
     ForkCase("curriculum-pipelines", settings=CURRICULUM, before=(0, 19)),
     ForkCase("curriculum", 2, 1, 1, 1, settings=CURRICULUM, before=(0, 19)),
 )
