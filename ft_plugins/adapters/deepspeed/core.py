@@ -42,12 +42,12 @@ from ..schedulers import (
     require_encodable_scheduler,
     restore_own,
 )
+from ..script.own_counters import OwnCounters
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .clients import EngineClient
-from .continuing import OwnCounters
 from .position import Positions
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
@@ -236,7 +236,8 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
-        self.counted.restored(small.get("loop"), small.get("position", {}))
+        trained = [one for role, one in small.get("position", {}).items() if role.startswith("train")]
+        self.counted.restored(small.get("loop"), any(one.get("read") for one in trained))
         self._restore_counters(small)
         self._restore_optimizer(small)
         self._rates = None

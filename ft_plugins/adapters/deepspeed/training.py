@@ -41,7 +41,7 @@ from .configuration import (
     resolve,
     settings_of,
 )
-from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
+from .continuing import CARRIED, CUT, NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
 from .position import Positions
 from .read_ahead import ADVICE, DRAWN, LEAVING, LEFT, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
@@ -229,15 +229,15 @@ class DeepSpeedLoop:
         restored, continues = self.engine.global_steps, self._counters.end()
         problem = self._host.counted.begin(self._host.restored, ignored_names())
         if not self._host.restored:
-            if self._captured and not continues:
-                self._say_once(NOTICE)
+            if self._captured and (not continues or self._host.counted.cuts):
+                self._say_once(CUT if continues else NOTICE)
         elif not continues and self._loaded != restored:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
         elif problem is not None:
             raise ResumeError(elsewhere(self._host.rank, restored, problem))
         self._host.schedule.require_unchanged(self._host.rank)
         if self._host.counted.remark and self._host.rank == 0:
-            say(self._host.counted.remark, alarm=True)
+            say(f"{self._host.counted.remark}; {CARRIED}", alarm=True)
 
     # PipelineEngine
 
