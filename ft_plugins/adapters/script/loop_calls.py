@@ -3,6 +3,9 @@
     def step(self, loss):               a loop's `stopper.step(loss)` carries `stopper.bad` on
         self.bad += 1
 
+    for callback in callbacks:          `callbacks[...](loss)`, for each of them
+        callback(loss)
+
 Invariant: nothing is called. Only functions of the script are followed, to a depth, and as many as one reads quickly.
 
 In: a call as the script writes it, the namespaces that it is in. Out: what it carries on, by the caller's names.
@@ -16,10 +19,11 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
-from .loop_code import FunctionCode, root_of
+from ..data.loaders import GENERATORS
+from .loop_code import EACH, FunctionCode, root_of
 from .loop_values import NOTHING, Spaces, attribute, parsed, value_of
 
-_DEPTH, _MOST = 3, 48  # of calls in calls; functions of a loop
+_DEPTH, _MOST, _EACH = 3, 48, 16  # of calls in calls; functions of a loop; elements of a list that are called
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,13 @@ def carried_by(
     call: str, spaces: Spaces, code_of: CodeOf, seen: set[Any], depth: int = _DEPTH
 ) -> Iterator[tuple[str, Any, bool]]:
     """What a call changes, or decides by: names, objects, and whether it changes them. `seen`: what was followed."""
+    if EACH in call:
+        container = value_of(parsed(call.partition(EACH)[0]), spaces)
+        for number in range(min(len(container), _EACH) if isinstance(container, list | tuple) else 0):
+            yield from carried_by(call.replace(EACH, f"[{number}]", 1), spaces, code_of, seen, depth)
+        return
     node = parsed(call)
+    yield from ((text, one, True) for text, one in _generators(node, spaces))
     called = _resolved(node, spaces, code_of) if isinstance(node, ast.Call) and depth else None
     code = None if called is None or len(seen) >= _MOST else code_of(called.function)
     if called is None or code is None:
@@ -59,6 +69,16 @@ def carried_by(
     for each in code.calls:
         for text, value, changes in carried_by(each, inner, code_of, seen, depth - 1):
             yield called.in_caller(text), value, changes
+
+
+def _generators(node: ast.expr, spaces: Spaces) -> Iterator[tuple[str, Any]]:
+    """The random number generators that a call draws from: its receiver, its arguments."""
+    if isinstance(node, ast.Call):
+        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        for part in (*receiver, *node.args, *(one.value for one in node.keywords)):
+            value = value_of(part, spaces)
+            if isinstance(value, GENERATORS):
+                yield ast.unparse(part), value
 
 
 def _resolved(node: ast.Call, spaces: Spaces, code_of: CodeOf) -> Called | None:

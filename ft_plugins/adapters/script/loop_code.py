@@ -26,6 +26,7 @@ _LEAVING = (ast.Break, ast.Continue, ast.Return)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _CHANGING = ("add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "remove", "update")
+EACH = "[...]"  # in an expression: any element
 _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends with the data that they receive
 
 
@@ -120,7 +121,15 @@ def _changed(node: ast.AST) -> Iterator[str]:
 
 
 def _calls(nodes: Sequence[ast.AST]) -> list[str]:
-    return [ast.unparse(one) for one in _same_scope(nodes) if isinstance(one, ast.Call)]
+    """The calls in nodes; what a `for` calls for each element of a list as `container[...]`."""
+    found = [ast.unparse(one) for one in _same_scope(nodes) if isinstance(one, ast.Call)]
+    for loop in _same_scope(nodes):
+        over = loop.iter if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) else None
+        if isinstance(loop, ast.For) and isinstance(over, ast.Name | ast.Attribute | ast.Subscript):
+            target, each = ast.unparse(loop.target), f"{ast.unparse(over)}{EACH}"
+            inside = [text for text in _calls(loop.body) if root_of(text.partition("(")[0]) == target]
+            found += [each + text[len(target) :] for text in inside]
+    return found
 
 
 def _path(tree: ast.Module, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:

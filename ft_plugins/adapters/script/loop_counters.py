@@ -132,11 +132,18 @@ def loop_counters() -> LoopCounters:
             for expression in getattr(code, kind):
                 value = value_of(parsed(expression), spaces)
                 _note(found, kind, f"`{expression}`{place}", value, expression in code.carried)
+        tested = {text: value_of(parsed(text), spaces) for text in code.counters}
+        flags = {_owner_of(text) for text, value in tested.items() if isinstance(value, bool)} - {""}
         for call in () if installed else code.calls:
-            kind = "counters" if call in code.ending else "deciding"
             for text, value, carried in carried_by(call, spaces, _function_code, seen):
-                _note(found, kind, f"`{text}`{place}", value, carried)
+                ends = call in code.ending or _owner_of(text) in flags
+                _note(found, "counters" if ends else "deciding", f"`{text}`{place}", value, carried)
     return LoopCounters(**found)
+
+
+def _owner_of(expression: str) -> str:
+    """Of `stopper.stop`, a flag by which a loop ends: what sets it."""
+    return expression.rpartition(".")[0]
 
 
 def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, carried: bool) -> None:

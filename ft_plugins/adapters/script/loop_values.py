@@ -6,6 +6,7 @@ Python's own containers; a property, a module's function, or an object of unknow
     int                      itself
     other plain values       as text: floats, strings, True, None, a tensor of one element on the CPU
     containers of those      as text: kind, length, and a digest if they are small; so are objects with such attributes
+    random number generators as text: kind, and a digest of their state
 
 In: an expression, the namespaces that it is in. Out: an int, a text, or None for what cannot be compared.
 """
@@ -23,6 +24,8 @@ import numpy as np
 import torch
 import xxhash
 
+from ...snapshot.capture import codec
+from ..data.loaders import GENERATORS, state_of
 from .script_names import is_of_library
 
 Spaces = tuple[Mapping[str, Any], ...]
@@ -65,6 +68,8 @@ def comparable(value: Any) -> int | str | None:
     if isinstance(value, torch.Tensor):
         on_host = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1
         return repr(value.detach().reshape(()).item()) if on_host and not value.is_sparse else None
+    if isinstance(value, GENERATORS):
+        return f"a {type(value).__name__} ({xxhash.xxh3_64_hexdigest(codec.encode(state_of(value)))[:8]})"
     if isinstance(value, np.generic):
         return repr(value.item())
     if isinstance(value, _CONTAINERS):

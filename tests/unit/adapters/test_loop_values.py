@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -220,3 +221,57 @@ def test_a_tensor_that_a_loop_carries_on_is_named() -> None:
         said is not None and f"what cannot be compared is what the script has set: `total` in {place} (Tensor)" in said
     )
     assert decided_otherwise(versions[0], versions[2], versions[0], False, ignored={"total", "step"}) is None
+
+
+class Flagged(Stopper):
+    stop = False
+
+    def step(self, loss: float) -> None:
+        self.stop = self(loss)
+
+
+def test_what_sets_the_flag_of_an_object_by_which_a_loop_ends_is_a_counter() -> None:
+    stopper, versions = Flagged(), []
+    for step in range(3):
+        versions += [loop_counters()]
+        stopper.step(1.0 + step)
+        if stopper.stop:
+            break
+    place = "test_what_sets_the_flag_of_an_object_by_which_a_loop_ends_is_a_counter()"
+    assert [one.counters[f"`stopper.bad` in {place}"] for one in versions] == [0, 0, 1]
+
+
+def test_what_each_callback_of_a_list_counts_is_compared() -> None:
+    seen, meters, versions = {"losses": 0}, (Meter(), Meter()), {}
+
+    def count(loss: float) -> None:
+        seen["losses"] += 1
+
+    callbacks = [count, lambda loss: None, meters[1].update]
+    for step in range(3):
+        versions[step] = loop_counters()
+        for callback in callbacks:
+            callback(0.5)
+        for meter in meters:
+            meter.update(step)
+    changed = decided_otherwise(versions[0], versions[2], versions[0], within=False) or ""
+    names = "seen['losses']", "callbacks[2].count", "meters[0].sum", "meters[1].sum"
+    assert [name for name in names if f"`{name}` in" not in changed] == ["meters[1].sum"], "known by another name"
+    assert "`callbacks[2].sum` in" in changed
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: (np.random.default_rng(3), lambda one: one.uniform()),
+        lambda: (random.Random(3), lambda one: one.random()),
+        lambda: (torch.Generator().manual_seed(3), lambda one: torch.rand(2, generator=one)),
+    ],
+)
+def test_a_generator_that_a_loop_draws_from_is_compared(draw: Callable[[], Any]) -> None:
+    (generator, call), versions = draw(), {}
+    for step in range(3):
+        versions[step] = loop_counters()
+        call(generator)
+    changed = decided_otherwise(versions[0], versions[2], versions[0], within=False) or ""
+    assert f"`generator` in {test_a_generator_that_a_loop_draws_from_is_compared.__name__}() is a " in changed
