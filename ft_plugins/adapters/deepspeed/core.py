@@ -42,12 +42,12 @@ from ..schedulers import (
     require_encodable_scheduler,
     restore_own,
 )
+from ..script.own_counters import OwnCounters
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .clients import EngineClient
-from .continuing import OwnCounters
 from .position import Positions
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
@@ -155,7 +155,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "rng": rng_state(),
             "silent": self.silent,
             "modes": read_modes(self.engine.module),
-            "numbers": self._numbers.changed(),
+            "numbers": self._numbers.captured(self.rank == 0),
             "loop": None if self.silent else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
@@ -175,7 +175,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         if self.engine.lr_scheduler is not None or not self._trains:
             return {}
         if self._own is None:
-            self._own = own_schedulers(state.inner(self.engine.optimizer))
+            self._own = own_schedulers(state.inner(self.engine.optimizer), self.rank)
         return self._own
 
     def _report_own_scheduler(self) -> None:
@@ -236,7 +236,8 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
-        self.counted.restored(small.get("loop"), small.get("position", {}))
+        trained = [one for role, one in small.get("position", {}).items() if role.startswith("train")]
+        self.counted.restored(small.get("loop"), any(one.get("read") for one in trained))
         self._restore_counters(small)
         self._restore_optimizer(small)
         self._rates = None
@@ -278,8 +279,8 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._positions is not None:
             self._positions.write(small["position"])
-        write_modes(self.engine.module, small["modes"], training=not self.silent)
         self._numbers.restore(small["numbers"])
+        write_modes(self.engine.module, small["modes"], training=not self.silent)
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
             restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
             restore_groups(state.inner(self.engine.optimizer), small["groups"])

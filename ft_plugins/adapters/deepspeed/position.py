@@ -76,8 +76,10 @@ class Positions:
         self._reshuffled: set[str] = set()  # roles whose order was shuffled again after the first read
         self._pending: dict[str, Any] = {}
         self._unplaced: list[LoaderPass] = []
+        self._newest: tuple[Callable[[], Any], LoaderEpoch] | None = None  # what training read last
 
     def _finished(self, source: LoaderPass, was_read: bool) -> None:
+        self._newest = None
         if was_read:
             self.found_end()
 
@@ -142,9 +144,19 @@ class Positions:
                 set_generator_states(late.epoch.began)
             self.restart_unplaced()
             set_generator_states(before)
-        if own_epoch(source) is None:
+        epoch = own_epoch(source)
+        if epoch is None:
             loader = loader_of(source)
             self._epochs.setdefault(role, LoaderEpoch.of(loader)).reading(loader)
+        elif role.startswith("train"):
+            self._newest = reference(source), epoch
+
+    def has_left(self) -> bool:
+        """Whether the script left the pass that training read last, which did not find its end."""
+        if self._newest is None:
+            return False
+        source, epoch = self._newest
+        return source() is None or own_epoch(source()) is not epoch
 
     @contextmanager
     def around(self, role: str, source: Any) -> Iterator[None]:

@@ -16,10 +16,10 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients, lightning  # noqa: E402
-from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
+from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
