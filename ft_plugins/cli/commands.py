@@ -30,6 +30,7 @@ from ..smp.serve import client as smp
 from ..smp.serve import leftovers
 from ..smp.watch import liveness
 from . import status_command
+from .check_command import check
 from .plan_command import plan_app
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
@@ -182,6 +183,7 @@ def config(
 
 
 app.add_typer(plan_app, name="plan")
+app.command(context_settings=_ANY_FLAGS)(check)
 
 
 def _console() -> Console:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -72,16 +72,53 @@ def memory(
     config, rest = Config.from_flags(flags if {"--reft", "--baft"} & set(flags) else ["--reft", *flags])
     if rest:
         raise ConfigError(f"{rest[0]}: unknown; expected flags of the job, such as --reft-redundancy, after '--'")
-    if config.sync is not None:
-        raise ConfigError("--sync: the state of local SGD's own is not known before a job; plan without it")
     each, what = precision.captured if bytes_per_parameter is None else (bytes_per_parameter, "as given")
-    demand("parameters", parameters, "from 1 to 1e15", 1 <= parameters <= 1e15)
-    demand("bytes_per_parameter", each, "from 0.1 to 64", 0.1 <= each <= 64)
-    averaging = config.paft is not None and config.paft.mode != "audit"
     job = DryJob(
         parameters, each, tp, pp, _replicas(tp * pp, dp, ranks_per_node, nodes), ranks_per_node,
-        sharded=not replicated, whole=averaging, order=order,
+        sharded=not replicated, whole=averages(config), order=order,
     )  # fmt: skip
+    memory_plan = plan_memory(job, config, node_memory_gib)
+    print(json.dumps({"memory": memory_plan.block()}) if as_json else "\n".join(memory_plan.lines(what)))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What protection of a job would claim, and whether that fits."""
+
+    job: DryJob
+    claim: DryClaim
+    fit: MemoryFit
+    fits_most: bool  # also what may be claimed while the job trains
+    less: str  # how to claim less, if it does not fit
+    averaging: bool
+
+    def block(self) -> dict[str, Any]:
+        """The plan, for programs."""
+        limits = [vars(one) for one in self.fit.limits]
+        return block_of(self.claim) | {"fits": self.fit.fits, "fits_most": self.fits_most, "limits": limits}
+
+    def lines(self, what: str) -> Iterator[str]:
+        """The plan for people. `what`: the bytes that are captured of each parameter."""
+        job = self.job
+        sizes = f"tp {job.tp}, pp {job.pp}, dp {job.dp}, {job.ranks_per_node} ranks on a node"
+        yield f"host memory of protection on each node; {sizes}"
+        yield f"{job.parameters:g} parameters; captured of each: {job.bytes_each:g} bytes ({what})"
+        yield from _table(self.claim)
+        yield from _more(self.claim.kinds[0], self.fits_most)
+        yield from self.fit.lines()
+        if self.less:
+            yield f"  to claim less: {self.less}"
+        yield "  not counted: training itself, the process that ranks are forked from, and page cache"
+        if self.averaging and job.sharded:
+            yield "  nor parameters that averaged replicas hold apart from a sharded optimizer"
+
+
+def plan_memory(job: DryJob, config: Config, node_memory_gib: float | None) -> MemoryPlan:
+    """The plan of a job. Raises ConfigError."""
+    if config.sync is not None:
+        raise ConfigError("--sync: the state of local SGD's own is not known before a job; plan without it")
+    demand("parameters", job.parameters, "from 1 to 1e15", 1 <= job.parameters <= 1e15)
+    demand("bytes_per_parameter", job.bytes_each, "from 0.1 to 64", 0.1 <= job.bytes_each <= 64)
     captured = job.inventory(0).nbytes / (1 if job.sharded or job.whole else job.dp) / GIB
     if captured > _LARGEST_GIB:
         raise ConfigError(
@@ -90,19 +127,13 @@ def memory(
     claim = plan_claim(job, config)
     fit = fit_of(claim.kinds[0].total, node_memory_gib)
     fits_most = fit_of(claim.kinds[0].total + claim.kinds[0].more, node_memory_gib).fits_later
-    if as_json:
-        fits = {"fits": fit.fits, "fits_most": fits_most, "limits": [vars(one) for one in fit.limits]}
-        print(json.dumps({"memory": block_of(claim) | fits}))
-        return
-    head = f"host memory of protection on each node; tp {tp}, pp {pp}, dp {job.dp}, {ranks_per_node} ranks on a node\n"
-    head += f"{parameters:g} parameters; captured of each: {each:g} bytes ({what})"
-    notes = ["not counted: training itself, the process that ranks are forked from, and page cache"]
-    if averaging and job.sharded:
-        notes.append("nor parameters that averaged replicas hold apart from a sharded optimizer")
     less = "" if fit.fits else smaller_claims(config, claim.losses)
-    lines = [head, *_table(claim), *_more(claim.kinds[0], fits_most), *fit.lines()]
-    lines += [f"  to claim less: {less}"] if less else []
-    print("\n".join([*lines, *(f"  {note}" for note in notes)]))
+    return MemoryPlan(job, claim, fit, fits_most, less, averages(config))
+
+
+def averages(config: Config) -> bool:
+    """Whether replicas may differ between two averagings."""
+    return config.paft is not None and config.paft.mode != "audit"
 
 
 def _replicas(stages: int, dp: int | None, on_node: int, nodes: int | None) -> int:

@@ -31,8 +31,8 @@ from ...errors import InventoryError, ResumeError, UnsupportedError
 from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from ..optimizer_state import create_state
+from ..rules.deepspeed import CPU_ADAM
 
-CPU_ADAM = "DeepSpeedCPUAdam"
 _COUNTS_FROM = "__ft_counts_from__"  # attribute of one
 _MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")  # attributes of optimizers with masters
 

@@ -1,180 +1,111 @@
 """Features of DeepSpeed that are not supported, found by name at start, before anything is captured.
 
-Invariant: a job that passes has only state that `state` inventories, and only updates through `_take_model_step`.
-In: an engine. Out: one phrase per unsupported feature."""
+Invariant: a job that passes has only state that `state` inventories, and only updates through `_take_model_step`. What
+is refused is in `adapters.rules.deepspeed`. In: a configuration, then the engine. Out: UnsupportedError, one line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ...errors import UnsupportedError
-from .state import CPU_ADAM, inner
+from ..rules import DEEPSPEED, findings, line
+from ..rules.deepspeed import ADAMS, CPU_ADAM, OTHERWISE
+from .state import inner
 
 _ENGINES = ("DeepSpeedEngine", "PipelineEngine")
 _WRAPPERS = (
     *("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"),
     *("FP16_Optimizer", "FP16_UnfusedOptimizer"),
 )
-_OWN_OPTIMIZERS = ("lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
-_ADAMS = ("FusedAdam", CPU_ADAM)  # of DeepSpeed's own optimizers
-_OFFLOAD_NOWHERE = ("none", None)
-_SWITCHES = {  # by setting: what it is, and the engine's method that says whether it is on
-    "progressive_layer_drop": ("progressive layer drop", "pld_enabled"),
-    "eigenvalue": ("eigenvalues", "eigenvalue_enabled"),
-}
+_SYNC = "sync"
 _NOTHING = SimpleNamespace()
-_OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
 
 def require_supported(engine: Any, rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
-    problems = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
-    problems += [*_of_compression(engine), *_of_schedule(engine)]
-    _refuse(problems, f"rank {rank}: ")
+    _refuse(f"rank {rank}: ", as_built(engine))
 
 
-def require_supported_settings(settings: Mapping[str, Any], optimizer: Any) -> None:
+def require_supported_settings(settings: Mapping[str, Any], optimizer: Any, systems: Iterable[str] = ()) -> None:
     """The same before an engine is built, by what its settings say and the script's own `optimizer`, if there is one:
     what is missed here is found in the engine. Raises UnsupportedError."""
-    problems = list(_of_settings(settings))
-    if isinstance(optimizer, torch.optim.Optimizer):
-        problems += _of_optimizer(optimizer)
-    elif optimizer is None and str(kind := _at(settings, "optimizer", "type")).lower() in _OWN_OPTIMIZERS:
-        problems.append(_of_own(str(kind)))
-    _refuse(problems, "")
-
-
-def _refuse(problems: list[str], who: str) -> None:
-    if problems:
-        raise UnsupportedError(
-            f"{who}cannot protect this job: {'; '.join(dict.fromkeys(problems))}. "
-            "Drop the option, or remove the block ft_plugins from the DeepSpeed configuration"
-        )
-
-
-def _of_engine(engine: Any) -> Iterator[str]:
-    kind = type(engine).__name__
-    if kind == "DualPipeVEngine":
-        yield "DualPipeV has its own schedule"
-    elif kind not in _ENGINES:
-        yield f"the engine {kind} is unknown"
-    if getattr(engine, "has_moe_layers", False):
-        yield "MoE layers: the replica sets of experts are unknown"
-    if _asked(engine, "autotp_size", 0) > 1 and kind == "PipelineEngine":
-        yield "AutoTP with pipelines (tensor_parallel.autotp_size)"
-    if _asked(engine, "is_deepcompile_enabled", False):
-        yield "DeepCompile replaces the step (compile.deepcompile)"
-    if getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
-        yield _OWN_SCALER
-    if not _asked(engine, "managed_gradient_accumulation", True):
-        yield "managed_gradient_accumulation false: the caller's accumulation is unknown"
-
-
-def _of_zero(engine: Any) -> Iterator[str]:
-    zero = getattr(engine._config, "zero_config", None)
-    for name in ("offload_optimizer", "offload_param"):
-        yield from _of_offload(name, vars(getattr(zero, name, None) or _NOTHING))
-    if getattr(engine, "zenflow", None):
-        yield "ZenFlow (zero_optimization.zenflow) updates after the step"
-    if _asked(engine, "zero_hpz_partition_size", 1) > 1:
-        yield "ZeRO++ hpZ (zero_hpz_partition_size) keeps second copies"
-    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-        if _asked(engine, name, False):
-            yield f"ZeRO++ ({name}) keeps quantized parameters"
-    if (getattr(zero, "mics_shard_size", 0) or 0) > 0:
-        yield "MiCS (zero_optimization.mics_shard_size) shards over parts of the replicas"
-
-
-def _of_optimizer(optimizer: Any) -> Iterator[str]:
-    if optimizer is None:
-        yield "the engine has no optimizer, so there is nothing to protect"
-        return
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
-        yield f"the optimizer {kind} is unknown"
-        return
-    updating = type(inner(optimizer))
-    if updating.__module__.startswith("deepspeed.") and updating.__name__ not in _ADAMS:
-        yield _of_own(updating.__name__)
-        return
-    if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
-        yield _OWN_SCALER
-
-
-def _of_offload(name: str, settings: Any) -> Iterator[str]:
-    """Optimizer state in host memory is captured from there."""
-    device = _at(settings, "device")
-    where = getattr(device, "value", device)
-    if where == "nvme":
-        yield f"zero_optimization.{name} to NVMe: its state is in files"
-    elif where not in _OFFLOAD_NOWHERE and name == "offload_param":
-        yield f"zero_optimization.{name} to {where}: parameters are fetched while they are used"
-    for option, usual in (("ratio", 1.0), ("super_offload", False)):
-        if where not in _OFFLOAD_NOWHERE and (_at(settings, option) or usual) != usual:
-            yield f"zero_optimization.{name}.{option}: an update is made by several optimizers"
-
-
-def _of_own(name: str) -> str:
-    return f"DeepSpeed's own optimizer {name}; supported: its {' and '.join(_ADAMS)}, and torch's optimizers"
-
-
-def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("offload_optimizer", "offload_param"):
-        yield from _of_offload(name, _at(settings, "zero_optimization", name))
-    for name, (words, _) in _SWITCHES.items():
-        if _at(settings, name, "enabled") is True:
-            yield f"{words} ({name}) keeps its own counters"
-    if _at(settings, "compile", "deepcompile") is True:
-        yield "DeepCompile replaces the step (compile.deepcompile)"
-
-
-def _at(settings: Any, *path: str) -> Any:
-    """The setting at a path; None if there is none."""
-    for name in path:
-        settings = settings.get(name) if isinstance(settings, Mapping) else None
-    return settings
-
-
-def _of_curricula(engine: Any) -> Iterator[str]:
-    """Features with their own counters, in addition to iterations and samples."""
-    features = {
-        "random_ltd_enabled": "random-LTD (data_efficiency.data_routing)",
-        "curriculum_learning_enabled": "curriculum learning (data_efficiency.data_sampling)",
-        **{method: f"{words} ({name})" for name, (words, method) in _SWITCHES.items()},
-    }
-    for name, words in features.items():
-        if _asked(engine, name, False):
-            yield f"{words} keeps its own counters"
-
-
-def _of_schedule(engine: Any) -> Iterator[str]:
-    cycles = getattr(getattr(engine, "lr_scheduler", None), "cycle_momentum", False)
-    if cycles and type(inner(engine.optimizer)).__name__ == CPU_ADAM:
-        yield "a scheduler with cycle_momentum around DeepSpeedCPUAdam, which counts powers of its betas out of reach"
+    if optimizer is not None:  # then that of the settings is not used
+        own = _of_optimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
+        settings = {**settings, "optimizer": None, "built": own}
+    _refuse("", settings, systems=systems)
 
 
 def require_local(engine: Any, rank: int) -> None:
-    """Raises UnsupportedError if what local SGD averages is in host memory."""
-    offloaded = getattr(getattr(engine._config, "zero_config", None), "offload_optimizer", None)
-    device = _at(vars(offloaded or _NOTHING), "device")
-    if getattr(device, "value", device) not in _OFFLOAD_NOWHERE:
-        raise UnsupportedError(
-            f"rank {rank}: local SGD averages what the optimizer updates, which zero_optimization.offload_optimizer "
-            "has in host memory; drop one of the two"
-        )
+    """Raises UnsupportedError for what local SGD cannot be combined with."""
+    _refuse(f"rank {rank}: ", as_built(engine), systems=(_SYNC,))
 
 
-def _of_compression(engine: Any) -> Iterator[str]:
-    """Compression's schedule and MoQ's quantizer, which older versions step with the engine."""
+def _refuse(who: str, settings: Mapping[str, Any], systems: Iterable[str] = ()) -> None:
+    if problem := line(findings(DEEPSPEED, settings, systems=systems), OTHERWISE):
+        raise UnsupportedError(f"{who}{problem}")
+
+
+def as_built(engine: Any) -> dict[str, Any]:
+    """The settings as the engine has read them, in the form of a configuration, and the facts that only it shows."""
+    given = getattr(engine._config, "_param_dict", None) or {}
+    random_ltd = {"random_ltd": {"enabled": _asked(engine, "random_ltd_enabled", False)}}
+    curriculum = {"curriculum_learning": {"enabled": _asked(engine, "curriculum_learning_enabled", False)}}
+    return {
+        **given,
+        "optimizer": None,  # the one that was built counts
+        "zero_optimization": _zero(engine),
+        "compile": {"deepcompile": _asked(engine, "is_deepcompile_enabled", False)},
+        "managed_gradient_accumulation": _asked(engine, "managed_gradient_accumulation", True),
+        "progressive_layer_drop": {"enabled": _asked(engine, "pld_enabled", False)},
+        "eigenvalue": {"enabled": _asked(engine, "eigenvalue_enabled", False)},
+        "data_efficiency": {"data_routing": random_ltd, "data_sampling": curriculum},
+        "compression_training": None,  # the methods that the engine steps count
+        "built": {**_facts(engine), **_of_optimizer(engine.optimizer)},
+    }
+
+
+def _zero(engine: Any) -> dict[str, Any]:
+    """Also what the engine answers, which older versions keep elsewhere."""
+    sizes = {"zero_hpz_partition_size": _asked(engine, "zero_hpz_partition_size", 1)}
+    names = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    fields = vars(getattr(engine._config, "zero_config", None) or _NOTHING)
+    return {**fields, "zenflow": getattr(engine, "zenflow", None), **sizes} | {
+        name: _asked(engine, name, False) for name in names
+    }
+
+
+def _facts(engine: Any) -> dict[str, Any]:
+    """What of the engine no setting shows."""
+    kind = type(engine).__name__
     methods = getattr(getattr(engine, "compression_scheduler", None), "different_compression_methods", {})
-    for name in (name for name, method in methods.items() if method.get("enabled")):
-        yield f"compression (compression_training.{name}) keeps its own counters"
-    if getattr(engine, "quantizer", None) is not None:
-        yield "MoQ (compression_training.weight_quantization) keeps its own counters"
+    cycles = getattr(getattr(engine, "lr_scheduler", None), "cycle_momentum", False)
+    return {
+        "engine": "" if kind in _ENGINES else kind,
+        "moe": getattr(engine, "has_moe_layers", False),
+        "tensor_parallel_pipeline": _asked(engine, "autotp_size", 0) > 1 and kind == "PipelineEngine",
+        "own_scaler": getattr(engine, "torch_autocast_z0_gradscaler", None) is not None,
+        "compression": [name for name, method in methods.items() if method.get("enabled")],
+        "moq": getattr(engine, "quantizer", None) is not None,
+        "cycled_betas": cycles and type(inner(engine.optimizer)).__name__ == CPU_ADAM,
+    }
+
+
+def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+    """What the optimizer itself shows."""
+    if optimizer is None:
+        return {"no_optimizer": True}
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
+        return {"optimizer": kind}
+    updating = type(inner(optimizer))
+    if updating.__module__.startswith("deepspeed.") and updating.__name__ not in ADAMS:
+        return {"own_optimizer": updating.__name__}
+    scaled = getattr(optimizer, "torch_autocast_gradscaler", None) is not None
+    return {"own_scaler": True} if scaled else {}
 
 
 def _asked(engine: Any, name: str, usual: Any) -> Any:

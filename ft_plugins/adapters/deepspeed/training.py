@@ -91,8 +91,8 @@ class EngineHooks:
         bound = inspect.signature(original).bind_partial(*args, **kwargs)
         given = configuration_argument(bound.arguments)
         known = resolve(given, context)  # before DeepSpeed acts on it
-        if known.capture is not None:  # before anything is built, if that is known by now
-            require_supported_settings(settings_of(given), bound.arguments.get("optimizer"))
+        if known.systems:  # before anything is built, if that is known by now
+            require_supported_settings(settings_of(given), bound.arguments.get("optimizer"), known.systems)
         build = replica_build(known, bound.arguments.get("model"))
         with nullcontext() if build is None else build.active():
             built = original(*args, **kwargs)

@@ -73,6 +73,7 @@ def _refuse(spec: ModuleSpec) -> None:
 
 def install() -> None:
     """Protect Megatron-LM's training loop when the script imports it, as ft-run's flags say. Call it once."""
+    on_import("megatron.training.arguments", _check_arguments)
     on_import("megatron.training.training", _follow)
 
 
@@ -80,6 +81,12 @@ def _extend_flags(module: ModuleType) -> None:
     from .arguments import extend
 
     extend(module)
+
+
+def _check_arguments(module: ModuleType) -> None:
+    from .arguments import check_validated
+
+    check_validated(module)
 
 
 def _follow(module: ModuleType) -> None:

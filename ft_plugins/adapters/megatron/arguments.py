@@ -1,7 +1,10 @@
-"""Add our flags to Megatron-LM's command line, and convert its arguments for checkpoints.
+"""Add our flags to Megatron-LM's command line, refuse its arguments, and convert them for checkpoints.
 
 Flags: `--help` shows ours. ft-run removes them from the command line before the script sees it, so the namespace
 normally holds None for each. If the script gets them in another way, both sources must agree.
+
+Refusal: by the arguments alone, right after Megatron-LM has validated them: before process groups and the model are
+built.
 
 Arguments: converted to JSON values and back with their types (`adapters.script.values`). Arguments of types that
 Megatron-LM's own load would not accept are left out and listed.
@@ -13,11 +16,14 @@ configuration; JSON values.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
-from ...config import Config, LaunchContext, add_flags, merge
+from ...config import Config, LaunchContext, add_flags, launch_context, merge
+from ...errors import UnsupportedError
+from ..rules import MEGATRON, findings, line
+from ..rules.megatron import OTHERWISE
 from ..script import values as coded
 from ..script.script_hooks import replace_in_megatron as replace
 
@@ -31,6 +37,23 @@ def _with_flags(original: Callable[..., Any], parser: argparse.ArgumentParser) -
     extended: argparse.ArgumentParser = original(parser)
     add_flags(extended)
     return extended
+
+
+def check_validated(module: ModuleType) -> None:
+    """Refuse what is not followed whenever Megatron-LM has validated arguments in this process."""
+    replace(module, "validate_args", _validated)
+
+
+def _validated(original: Callable[..., Any], args: argparse.Namespace, *more: Any, **named: Any) -> Any:
+    outcome = original(args, *more, **named)
+    require_followed(args, resolve(args, launch_context()).systems)
+    return outcome
+
+
+def require_followed(args: argparse.Namespace, systems: Collection[str]) -> None:
+    """Raises UnsupportedError, naming each option in use that is not followed by these systems; none: unprotected."""
+    if systems and (problem := line(findings(MEGATRON, args, systems=systems), OTHERWISE)):
+        raise UnsupportedError(problem)
 
 
 def resolve(args: argparse.Namespace, context: LaunchContext) -> Config:

@@ -37,8 +37,10 @@ from ...errors import UnsupportedError
 from ...model.inventory import Role
 from ...model.reduction import ModuleEdges, ReducedOver
 from ..module_edges import follow_places
+from ..rules import MEGATRON, findings, refused
+from ..rules.megatron import cuda_graphs
 from ..script.script_hooks import around, is_within
-from . import forward_modules, instances, support
+from . import forward_modules, instances
 from .rank import MegatronRank
 
 _PARAMETERS = (Role.PARAMETER, Role.MAIN_PARAMETER)
@@ -147,7 +149,8 @@ class MegatronReduction(MegatronRank):
         """A collective. Nothing changes before `reduce_over(LOCAL)`."""
         config, ddp = self.chunks[0].config, self.chunks[0].ddp_config
         by_tokens = bool(getattr(config, "calculate_per_token_loss", False))
-        problems = [*support.of_local_steps(config), *unsuitable(self._placement())]
+        problems = [found.text for found in refused(findings(MEGATRON, config, systems=("sync",)))]
+        problems += unsuitable(self._placement())
         if by_tokens and "pg_collection" not in inspect.signature(finalize_model_grads).parameters:
             problems.append("per-token loss (--calculate-per-token-loss) with this version of megatron-core")
         if problems:
@@ -259,7 +262,7 @@ class MegatronReduction(MegatronRank):
     def before_modules(self, call: Callable[[str], None]) -> None:
         """See above for the distributed optimizer. Raises UnsupportedError also with CUDA graphs, whose replay calls no
         hooks."""
-        graphs = support.cuda_graphs(self.chunks[0].config)
+        graphs = cuda_graphs(self.chunks[0].config)
         if self._distributed or graphs != "none":
             reason = "the distributed optimizer: parameters are gathered from all of its shards"
             if graphs != "none":
@@ -278,7 +281,7 @@ class MegatronReduction(MegatronRank):
     def follow_modules(self, edges: ModuleEdges) -> None:
         """The head's edges are those of its last layernorm and of an output layer with a weight of its own. Raises
         UnsupportedError with CUDA graphs."""
-        graphs = support.cuda_graphs(self.chunks[0].config)
+        graphs = cuda_graphs(self.chunks[0].config)
         if graphs != "none":
             raise UnsupportedError(
                 f"rank {self.rank}: modules cannot be followed with CUDA graphs ({graphs}), whose replay calls no "

@@ -31,8 +31,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from ...errors import ReplicaError, UnsupportedError
 from .. import rng
 from ..host_parts import StateItem
+from ..rules.megatron import cuda_graphs
 from ..script.script_hooks import wrap
-from .support import cuda_graphs
 
 _SCHEDULES = (
     *("forward_backward_no_pipelining", "forward_backward_pipelining_with_interleaving"),

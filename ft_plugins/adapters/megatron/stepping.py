@@ -24,6 +24,8 @@ import torch
 
 from ...errors import UnsupportedError
 from ..host_parts import StateItem, groups
+from ..rules import Finding, line
+from ..rules.megatron import ONE_INSTANCE, OTHERWISE
 from ..script.script_hooks import wrap
 from . import state
 from .rank import MegatronRank
@@ -87,11 +89,8 @@ class MegatronStepping(MegatronRank):
 
     def _require_one_instance(self) -> None:
         if self._instances > 1:
-            raise UnsupportedError(
-                f"rank {self.rank}: with --num-distributed-optimizer-instances {self._instances} each instance decides "
-                "alone whether to skip an update, so that instances that disagree cannot be repaired; drop it, or drop "
-                "--paft"
-            )
+            found = Finding(ONE_INSTANCE, str(self._instances))
+            raise UnsupportedError(f"rank {self.rank}: {line((found,), OTHERWISE)}")
 
     def derive(self) -> None:
         self._rebuild_derived()

@@ -42,8 +42,7 @@ from ...model.topology import Topology
 from ...session import Session, attach
 from ..forward_edges import Saving
 from ..script.script_hooks import replace_in_megatron as replace
-from .arguments import resolve
-from .support import REMEDY, of_arguments
+from .arguments import require_followed, resolve
 
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _HEAD_BYTES = 1 << 20
@@ -74,7 +73,8 @@ class TrainingHooks:
         replace(module, "pretrain", self._ending)
 
     def _building(self, module: ModuleType, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        require_followed(module.get_args())
+        given = module.get_args()
+        require_followed(given, resolve(given, launch_context()).systems)
         built = original(*args, **kwargs)
         if self.loop is not None:
             raise UnsupportedError("setup_model_and_optimizer was called twice; build one model, or drop --reft")
@@ -262,13 +262,6 @@ def topology(args: argparse.Namespace) -> Topology:
         vpp=args.virtual_pipeline_model_parallel_size or 1,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
-
-
-def require_followed(args: argparse.Namespace) -> None:
-    """Raises UnsupportedError, naming each unsupported option in use."""
-    problems = list(of_arguments(args))
-    if problems:
-        raise UnsupportedError(f"cannot protect this job: {'; '.join(problems)}. {REMEDY}")
 
 
 # ---- identity of the data ----

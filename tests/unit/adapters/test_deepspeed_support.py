@@ -41,10 +41,10 @@ def test_what_is_followed_passes() -> None:
     "refused, words",
     [
         ({"kind": "DualPipeVEngine"}, "DualPipeV"),
-        ({"kind": "DeepSpeedHybridEngine"}, "the engine DeepSpeedHybridEngine is unknown"),
+        ({"kind": "DeepSpeedHybridEngine"}, "an engine of its own kind (DeepSpeedHybridEngine)"),
         ({"kind": "PipelineEngine", "autotp_size": 2}, "AutoTP with pipelines"),
-        ({"zero": {"offload_optimizer": SimpleNamespace(device="nvme")}}, "offload_optimizer to NVMe"),
-        ({"zero": {"offload_param": SimpleNamespace(device="cpu")}}, "offload_param to cpu"),
+        ({"zero": {"offload_optimizer": SimpleNamespace(device="nvme")}}, "offload_optimizer.device nvme"),
+        ({"zero": {"offload_param": SimpleNamespace(device="cpu")}}, "zero_optimization.offload_param.device cpu"),
         ({"zero": {"offload_optimizer": SimpleNamespace(device="cpu", ratio=0.5)}}, "offload_optimizer.ratio"),
         ({"zero": {"mics_shard_size": 2}}, "MiCS"),
         ({"zero_hpz_partition_size": 2}, "hpZ"),
@@ -52,7 +52,7 @@ def test_what_is_followed_passes() -> None:
         ({"is_deepcompile_enabled": True}, "DeepCompile"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"random_ltd_enabled": True}, "random-LTD"),
-        ({"optimizer": lambda one: OnebitAdam([one])}, "DeepSpeed's own optimizer OnebitAdam"),
+        ({"optimizer": lambda one: OnebitAdam([one])}, "DeepSpeed's own optimizer (optimizer.type OnebitAdam)"),
     ],
 )
 def test_what_cannot_be_followed_is_named(refused: dict[str, Any], words: str) -> None:
@@ -68,7 +68,7 @@ def test_compression_is_refused_where_it_is_on() -> None:
     found.quantizer = None
     require_supported(found, 0)
     methods["sparse_pruning"]["enabled"] = True
-    with pytest.raises(UnsupportedError, match="compression_training.sparse_pruning") as told:
+    with pytest.raises(UnsupportedError, match="compression_training sparse_pruning") as told:
         require_supported(found, 0)
     assert "row_pruning" not in str(told.value)
     methods["sparse_pruning"]["enabled"] = False
@@ -78,5 +78,5 @@ def test_compression_is_refused_where_it_is_on() -> None:
 
 
 def test_all_of_it_is_named_at_once() -> None:
-    with pytest.raises(UnsupportedError, match="DualPipeV.*hpZ"):
+    with pytest.raises(UnsupportedError, match="hpZ.*DualPipeV"):
         require_supported(engine("DualPipeVEngine", zero_hpz_partition_size=2), 0)

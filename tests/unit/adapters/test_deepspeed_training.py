@@ -84,9 +84,9 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
 @pytest.mark.parametrize(
     ("settings", "optimizer", "named"),
     [
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, None, "offload_optimizer to NVMe"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param to NVMe"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, None, "DeepSpeed's own optimizer OneBitAdam"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, None, "offload_optimizer.device nvme"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param.device nvme"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, None, "(optimizer.type OneBitAdam)"),
         ({"progressive_layer_drop": {"enabled": True}}, None, "progressive layer drop (progressive_layer_drop)"),
         ({"compile": {"deepcompile": True}}, None, "DeepCompile"),
     ],

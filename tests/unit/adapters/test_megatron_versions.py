@@ -14,13 +14,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ft_plugins.adapters.megatron import support, training
-from ft_plugins.adapters.megatron.training import MegatronLoop, require_followed
+from ft_plugins.adapters.megatron import training
+from ft_plugins.adapters.megatron.arguments import check_validated, require_followed
+from ft_plugins.adapters.megatron.training import MegatronLoop
+from ft_plugins.adapters.rules import MEGATRON, findings, refused
+from ft_plugins.adapters.rules.megatron import cuda_graphs
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.patches import cpu_patches
 from tests.unit.adapters import megatron_sources as sources
@@ -91,7 +94,7 @@ class Option:
 
 
 ARGUMENTS = (
-    Option("overlap_moe_expert_parallel_comm", "0.14", True, "--overlap-moe-expert-parallel-comm: combined 1F1B"),
+    Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B .--overlap-moe-expert-parallel-comm"),
     Option("perform_rl_step", "0.15", True, "--perform-rl-step"),
     Option("skip_train", "0.14", True, "--skip-train"),
     Option("inprocess_restart", "0.14", True, "--inprocess-restart"),
@@ -104,7 +107,7 @@ ARGUMENTS = (
     Option("optimizer_cuda_graph", "0.17", True, "--optimizer-cuda-graph"),
 )
 OF_MODEL = (
-    Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B"),
+    Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B (--overlap-moe-expert-parallel-comm)"),
     Option("fp8", "0.14", "hybrid", "fp8 parameters"),
     Option("fp4", "0.15", "e2m1", "fp4 parameters"),
     Option("qk_clip", "0.16", True, "QK clipping"),
@@ -120,6 +123,14 @@ OF_OPTIMIZER = (
     Option("optimizer_cpu_offload", "0.14", True, "optimizer CPU offload"),
 )
 USUAL = {"dataloader_type": "single", "moe_router_load_balancing_type": "aux_loss", "error_injection_rate": 0}
+
+
+REFT = ("reft",)
+
+
+def said_of(settings: Any, systems: tuple[str, ...] = ()) -> list[str]:
+    """What is refused of them, each as its phrase."""
+    return [one.text for one in refused(findings(MEGATRON, settings, systems=systems))]
 
 
 class Scope(enum.Enum):
@@ -241,50 +252,72 @@ def test_what_the_arguments_show_is_refused_before_a_model_is_built(version: str
     for option in (*OF_MODEL, *OF_DDP, *OF_OPTIMIZER):
         if option.within(version):
             with pytest.raises(UnsupportedError, match="Drop the option, or run without protection"):
-                require_followed(configured(version, (option,), **{option.name: option.value}))
+                require_followed(configured(version, (option,), **{option.name: option.value}), REFT)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_option_is_refused_by_name_and_the_usual_ones_are_not(version: str) -> None:
-    require_followed(configured(version, ARGUMENTS))
+    require_followed(configured(version, ARGUMENTS), REFT)
     for option in ARGUMENTS:
         if option.within(version):
             with pytest.raises(UnsupportedError, match=option.said):
-                require_followed(configured(version, ARGUMENTS, **{option.name: option.value}))
+                require_followed(configured(version, ARGUMENTS, **{option.name: option.value}), REFT)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(version: str) -> None:
     graphs = graphs_of(version)
     with pytest.raises(UnsupportedError, match="full-iteration CUDA graphs"):
-        require_followed(configured(version, ARGUMENTS, **graphs.whole))
-    assert any("full-iteration" in one for one in support.of_model(configured(version, OF_MODEL, **graphs.whole)))
+        require_followed(configured(version, ARGUMENTS, **graphs.whole), REFT)
+    assert any("full-iteration" in one for one in said_of(configured(version, OF_MODEL, **graphs.whole)))
     for smaller in graphs.less:
-        require_followed(configured(version, ARGUMENTS, **smaller))
-        assert list(support.of_model(configured(version, OF_MODEL, **smaller))) == []
-        assert support.cuda_graphs(configured(version, OF_MODEL, **smaller)) != "none", "they cannot be replayed"
-    assert support.cuda_graphs(configured(version, OF_MODEL)) == "none"
+        require_followed(configured(version, ARGUMENTS, **smaller), REFT)
+        assert said_of(configured(version, OF_MODEL, **smaller)) == []
+        assert cuda_graphs(configured(version, OF_MODEL, **smaller)) != "none", "they cannot be replayed"
+    assert cuda_graphs(configured(version, OF_MODEL)) == "none"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
-    ("options", "refuse"),
-    [
-        (OF_MODEL, support.of_model),
-        (OF_DDP, support.of_ddp),
-        (OF_OPTIMIZER, support.of_optimizer),
-        (OF_LOCAL_STEPS, support.of_local_steps),
-    ],
+    ("options", "systems"),
+    [(OF_MODEL, ()), (OF_DDP, ()), (OF_OPTIMIZER, ()), (OF_LOCAL_STEPS, ("sync",))],
     ids=["model", "ddp", "optimizer", "local steps"],
 )
 def test_each_field_of_a_configuration_is_refused_by_name(
-    version: str, options: tuple[Option, ...], refuse: Any
+    version: str, options: tuple[Option, ...], systems: tuple[str, ...]
 ) -> None:
-    assert list(refuse(configured(version, options))) == []
+    assert said_of(configured(version, options), systems) == []
     for option in options:
         if option.within(version):
-            (said,) = refuse(configured(version, options, **{option.name: option.value}))
+            (said,) = said_of(configured(version, options, **{option.name: option.value}), systems)
             assert option.said in said
+
+
+def test_what_ends_one_system_leaves_the_others_alone() -> None:
+    instances = argparse.Namespace(num_distributed_optimizer_instances=2)
+    require_followed(instances, ("reft", "baft", "sync"))
+    with pytest.raises(UnsupportedError, match="--num-distributed-optimizer-instances 2.*Drop it, or drop --paft"):
+        require_followed(instances, ("paft",))
+
+
+class _Arguments(ModuleType):
+    """Stands for `megatron.training.arguments`."""
+
+    @staticmethod
+    def validate_args(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
+        args.fp8 = defaults["fp8"]
+        return args
+
+
+def test_arguments_are_refused_once_they_are_validated_before_anything_is_built(monkeypatch: Any) -> None:
+    """Process groups were made, and every rank had met the others, before the command line was refused."""
+    module = _Arguments("megatron.training.arguments")
+    check_validated(module)
+    protected = argparse.Namespace(reft=True)
+    assert module.validate_args(protected, {"fp8": None}) is protected
+    with pytest.raises(UnsupportedError, match="--fp8-format hybrid"):
+        module.validate_args(protected, {"fp8": "hybrid"})
+    module.validate_args(argparse.Namespace(), {"fp8": "hybrid"})  # without protection it is Megatron-LM's own
 
 
 # ---- the versions' sources

@@ -1,0 +1,154 @@
+"""Rules over a DeepSpeed configuration, as a job gives it or as the engine has read it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, some, treated_as
+
+OTHERWISE = "remove the block ft_plugins from the DeepSpeed configuration"
+CPU_ADAM = "DeepSpeedCPUAdam"
+ADAMS = ("FusedAdam", CPU_ADAM)  # of DeepSpeed's own optimizers
+_OWN_OPTIMIZERS = ("lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
+_ZERO = "zero_optimization"
+_DEPRECATED = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+_OWN_COUNTERS = "it keeps its own counters"
+
+
+def _on(path: str, name: str, reason: str, **more: Any) -> Rule:
+    """A rule about an option that is on."""
+    return Rule(name, (path,), on(path), reason, path, **more)
+
+
+def _enabled(block: str, name: str, reason: str = _OWN_COUNTERS, **more: Any) -> Rule:
+    """A rule about a block whose `enabled` is true."""
+    path = f"{block}.enabled"
+    return Rule(name, (path,), lambda settings: at(settings, path) is True, reason, block, **more)
+
+
+def _built(fact: str, name: str, reason: str, **more: Any) -> Rule:
+    """A rule about what only an engine shows."""
+    return Rule(name, (f"built.{fact}",), on(f"built.{fact}"), reason, **more)
+
+
+def _offloaded(name: str) -> Predicate:
+    return lambda settings: _device(settings, name) != "none"
+
+
+def _device(settings: Any, name: str) -> str:
+    deprecated = "cpu" if at(settings, f"{_ZERO}.{_DEPRECATED[name]}") is True else "none"
+    device = at(settings, f"{_ZERO}.{name}.device") or deprecated
+    return str(getattr(device, "value", device)).lower()
+
+
+def _compressed(settings: Any) -> bool:
+    methods = at(settings, "compression_training")
+    methods = methods.values() if isinstance(methods, Mapping) else ()
+    given = any(at(one, "shared_parameters.enabled") is True for one in methods)
+    return given or bool(at(settings, "built.compression"))
+
+
+_DEVICE, _RATIO, _SUPER = (f"{_ZERO}.offload_optimizer.{name}" for name in ("device", "ratio", "super_offload"))
+_PARAM = f"{_ZERO}.offload_param.device"
+_AUTOCAST = ("torch_autocast.dtype", "built.own_scaler")
+
+_REFUSED = (
+    Rule(
+        "DeepSpeed's own optimizer", ("optimizer.type", "built.own_optimizer"),
+        some(equals("optimizer.type", *_OWN_OPTIMIZERS), on("built.own_optimizer")),
+        f"its state is unknown; supported: its {' and '.join(ADAMS)}, and torch's optimizers",
+        "optimizer.type", "Lamb, Lion, ...",
+    ),
+    Rule(
+        "offload to NVMe", (_DEVICE,), equals(_DEVICE, "nvme"), "its state is in files", _DEVICE, "nvme",
+    ),
+    Rule(
+        "offload of a part", (_RATIO,),
+        every(_offloaded("offload_optimizer"), lambda settings: (at(settings, _RATIO) or 1.0) != 1.0),
+        "an update is made by several optimizers", _RATIO, "0.5",
+    ),
+    Rule(
+        "SuperOffload", (_SUPER,), every(_offloaded("offload_optimizer"), on(_SUPER)),
+        "an update is made by several optimizers", _SUPER,
+    ),
+    Rule(
+        "offload of parameters", (_PARAM,), _offloaded("offload_param"), "they are fetched while they are used", _PARAM,
+    ),
+    _on(f"{_ZERO}.zenflow", "ZenFlow", "it updates after the step"),
+    Rule(
+        "ZeRO++ hpZ", (f"{_ZERO}.zero_hpz_partition_size",), above(f"{_ZERO}.zero_hpz_partition_size", 1),
+        "it keeps second copies", f"{_ZERO}.zero_hpz_partition_size",
+    ),
+    *(
+        _on(f"{_ZERO}.{name}", "ZeRO++", "it keeps quantized parameters")
+        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+    ),
+    Rule(
+        "MiCS", (f"{_ZERO}.mics_shard_size",), above(f"{_ZERO}.mics_shard_size", 0),
+        "it shards over parts of the replicas", f"{_ZERO}.mics_shard_size",
+    ),
+    _on("compile.deepcompile", "DeepCompile", "it replaces the step"),
+    Rule(
+        "torch_autocast in fp16", _AUTOCAST,
+        some(
+            every(
+                lambda settings: at(settings, "torch_autocast.enabled") is True,
+                equals("torch_autocast.dtype", "float16", "fp16", "half", "torch.float16"),
+            ),
+            on("built.own_scaler"),
+        ),
+        "it scales gradients by its own scaler", "torch_autocast.dtype", "float16",
+    ),
+    Rule(
+        "gradient accumulation that the script manages", ("managed_gradient_accumulation",),
+        lambda settings: at(settings, "managed_gradient_accumulation") is False, "what it accumulates is unknown",
+        "managed_gradient_accumulation", "false",
+    ),
+    _enabled("progressive_layer_drop", "progressive layer drop"),
+    _enabled("eigenvalue", "eigenvalues"),
+    _enabled("data_efficiency.data_routing.random_ltd", "random-LTD"),
+    _enabled("data_efficiency.data_sampling.curriculum_learning", "a curriculum of data efficiency"),
+    Rule(
+        "compression", ("built.compression",), _compressed, _OWN_COUNTERS, "compression_training",
+    ),
+    _built("moq", "MoQ (compression_training.weight_quantization)", _OWN_COUNTERS),
+    _enabled("hybrid_engine", "the hybrid engine", "it generates between updates"),
+    _built("engine", "an engine of its own kind", "its step is unknown"),
+    _built("moe", "MoE layers", "the replica sets of experts are unknown"),
+    _built("tensor_parallel_pipeline", "AutoTP with pipelines (tensor_parallel.autotp_size)", "its layout is unknown"),
+    _built("no_optimizer", "no optimizer", "there is nothing to protect", remedy="pass one to deepspeed.initialize"),
+    _built("optimizer", "an optimizer of its own kind", "its state is unknown"),
+    _built(
+        "cycled_betas", "a scheduler with cycle_momentum around DeepSpeedCPUAdam",
+        "this optimizer counts powers of its betas out of reach",
+    ),
+    Rule(
+        "offload of optimizer state", (f"{_ZERO}.offload_optimizer.device",),
+        _offloaded("offload_optimizer"), "local SGD averages what the optimizer updates, which is in host memory",
+        f"{_ZERO}.offload_optimizer", remedy="drop one of the two", systems=("sync",),
+    ),
+    Rule(
+        "sums of gradients", ("gradient_allreduce_op",), equals("gradient_allreduce_op", "sum"),
+        "replicas with local SGD average them", "gradient_allreduce_op", "sum", systems=("sync",),
+    ),
+    _on(
+        f"{_ZERO}.zero_quantized_gradients", "ZeRO++", "it reduces gradients over nodes, not within a replica",
+        systems=("sync",),
+    ),
+)  # fmt: skip
+
+_FOLLOWED = (
+    Rule("ZeRO", (f"{_ZERO}.stage",), above(f"{_ZERO}.stage", 0), "each rank captures its shards", f"{_ZERO}.stage"),
+    _enabled("bf16", "bf16", "masters are captured, parameters are cast from them"),
+    _enabled("fp16", "fp16", "masters and the loss scale are captured, parameters are cast from masters"),
+    Rule(
+        "optimizer state in host memory", (f"{_ZERO}.offload_optimizer.device",),
+        equals(f"{_ZERO}.offload_optimizer.device", "cpu"), "it is captured from there",
+        f"{_ZERO}.offload_optimizer.device", "cpu",
+    ),
+    _on("scheduler.type", "a scheduler of DeepSpeed", "it is captured by its own state_dict"),
+    _enabled("curriculum_learning", "a curriculum of sequence lengths", "its difficulty is captured"),
+)  # fmt: skip
+
+DEEPSPEED = (*_REFUSED, *treated_as(Treatment.FOLLOWED, _FOLLOWED))

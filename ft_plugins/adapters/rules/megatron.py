@@ -1,0 +1,141 @@
+"""Rules over Megatron-LM's arguments after validation, which name what configurations of megatron.core name too. Pure.
+
+An option that a version does not have is not in use. Versions name CUDA graphs differently:
+
+    0.14           enable_cuda_graph or external_cuda_graph; cuda_graph_scope 'full_iteration' with the former
+    0.15 to 0.17   cuda_graph_impl 'local' or 'transformer_engine'; cuda_graph_scope with 'full_iteration' and 'local'
+    0.18 and newer cuda_graph_impl 'full_iteration' as well; the scope is migrated to it
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, treated_as
+
+OTHERWISE = "run without protection"
+_WHOLE = "full_iteration"
+_NEW_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon", "lion", "soap")
+
+
+def cuda_graphs(options: Any) -> str:
+    """How CUDA graphs are captured: 'none', 'local', 'transformer_engine' or 'full_iteration'."""
+    implementation = at(options, "cuda_graph_impl") or "none"
+    if implementation == "none" and at(options, "enable_cuda_graph"):
+        implementation = "local"
+    if implementation == "none" and at(options, "external_cuda_graph"):
+        implementation = "transformer_engine"
+    if implementation == "local" and _WHOLE in _scopes(options):
+        implementation = _WHOLE
+    return str(implementation)
+
+
+def _scopes(options: Any) -> list[str]:
+    """The names in `cuda_graph_scope`: a comma-separated string, or a list of strings or enum members."""
+    given = at(options, "cuda_graph_scope") or ()
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+    return [str(getattr(part, "name", part)).rpartition(".")[2] for part in parts]
+
+
+def _graphs(*kinds: str) -> Predicate:
+    return lambda settings: cuda_graphs(settings) in kinds
+
+
+def _named(key: str, name: str, reason: str, option: str = "", **more: Any) -> Rule:
+    """A rule about an option that is on."""
+    return Rule(name, (key,), on(key), reason, option or f"--{key.replace('_', '-')}", **more)
+
+
+_several_instances = above("num_distributed_optimizer_instances", 1)
+ONE_INSTANCE = Rule(
+    "several instances of the distributed optimizer", ("num_distributed_optimizer_instances",),
+    _several_instances,
+    "each decides alone whether to skip an update, so that instances that disagree cannot be repaired",
+    "--num-distributed-optimizer-instances", "2", remedy="drop it, or drop --paft", systems=("paft",),
+)  # fmt: skip
+
+_REFUSED = (
+    _named("overlap_moe_expert_parallel_comm", "combined 1F1B", "it bypasses the schedule"),
+    Rule(
+        "full-iteration CUDA graphs", ("cuda_graph_scope", "cuda_graph_impl"), _graphs(_WHOLE),
+        "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope", _WHOLE,
+    ),
+    _named("optimizer_cuda_graph", "CUDA graphs of the optimizer", "a captured update replays without hooks"),
+    _named("fp8", "fp8 parameters", "they keep scaling state outside of the optimizer", "--fp8-format"),
+    _named("fp4", "fp4 parameters", "they keep scaling state outside of the optimizer", "--fp4-format"),
+    _named("qk_clip", "QK clipping", "it changes parameters and masters separately after the update"),
+    _named("use_megatron_fsdp", "Megatron FSDP", "it has no contiguous buffers to gather from"),
+    _named("use_torch_fsdp2", "torch's FSDP2", "torch shards its parameters"),
+    _named(
+        "use_precision_aware_optimizer", "the precision-aware optimizer", "it keeps its masters inside FusedAdam",
+    ),
+    _named("optimizer_cpu_offload", "optimizer CPU offload", "it keeps its own masters"),
+    Rule(
+        "an optimizer of its own kind", ("built.optimizers",), on("built.optimizers"),
+        "its state is unknown; Megatron's fp32, bf16/fp16 and distributed ones are followed",
+    ),
+    Rule("amsgrad", ("built.amsgrad",), on("built.amsgrad"), "Megatron's own state of an optimizer lacks it"),
+    Rule(
+        "a data loader of the script's own", ("dataloader_type",), equals("dataloader_type", "external"),
+        "its data position is unknown", "--dataloader-type", "external",
+    ),
+    _named("hybrid_context_parallel", "hybrid context parallelism", "its packing of samples keeps its own position"),
+    _named("fim_data", "fill-in-the-middle data", "it draws from a random generator that cannot be restored"),
+    _named("moe_use_upcycling", "upcycling", "it ends after saving, or trains a converted model"),
+    _named("inprocess_restart", "in-process restart", "it builds the model again in the same process"),
+    _named("error_injection_rate", "error injection", "injected errors are not repeated after a resume"),
+    _named("perform_rl_step", "reinforcement learning steps", "rollouts have no data position"),
+    _named("skip_train", "evaluation alone", "there is nothing to protect"),
+    ONE_INSTANCE,
+    Rule(
+        "the distributed optimizer over all replicas",
+        ("use_distributed_optimizer", "num_distributed_optimizer_instances"),
+        every(on("use_distributed_optimizer"), lambda settings: not _several_instances(settings)),
+        "a replica cannot update alone", "--use-distributed-optimizer",
+        remedy="give --num-distributed-optimizer-instances (an instance is one replica)", systems=("sync",),
+    ),
+    _named(
+        "moe_router_enable_expert_bias", "the router's bias", "it follows the tokens of all replicas in each iteration",
+        systems=("sync",),
+    ),
+    Rule(
+        "the global auxiliary loss", ("moe_router_load_balancing_type",),
+        lambda settings: "global_aux_loss" in _listed(at(settings, "moe_router_load_balancing_type")),
+        "it reads all replicas in each forward", "--moe-router-load-balancing-type", "global_aux_loss",
+        systems=("sync",),
+    ),
+    _named(
+        "mtp_num_layers", "multi-token prediction", "it numbers its layers as the decoder does", systems=("sync",),
+    ),
+)  # fmt: skip
+
+_FOLLOWED = (
+    _named("use_distributed_optimizer", "the distributed optimizer", "each rank captures its shards"),
+    _named("bf16", "bf16", "masters are captured, parameters are cast from them"),
+    _named("fp16", "fp16", "masters and the loss scale are captured, parameters are cast from masters"),
+    _named("num_experts", "mixture of experts", "experts have replica sets of their own"),
+    Rule(
+        "CUDA graphs of layers", ("cuda_graph_impl",), _graphs("local", "transformer_engine"),
+        "updates stay outside of them", "--cuda-graph-impl",
+    ),
+    Rule(
+        "SGD", ("optimizer",), equals("optimizer", "sgd"), "its momentum is made before the first update",
+        "--optimizer", "sgd",
+    ),
+    _named("rampup_batch_size", "a growing batch", "it follows from the consumed samples"),
+    _named("iterations_to_skip", "skipped iterations", "a skipped iteration has a version point too"),
+)  # fmt: skip
+
+_INEFFECTIVE = (
+    _named(
+        "overlap_param_gather", "overlapping the gather of parameters",
+        "an audit completes the gather before the forward begins", systems=("paft",),
+    ),
+)  # fmt: skip
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+MEGATRON = (*_REFUSED, *treated_as(Treatment.FOLLOWED, _FOLLOWED), *treated_as(Treatment.INEFFECTIVE, _INEFFECTIVE))

@@ -1,0 +1,122 @@
+"""The rules over a framework's own arguments: each is found by name, before a job and from what it has built."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.adapters.rules import DEEPSPEED, MEGATRON, Treatment, findings, line, refused
+from ft_plugins.adapters.rules.page import with_rules
+
+LIMITS = Path(__file__).resolve().parents[3] / "docs" / "limits.md"
+SYSTEMS = ("reft", "baft", "paft", "sync")
+ZERO = "zero_optimization"
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """The settings with `value` at a dotted path."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: settings with which it is found
+    "optimizer.type": (nested("optimizer.type", "OneBitAdam"), nested("optimizer.type", "Lamb")),
+    f"{ZERO}.offload_optimizer.device": tuple(
+        nested(f"{ZERO}.offload_optimizer.device", one) for one in ("cpu", "nvme")
+    ),
+    f"{ZERO}.offload_optimizer.ratio": (nested(f"{ZERO}.offload_optimizer", {"device": "cpu", "ratio": 0.5}),),
+    f"{ZERO}.offload_optimizer.super_offload": (
+        nested(f"{ZERO}.offload_optimizer", {"device": "cpu", "super_offload": True}),
+    ),
+    f"{ZERO}.offload_optimizer": (nested(f"{ZERO}.cpu_offload", True),),
+    f"{ZERO}.offload_param.device": (
+        nested(f"{ZERO}.offload_param.device", "nvme"), nested(f"{ZERO}.cpu_offload_param", True),
+    ),
+    f"{ZERO}.zero_hpz_partition_size": (nested(f"{ZERO}.zero_hpz_partition_size", 8),),
+    f"{ZERO}.mics_shard_size": (nested(f"{ZERO}.mics_shard_size", 4),),
+    f"{ZERO}.stage": (nested(f"{ZERO}.stage", 3),),
+    f"{ZERO}.zenflow": (nested(f"{ZERO}.zenflow.topk_ratio", 0.1),),
+    "torch_autocast.dtype": (nested("torch_autocast", {"enabled": True, "dtype": "float16"}),),
+    "managed_gradient_accumulation": ({"managed_gradient_accumulation": False},),
+    "compression_training": (nested("compression_training.sparse_pruning.shared_parameters.enabled", True),),
+    "gradient_allreduce_op": ({"gradient_allreduce_op": "sum"},),
+    "scheduler.type": (nested("scheduler.type", "WarmupLR"),),
+}  # fmt: skip
+BLOCKS = (
+    *("progressive_layer_drop", "eigenvalue", "hybrid_engine", "bf16", "fp16", "curriculum_learning"),
+    *("data_efficiency.data_routing.random_ltd", "data_efficiency.data_sampling.curriculum_learning"),
+)
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in DEEPSPEED if rule.option], ids=lambda rule: f"{rule.name} {rule.option}"
+)
+def test_each_rule_about_a_deepspeed_configuration_is_found_by_what_a_person_writes(rule: Any) -> None:
+    block = nested(f"{rule.option}.enabled", True)
+    given = GIVEN.get(rule.option, (block if rule.option in BLOCKS else nested(rule.option, True),))
+    found = [one for settings in given for one in findings(DEEPSPEED, settings, systems=SYSTEMS)]
+    assert rule in {one.rule for one in found}, found
+    texts = [one.text for one in found if one.rule is rule]
+    assert all(rule.option in text and rule.reason in text for text in texts)
+
+
+@pytest.mark.parametrize("rules", [MEGATRON, DEEPSPEED], ids=["Megatron", "DeepSpeed"])
+def test_a_job_of_defaults_is_neither_refused_nor_remarked_on(rules: Any) -> None:
+    for settings in (
+        argparse.Namespace(),
+        {},
+        {"built": {}},
+        {"zero_optimization": False},
+        {"zero_optimization": True},
+    ):
+        assert findings(rules, settings, systems=SYSTEMS) == ()
+
+
+def test_what_a_configuration_has_switched_off_is_not_found() -> None:
+    off = {
+        "fp16": {"enabled": "auto"},
+        ZERO: {"stage": 0, "offload_optimizer": {"device": "none"}, "offload_param": None},
+    }
+    assert findings(DEEPSPEED, off, systems=SYSTEMS) == ()
+
+
+def test_a_refusal_is_one_line_with_each_reason_and_each_remedy_once() -> None:
+    settings = argparse.Namespace(
+        qk_clip=True, fp8="hybrid", use_distributed_optimizer=True, overlap_param_gather=True, bf16=True
+    )
+    found = findings(MEGATRON, settings, settings, systems=("paft", "sync"))
+    assert line(found, "run without protection") == (
+        "cannot protect this job: "
+        "fp8 parameters (--fp8-format hybrid): they keep scaling state outside of the optimizer; "
+        "QK clipping (--qk-clip): it changes parameters and masters separately after the update; "
+        "the distributed optimizer over all replicas (--use-distributed-optimizer): a replica cannot update alone. "
+        "Drop the option; give --num-distributed-optimizer-instances (an instance is one replica), "
+        "or run without protection"
+    )
+    others = {one.rule.option: one.rule.treatment for one in found if one not in refused(found)}
+    assert others == {
+        "--use-distributed-optimizer": Treatment.FOLLOWED,
+        "--bf16": Treatment.FOLLOWED,
+        "--overlap-param-gather": Treatment.INEFFECTIVE,
+    }
+    assert line(findings(MEGATRON, argparse.Namespace(bf16=True)), "run without protection") == ""
+
+
+def test_each_rule_says_what_it_looks_at_and_why() -> None:
+    for rules in (MEGATRON, DEEPSPEED):
+        told = [(rule.name, rule.option, rule.systems, rule.treatment) for rule in rules]
+        assert len(set(told)) == len(told)
+        for rule in rules:
+            assert rule.keys and rule.name and rule.reason and rule.remedy, rule
+            assert rule.option or all(key.startswith("built.") for key in rule.keys), rule
+
+
+def test_the_page_of_limits_has_todays_rules() -> None:
+    page = LIMITS.read_text()
+    assert with_rules(page) == page, "run `python -m ft_plugins.adapters.rules.page docs/limits.md`"
+    with pytest.raises(ValueError, match="rules of Megatron"):
+        with_rules("# A page without marks")

@@ -1,0 +1,131 @@
+"""`ft-plugins check`: it says before a job what the job would say when it starts, and ends as that would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft_plugins import cli
+from ft_plugins.adapters import job_check
+from ft_plugins.adapters.job_check import check_megatron
+from ft_plugins.adapters.rules import Treatment
+
+Answer = tuple[int, str, str]
+Check = Callable[..., Answer]
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Check:
+    """Run the command in a folder of its own; returns exit status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["ft-plugins", "check", *words])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+def configuration(**settings: Any) -> str:
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, **settings}))
+    return "ds.json"
+
+
+def test_a_configuration_that_is_followed_is_planned_with_its_memory(check: Check) -> None:
+    file = configuration(zero_optimization={"stage": 1}, ft_plugins={"reft": {"interval": 2}})
+    node = ("--ranks", "16", "--ranks-per-node", "8", "--node-memory-gib", "100")
+    code, said, errors = check("--deepspeed_config", file, "--parameters", "1e8", *node)
+    assert (code, errors) == (0, "")
+    assert "followed    ZeRO (zero_optimization.stage 1): each rank captures its shards" in said
+    assert "tp 1, pp 1, dp 16, 8 ranks on a node" in said and "would be protected by reft" in said
+    code, said, _ = check("--json", "--deepspeed_config", file, "--parameters", "1e8", *node)
+    block = json.loads(said)
+    assert code == 0 and block["refusal"] == "" and block["systems"] == ["reft"]
+    assert block["memory"]["fits"] and block["followed"] == [
+        "ZeRO (zero_optimization.stage 1): each rank captures its shards"
+    ]
+
+
+def test_a_configuration_that_would_be_refused_ends_with_the_status_of_the_job(check: Check) -> None:
+    file = configuration(eigenvalue={"enabled": True}, zero_optimization={"offload_optimizer": {"device": "nvme"}})
+    code, said, _ = check("--deepspeed_config", file)
+    assert code == 78
+    assert (
+        "refused     offload to NVMe (zero_optimization.offload_optimizer.device nvme): its state is in files" in said
+    )
+    last = said.splitlines()[-1]
+    assert last.startswith("refused: cannot protect this job: ") and "eigenvalues" in last
+    assert last.endswith("Drop the option, or remove the block ft_plugins from the DeepSpeed configuration")
+    assert "host memory: the number of parameters is not known before the job; give --parameters" in said
+
+
+def test_what_only_one_system_cannot_do_is_refused_for_that_one(check: Check) -> None:
+    file = configuration(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})
+    assert check("--deepspeed_config", file, "--reft")[0] == 0
+    code, said, _ = check("--deepspeed_config", file, "--sync-policy", "edit")
+    assert code == 78 and "Drop one of the two" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--reft-intervall", "3"), "did you mean --reft-interval?"),
+        (("--reft-slots", "3"), "has no effect while --reft is off"),
+    ],
+)
+def test_flags_that_ft_run_would_refuse_are_refused_here(check: Check, flags: tuple[str, ...], said: str) -> None:
+    code, text, _ = check("--deepspeed_config", configuration(), *flags)
+    assert code == 78 and text.startswith("refused: ") and said in text
+
+
+def test_a_command_is_read_as_ft_run_reads_it(check: Check) -> None:
+    """Ranks from the launcher's arguments, the configuration from the script's."""
+    file = configuration(zero_optimization={"stage": 1})
+    Path("train.py").write_text("raise SystemExit('started')")
+    nodes = ("--nnodes", "2", "--nproc-per-node", "4")
+    job = ("train.py", "--deepspeed_config", file, "--reft")
+    memory = ("--parameters", "1e6", "--node-memory-gib", "10")
+    code, said, _ = check(*memory, "--", "ft-run", *nodes, "--rdzv-endpoint", "a:29400", *job)
+    assert code == 0 and "dp 8, 4 ranks on a node" in said
+    code, said, _ = check("--", "ft-run", *nodes, *job)
+    assert code == 78 and "a lost node could not be replaced" in said
+    code, said, _ = check("--", "torchrun", "missing.py", "--deepspeed_config", file)
+    assert code == 78 and "missing.py: no such file" in said
+
+
+@pytest.mark.parametrize("words", [(), ("--deepspeed_config", "ds.json", "--learning-rate", "3")])
+def test_what_cannot_be_checked_is_one_line(check: Check, words: tuple[str, ...]) -> None:
+    configuration()
+    code, said, errors = check(*words)
+    assert (code, said) == (1, "") and errors.count("\n") == 1 and "after '--'" in errors
+
+
+def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = argparse.Namespace(
+        bf16=True, fp8="hybrid", optimizer="sgd", tensor_model_parallel_size=2, pipeline_model_parallel_size=1,
+        use_distributed_optimizer=True, overlap_param_gather=True,
+    )  # fmt: skip
+    read = SimpleNamespace(
+        version="9.9", values=values, unknown=("--own",), problem="AssertionError: no", ranks=4, parameters=1e6
+    )
+    reading = SimpleNamespace(read_arguments=lambda folder, words, ranks: read)
+    monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.reading", reading)
+    checked = check_megatron(Path(), ["--bf16"], ("reft", "paft"), 2)
+    assert checked.framework == "Megatron-LM 9.9" and "--fp8-format hybrid" in checked.refusal
+    assert [text.partition(" (")[0] for text in checked.treated(Treatment.FOLLOWED)] == [
+        "the distributed optimizer", "bf16", "SGD",
+    ]  # fmt: skip
+    assert "--overlap-param-gather" in checked.treated(Treatment.INEFFECTIVE)[0]
+    assert ["AssertionError: no" in checked.notes[0], "--own" in checked.notes[1], "4 ranks" in checked.notes[2]] == [
+        True, True, True,
+    ]  # fmt: skip
+    assert checked.size == job_check.ModelSize(1e6, ("fp32 master or parameter, and fp32 momentum", 8.0), 2, 1, 4, True)
