@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from .state import CPU_ADAM, inner
+from .state import CPU_ADAM, OWN_MOMENTS, inner, is_own
 
 _ENGINES = ("DeepSpeedEngine", "PipelineEngine")
 _WRAPPERS = (
     *("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"),
     *("FP16_Optimizer", "FP16_UnfusedOptimizer"),
 )
-_OWN_OPTIMIZERS = ("lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
-_ADAMS = ("FusedAdam", CPU_ADAM)  # of DeepSpeed's own optimizers
+_ONE_BIT = "averages compressed gradients, with what compression left out on each rank and in engine and optimizer"
+_NOT_FOLLOWED = {  # of DeepSpeed's own optimizers, by type in the configuration, in small letters: why
+    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _ONE_BIT),
+    "muon": "updates whole matrices, of which ranks have parts",
+}
 _OFFLOAD_NOWHERE = ("none", None)
 _SWITCHES = {  # by setting: what it is, and the engine's method that says whether it is on
     "progressive_layer_drop": ("progressive layer drop", "pld_enabled"),
@@ -43,7 +46,7 @@ def require_supported_settings(settings: Mapping[str, Any], optimizer: Any) -> N
     problems = list(_of_settings(settings))
     if isinstance(optimizer, torch.optim.Optimizer):
         problems += _of_optimizer(optimizer)
-    elif optimizer is None and str(kind := _at(settings, "optimizer", "type")).lower() in _OWN_OPTIMIZERS:
+    elif optimizer is None and str(kind := _at(settings, "optimizer", "type")).lower() in _NOT_FOLLOWED:
         problems.append(_of_own(str(kind)))
     _refuse(problems, "")
 
@@ -97,9 +100,9 @@ def _of_optimizer(optimizer: Any) -> Iterator[str]:
     if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
         yield f"the optimizer {kind} is unknown"
         return
-    updating = type(inner(optimizer))
-    if updating.__module__.startswith("deepspeed.") and updating.__name__ not in _ADAMS:
-        yield _of_own(updating.__name__)
+    updating = inner(optimizer)
+    if is_own(updating) and type(updating).__name__ not in OWN_MOMENTS:
+        yield _of_own(type(updating).__name__)
         return
     if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
         yield _OWN_SCALER
@@ -119,7 +122,8 @@ def _of_offload(name: str, settings: Any) -> Iterator[str]:
 
 
 def _of_own(name: str) -> str:
-    return f"DeepSpeed's own optimizer {name}; supported: its {' and '.join(_ADAMS)}, and torch's optimizers"
+    why = f" {reason}" if (reason := _NOT_FOLLOWED.get(name.lower())) else ""
+    return f"DeepSpeed's own optimizer {name}{why}; followed: its {', '.join(OWN_MOMENTS)}, and torch's optimizers"
 
 
 def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -86,7 +86,10 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
     [
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, None, "offload_optimizer to NVMe"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param to NVMe"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, None, "DeepSpeed's own optimizer OneBitAdam"),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, None, "own optimizer OneBitAdam averages"),
+        ({"optimizer": {"type": "OneBitLamb"}}, None, "own optimizer OneBitLamb averages compressed gradients"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, None, "own optimizer ZeroOneAdam averages compressed gradients"),
+        ({"optimizer": {"type": "Muon"}}, None, "own optimizer Muon updates whole matrices"),
         ({"progressive_layer_drop": {"enabled": True}}, None, "progressive layer drop (progressive_layer_drop)"),
         ({"compile": {"deepcompile": True}}, None, "DeepCompile"),
     ],
