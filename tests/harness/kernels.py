@@ -1,6 +1,6 @@
 """The arithmetic of fused optimizers' GPU kernels in torch, for jobs on a CPU.
 
-`for_deepspeed` puts them where DeepSpeed's FusedLamb and FusedLion load theirs.
+`for_deepspeed` puts them where DeepSpeed loads its own.
 """
 
 from __future__ import annotations
@@ -49,11 +49,35 @@ def multi_tensor_lion(
         momentum.lerp_(gradient, 1 - beta2)
 
 
+def _rows(indices: torch.Tensor, of: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """Indices of tokens, for gather and scatter."""
+    chosen = indices.long() if batch_first else indices.long().t()
+    return chosen[:, :, None].expand(-1, -1, of.shape[-1])
+
+
+class TokenKernels:
+    """Those of random-LTD."""
+
+    @staticmethod
+    def token_sort_(indices: torch.Tensor, length: int) -> torch.Tensor:
+        return indices.sort(-1).values
+
+    @staticmethod
+    def token_gather(of: torch.Tensor, indices: torch.Tensor, batch_first: bool) -> torch.Tensor:
+        return of.gather(1 if batch_first else 0, _rows(indices, of, batch_first))
+
+    @staticmethod
+    def token_scatter_(of: torch.Tensor, part: torch.Tensor, indices: torch.Tensor, batch_first: bool) -> torch.Tensor:
+        return of.scatter_(1 if batch_first else 0, _rows(indices, of, batch_first), part)
+
+
 def for_deepspeed() -> None:
-    """DeepSpeed's FusedLamb and FusedLion update on a CPU."""
+    """DeepSpeed's FusedLamb and FusedLion update on a CPU, and random-LTD routes."""
     from deepspeed.ops.lamb import fused_lamb
     from deepspeed.ops.lion import fused_lion
+    from deepspeed.ops.random_ltd import dropping_utils
 
+    dropping_utils.random_ltd_module = TokenKernels
     loaded = SimpleNamespace(load=lambda: SimpleNamespace(lamb=lamb, multi_tensor_lion=multi_tensor_lion))
     fused_lamb.FusedLambBuilder = fused_lion.FusedLionBuilder = lambda: loaded
 

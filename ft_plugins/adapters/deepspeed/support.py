@@ -25,17 +25,14 @@ _NOT_FOLLOWED = {  # of DeepSpeed's own optimizers, by type in the configuration
     "muon": "updates whole matrices, of which ranks have parts",
 }
 _OFFLOAD_NOWHERE = ("none", None)
-_SWITCHES = {  # by setting: what it is, and the engine's method that says whether it is on
-    "progressive_layer_drop": ("progressive layer drop", "pld_enabled"),
-    "eigenvalue": ("eigenvalues", "eigenvalue_enabled"),
-}
 _NOTHING = SimpleNamespace()
+_EIGENVALUES = "eigenvalues (eigenvalue) keeps its own counters"
 _OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
 
 def require_supported(engine: Any, rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
-    problems = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer), *_of_curricula(engine)]
+    problems = [*_of_engine(engine), *_of_zero(engine), *_of_optimizer(engine.optimizer)]
     problems += [*_of_compression(engine), *_of_schedule(engine)]
     _refuse(problems, f"rank {rank}: ")
 
@@ -129,9 +126,8 @@ def _of_own(name: str) -> str:
 def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in ("offload_optimizer", "offload_param"):
         yield from _of_offload(name, _at(settings, "zero_optimization", name))
-    for name, (words, _) in _SWITCHES.items():
-        if _at(settings, name, "enabled") is True:
-            yield f"{words} ({name}) keeps its own counters"
+    if _at(settings, "eigenvalue", "enabled") is True:
+        yield _EIGENVALUES
     if _at(settings, "compile", "deepcompile") is True:
         yield "DeepCompile replaces the step (compile.deepcompile)"
 
@@ -141,18 +137,6 @@ def _at(settings: Any, *path: str) -> Any:
     for name in path:
         settings = settings.get(name) if isinstance(settings, Mapping) else None
     return settings
-
-
-def _of_curricula(engine: Any) -> Iterator[str]:
-    """Features with their own counters, in addition to iterations and samples."""
-    features = {
-        "random_ltd_enabled": "random-LTD (data_efficiency.data_routing)",
-        "curriculum_learning_enabled": "curriculum learning (data_efficiency.data_sampling)",
-        **{method: f"{words} ({name})" for name, (words, method) in _SWITCHES.items()},
-    }
-    for name, words in features.items():
-        if _asked(engine, name, False):
-            yield f"{words} keeps its own counters"
 
 
 def _of_schedule(engine: Any) -> Iterator[str]:
@@ -173,12 +157,14 @@ def require_local(engine: Any, rank: int) -> None:
 
 
 def _of_compression(engine: Any) -> Iterator[str]:
-    """Compression's schedule and MoQ's quantizer, which older versions step with the engine."""
+    """Compression's schedule, MoQ's quantizer and its eigenvalues, which older versions step with the engine."""
     methods = getattr(getattr(engine, "compression_scheduler", None), "different_compression_methods", {})
     for name in (name for name, method in methods.items() if method.get("enabled")):
         yield f"compression (compression_training.{name}) keeps its own counters"
     if getattr(engine, "quantizer", None) is not None:
         yield "MoQ (compression_training.weight_quantization) keeps its own counters"
+    if _asked(engine, "eigenvalue_enabled", False):
+        yield _EIGENVALUES
 
 
 def _asked(engine: Any, name: str, usual: Any) -> Any:

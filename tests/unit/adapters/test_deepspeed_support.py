@@ -51,7 +51,7 @@ def test_what_is_followed_passes() -> None:
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"is_deepcompile_enabled": True}, "DeepCompile"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
-        ({"random_ltd_enabled": True}, "random-LTD"),
+        ({"eigenvalue_enabled": True}, "eigenvalues"),
         ({"optimizer": lambda one: OnebitAdam([one])}, "optimizer OnebitAdam averages compressed gradients"),
     ],
 )
