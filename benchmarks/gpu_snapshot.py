@@ -49,7 +49,7 @@ VOCABULARY = 32768
 
 
 class Block(torch.nn.Module):
-    """One layer: causal attention and a feed-forward part, each after a norm and beside a residual."""
+    """One layer: causal attention and a feed-forward part, each after a norm and added to its input."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

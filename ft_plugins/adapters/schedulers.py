@@ -1,4 +1,4 @@
-"""Restore schedulers: of the learning rate by its own `load_state_dict`, and of a curriculum.
+"""Restore schedulers: of the learning rate by its own `load_state_dict`, and an engine's own schedules.
 
 The scheduler of Megatron-DeepSpeed adds the loaded number of steps to its own, and DeepSpeed, a client and a restore
 may each load it: each load begins with the values that it was built with. A script may also step schedulers of torch
@@ -7,8 +7,7 @@ are known by the script's variables.
 
 Invariant: after `load` its state is the given one, and so it is when training begins; else the job ends.
 
-In: a scheduler, right after it was built; an optimizer; an engine. Out: the same schedulers, restored; the state of a
-curriculum."""
+In: a scheduler, right after it was built; an optimizer; an engine. Out: the same ones, restored."""
 
 from __future__ import annotations
 
@@ -141,8 +140,28 @@ def require_encodable_scheduler(scheduler: Any, rank: int) -> None:
         ) from error
 
 
-def curriculum(engine: Any) -> dict[str, Any]:
-    """The live state of the engine's own curriculum, up to DeepSpeed 0.18; {} without one. At its largest difficulty it
-    stays there, whatever its schedule says later."""
+def schedules(engine: Any) -> dict[str, Any]:
+    """What an engine's own schedules have come to, as plain values. A curriculum stays at its largest difficulty, and
+    random-LTD at its largest length, whatever settings say later; a progressive layer drop is one update behind."""
+    length, drop = getattr(engine, "random_ltd_scheduler", None), getattr(engine, "progressive_layer_drop", None)
+    return {
+        "curriculum": _curriculum(engine).get(DIFFICULTY),
+        "random_ltd": None if length is None else length.state_dict(),
+        "layer_drop": None if drop is None else float(drop.current_theta),
+    }
+
+
+def restore_schedules(engine: Any, saved: Mapping[str, Any]) -> None:
+    """Set them; None for what the captured engine had not."""
+    if saved["curriculum"] is not None:
+        _curriculum(engine)[DIFFICULTY] = saved["curriculum"]
+    if saved["random_ltd"] is not None:
+        engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
+    if saved["layer_drop"] is not None:
+        engine.progressive_layer_drop.current_theta = saved["layer_drop"]
+
+
+def _curriculum(engine: Any) -> dict[str, Any]:
+    """The live state of the engine's own curriculum, up to DeepSpeed 0.18; {} without one."""
     live: dict[str, Any] = getattr(getattr(engine, "curriculum_scheduler_legacy", None), "state", {})
     return live

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import deepspeed
@@ -35,12 +34,12 @@ from ..host_parts import groups, reach_fault_points, restore_groups
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..parameter_groups import numbered, packed, regrouped
 from ..schedulers import (
-    DIFFICULTY,
     SchedulerRestore,
-    curriculum,
     own_schedulers,
     require_encodable_scheduler,
     restore_own,
+    restore_schedules,
+    schedules,
 )
 from ..script.own_counters import OwnCounters
 from ..script.script_hooks import wrap
@@ -74,6 +73,7 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
     _trains = False  # whether an update was made
+    _members = ""
     _own: dict[str, Any] | None = None  # the script's schedulers; None: not searched yet
     _client: EngineClient | None = None
 
@@ -97,6 +97,8 @@ class DeepSpeedHost(DeepSpeedStepping):
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
         self._numbers = ModuleNumbers(engine.module)
+        own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
+        self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
 
     # facts
 
@@ -126,12 +128,6 @@ class DeepSpeedHost(DeepSpeedStepping):
             "settings": {name: getattr(engine, name)() for name in _SETTINGS},
         }
 
-    @cached_property
-    def _members(self) -> str:
-        names = {parameter: name for name, parameter in self.engine.module.named_parameters()}
-        own = state.grouped(self.engine.optimizer)
-        return packed(numbered([names.get(one, "unknown") for one in parameters] for parameters in own))
-
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small.get("members"), self._members)
 
@@ -150,7 +146,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "own_schedulers": {name: one.state_dict() for name, one in self._own_schedulers().items()},
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
-            "curriculum": curriculum(self.engine).get(DIFFICULTY),
+            "schedules": schedules(self.engine),
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
@@ -255,8 +251,7 @@ class DeepSpeedHost(DeepSpeedStepping):
     def _restore_counters(self, small: Mapping[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self.engine, name, small["counters"][name])
-        if small.get("curriculum") is not None:
-            curriculum(self.engine)[DIFFICULTY] = small["curriculum"]
+        restore_schedules(self.engine, small["schedules"])
 
     def _require_same_client(self, small: Mapping[str, Any]) -> None:
         captured = (small.get("client") or {}).get("name")

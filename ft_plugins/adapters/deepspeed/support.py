@@ -13,8 +13,8 @@ import torch
 
 from ...errors import UnsupportedError
 from ..rules import DEEPSPEED, findings, line
-from ..rules.deepspeed import ADAMS, CPU_ADAM, OTHERWISE
-from .state import inner
+from ..rules.deepspeed import CPU_ADAM, OTHERWISE, OWN_OPTIMIZERS
+from .state import inner, is_own
 
 _ENGINES = ("DeepSpeedEngine", "PipelineEngine")
 _WRAPPERS = (
@@ -101,9 +101,9 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
         return {"optimizer": kind}
-    updating = type(inner(optimizer))
-    if updating.__module__.startswith("deepspeed.") and updating.__name__ not in ADAMS:
-        return {"own_optimizer": updating.__name__}
+    updating = inner(optimizer)
+    if is_own(updating) and type(updating).__name__ not in OWN_OPTIMIZERS:
+        return {"own_optimizer": type(updating).__name__}
     scaled = getattr(optimizer, "torch_autocast_gradscaler", None) is not None
     return {"own_scaler": True} if scaled else {}
 

@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
 from ft_plugins.adapters.module_modes import ModuleNumbers  # noqa: E402
+from ft_plugins.adapters.schedulers import schedules  # noqa: E402
 from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
@@ -87,7 +88,8 @@ def test_what_a_client_loads_after_a_restore_is_replaced_before_its_loop_begins(
     host._client = SimpleNamespace(name="Counter", restore=lambda state: calls.append(state))
     host._restore_optimizer = lambda small: calls.append(small["groups"])
     counters = dict.fromkeys(("global_samples", "skipped_steps", "micro_steps"), 0) | {"global_steps": 5}
-    small = {"counters": counters, "groups": "rate", "client": {"name": "Counter", "state": {"at": 5}}}
+    small: dict[str, Any] = {"counters": counters, "groups": "rate", "client": {"name": "Counter", "state": {"at": 5}}}
+    small["schedules"] = schedules(host.engine)
     host._unsettled = small
     host.settle()
     host.settle()

@@ -6,18 +6,28 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("deepspeed")
 
+from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler  # noqa: E402
+
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
-from ft_plugins.adapters.schedulers import SchedulerRestore, own_schedulers, restore_own  # noqa: E402
+from ft_plugins.adapters.schedulers import (  # noqa: E402
+    SchedulerRestore,
+    own_schedulers,
+    restore_own,
+    restore_schedules,
+    schedules,
+)
 from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, StateChangedError  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
 class Adding:
@@ -233,3 +243,30 @@ def test_one_whose_state_cannot_be_captured_is_refused_by_name() -> None:
     with pytest.raises(StateChangedError, match=r"rank 1: the script's own scheduler Odd .*\['seen'\]"):
         own_schedulers(optimizer, 1)
     assert odd
+
+
+def test_an_engines_own_schedules_are_where_they_were() -> None:
+    """A curriculum up to DeepSpeed 0.18, the length of random-LTD, and the rate of a progressive layer drop."""
+
+    def built() -> Any:
+        length = {"min_value": 8, "max_value": 64, "schedule_type": "fixed_linear"}
+        length["schedule_config"] = {"require_steps": 10, "seq_per_step": 8}
+        config = {"total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_schedule": length}
+        config |= {"global_batch_size": 2, "layer_token_lr_schedule": {"enabled": False}}
+        return SimpleNamespace(
+            curriculum_scheduler_legacy=SimpleNamespace(state={"current_difficulty": 8, "max_difficulty": 64}),
+            progressive_layer_drop=SimpleNamespace(current_theta=1.0),
+            random_ltd_scheduler=RandomLTDScheduler(config),
+        )
+
+    trained, again = built(), built()
+    trained.curriculum_scheduler_legacy.state["current_difficulty"] = 24
+    trained.progressive_layer_drop.current_theta = np.float64(0.7)
+    for step in range(7):
+        trained.random_ltd_scheduler.update_seq(step)
+    assert schedules(trained) != schedules(again)
+    restore_schedules(again, codec.decode(codec.encode(schedules(trained))))
+    assert schedules(again) == schedules(trained)
+    assert again.random_ltd_scheduler.state == trained.random_ltd_scheduler.state
+    assert set(schedules(SimpleNamespace()).values()) == {None}
+    restore_schedules(SimpleNamespace(), schedules(SimpleNamespace()))

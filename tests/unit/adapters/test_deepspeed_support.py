@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.deepspeed.support import require_supported
+from ft_plugins.adapters.deepspeed.support import require_supported, require_supported_settings
 from ft_plugins.errors import UnsupportedError
 
 
@@ -51,8 +51,8 @@ def test_what_is_followed_passes() -> None:
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"is_deepcompile_enabled": True}, "DeepCompile"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
-        ({"random_ltd_enabled": True}, "random-LTD"),
-        ({"optimizer": lambda one: OnebitAdam([one])}, "DeepSpeed's own optimizer (optimizer.type OnebitAdam)"),
+        ({"eigenvalue_enabled": True}, "eigenvalues"),
+        ({"optimizer": lambda one: OnebitAdam([one])}, "1-bit optimizer (optimizer.type OnebitAdam)"),
     ],
 )
 def test_what_cannot_be_followed_is_named(refused: dict[str, Any], words: str) -> None:
@@ -80,3 +80,9 @@ def test_compression_is_refused_where_it_is_on() -> None:
 def test_all_of_it_is_named_at_once() -> None:
     with pytest.raises(UnsupportedError, match="hpZ.*DualPipeV"):
         require_supported(engine("DualPipeVEngine", zero_hpz_partition_size=2), 0)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD"])
+def test_optimizers_that_are_followed_pass_by_their_settings(kind: str) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    require_supported_settings({"optimizer": {"type": kind}, "zero_optimization": zero}, None)

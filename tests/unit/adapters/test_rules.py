@@ -24,7 +24,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: settings with which it is found
-    "optimizer.type": (nested("optimizer.type", "OneBitAdam"), nested("optimizer.type", "Lamb")),
+    "optimizer.type": (nested("optimizer.type", "OneBitAdam"), nested("optimizer.type", "Muon")),
     f"{ZERO}.offload_optimizer.device": tuple(
         nested(f"{ZERO}.offload_optimizer.device", one) for one in ("cpu", "nvme")
     ),
