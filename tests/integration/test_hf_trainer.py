@@ -50,10 +50,14 @@ CASES = {
         f"{_ACCUMULATED} --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
     ),
     "fsdp2-accumulated": Case(f"{_ACCUMULATED} --fsdp", ("0:1:5:substep", "1:0:8:end"), (4, 7)),
-    "ddp-workers-by-length": Case("--workers 2 --strategy group_by_length", ("0:1:6:update", "1:0:9:end"), (5, 8)),
+    "ddp-workers-by-length": Case(
+        "--workers 2 --strategy group_by_length --augmented", ("0:1:6:update", "1:0:9:end"), (5, 8)
+    ),
     "ddp-checkpoints-early-stopping": Case(
         "--checkpoint 2 --evaluate 2 --patience 2 --resume --steps 16", ("0:1:7:end", "1:0:8:evaluate"), (6, 7)
     ),
+    "ddp-killed-while-saving": Case("--checkpoint 4 --resume", ("0:0:4:saving", "1:0:8:saved"), (3, 7)),
+    "zero1-killed-while-saving": Case("--checkpoint 4 --resume", ("0:0:4:saving", "1:0:8:saved"), (3, 7), 1),
     "ddp-stream": Case("--stream --samples 22", ("0:1:4:end", "1:1:9:update"), (3, 8)),
     "ddp-after-training": Case("--evaluate 5", ("0:1:12:after",), (12,)),
 }

@@ -26,6 +26,7 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -85,6 +86,13 @@ class Killed(TrainerCallback):
         restart, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), int(os.environ["RANK"])
         parts = [one.split(":") for one in kills]
         self._when = {(int(step), when) for r, k, step, when in parts if (int(r), int(k)) == (restart, rank)}
+        save = TrainerState.save_to_json  # what a Trainer saves last
+
+        def saving(state: Any, path: str) -> None:
+            self._die(state.global_step, "saving")
+            save(state, path)
+
+        TrainerState.save_to_json = saving
 
     def _die(self, step: int, when: str) -> None:
         if (step, when) in self._when:
@@ -101,6 +109,9 @@ class Killed(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._die(state.global_step, "evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._die(state.global_step, "saved")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._die(state.global_step, "after")

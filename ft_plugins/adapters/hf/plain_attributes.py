@@ -14,9 +14,10 @@ import torch
 
 from ...events import say
 from ...snapshot.capture import codec
-from ..data.loader_values import assign, encoding, mark_of
+from ..data.loader_values import assign, deep_mark, encoding
 
 LIMIT = 1 << 16  # bytes of a value
+_TOGETHER = 4 * LIMIT  # of all of them
 
 
 class PlainAttributes:
@@ -27,20 +28,26 @@ class PlainAttributes:
         self._owners, self._ours, self._speaks = owners, ours, speaks
         self._marks: dict[str, Any] = {}
         self._built: dict[str, bytes] = {}  # before training begins
-        self._built = self.read()
+        self._built = dict(self._changed())
 
     def read(self) -> dict[str, bytes]:
         """The encoded values that have changed since the construction, by path."""
-        values: dict[str, bytes] = {}
+        values = dict(self._changed())
+        while sum(map(len, values.values())) > _TOGETHER:
+            path = max(values, key=lambda path: len(values[path]))
+            self._name(path, codec.decode(values.pop(path)))
+        return values
+
+    def _changed(self) -> Iterator[tuple[str, bytes]]:
         for path, value, captured in self._places():
             encoded = encoding(_on_the_cpu(value), LIMIT) if not callable(value) else None
             if encoded is not None:
-                self._marks[path] = ()
+                if self._marks.get(path, ()) is not None:
+                    self._marks[path] = ()
                 if encoded != self._built.get(path):
-                    values[path] = encoded
+                    yield path, encoded
             elif not captured:
                 self._watch(path, value)
-        return values
 
     def write(self, values: Mapping[str, bytes]) -> None:
         """Set the captured values, and all others as they were at the construction; of an owner that is gone none."""
@@ -61,16 +68,20 @@ class PlainAttributes:
                     yield f"{owner}.{name}", value, ours
 
     def _watch(self, path: str, value: Any) -> None:
-        mark = mark_of(value)
+        mark = deep_mark(value)
         known = self._marks.setdefault(path, mark)
         if known is not None and known != mark:
-            self._marks[path] = None
-            if self._speaks:
-                say(
-                    f"{path} (a {type(value).__name__}) changes, but is not captured, being an object or too large: if "
-                    "training depends on it, keep it as plain values and tensors in attributes, or let its callback "
-                    "be an ExportableState"
-                )
+            self._name(path, value)
+
+    def _name(self, path: str, value: Any) -> None:
+        """Say once that a value is not captured."""
+        if self._marks.get(path) is not None and self._speaks:
+            say(
+                f"{path} (a {type(value).__name__}) changes, but is not captured, being an object or too large: if "
+                "training depends on it, keep it as plain values and tensors in attributes, or let its callback "
+                "be an ExportableState"
+            )
+        self._marks[path] = None
 
 
 def _on_the_cpu(value: Any) -> Any:

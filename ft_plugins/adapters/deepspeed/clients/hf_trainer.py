@@ -15,9 +15,12 @@ from ....config import launch_context
 from ....config.deepspeed_json import BLOCK
 from ....errors import UnsupportedError
 from ...hf import follow as follow_trainers
+from ...hf.own_checkpoint import LACKING
 from ...hf.refusals import LOCAL_SGD
 from ...hf.trainer_run import TrainerRun
 from ...schedulers import SchedulerRestore
+from ...script.script_state import optimizer_tensors
+from .. import state
 from ..configuration import resolve
 from . import EngineClients
 
@@ -42,6 +45,7 @@ class TrainerClient:
 
     name = "Hugging Face's Trainer"
     places_data = True
+    checkpoint_lacks = LACKING
 
     def __init__(self, clients: EngineClients) -> None:
         self._clients = clients
@@ -49,6 +53,7 @@ class TrainerClient:
         self._begin: Callable[[], None] | None = None
         self._engine: Any = None
         self._followed = False
+        self._restored: Any = None  # the scheduler's state, until the first iteration
 
     # ---- of a Trainer ----
 
@@ -61,9 +66,22 @@ class TrainerClient:
     def begin(self) -> None:
         if self._begin is not None:
             self._begin()
+        self._place()
+
+    def tensors(self) -> list[Any]:
+        """What the ranks hold of parameters, and the optimizer's tensors."""
+        held = [getattr(one, "ds_tensor", one) for one in self._engine.module.parameters()]
+        inner = state.inner(self._engine.optimizer)
+        return [*held, *(one for group in inner.param_groups for one in group["params"]), *optimizer_tensors(inner)]
 
     def end(self) -> None:
         self._clients.trained(self)
+        self._place()
+
+    def _place(self) -> None:
+        """Callbacks may have changed the scheduler since it was restored."""
+        saved, self._restored = self._restored, None
+        self._load_scheduler(saved)
 
     # ---- of an engine ----
 
@@ -88,9 +106,13 @@ class TrainerClient:
     def restore(self, state: Mapping[str, Any]) -> None:
         assert self._run is not None
         self._run.restore(state["trainer"])
+        self._restored = state["scheduler"]
+        self._load_scheduler(self._restored)
+
+    def _load_scheduler(self, saved: Any) -> None:
         scheduler = self._scheduler()
-        if scheduler is not None:
-            SchedulerRestore(scheduler).load(state["scheduler"], int(self._run.trainer.args.process_index))
+        if scheduler is not None and saved is not None and self._run is not None:
+            SchedulerRestore(scheduler).load(saved, int(self._run.trainer.args.process_index))
 
     def _scheduler(self) -> Any:
         """The scheduler that the Trainer steps itself; None if the engine does."""
