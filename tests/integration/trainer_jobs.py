@@ -40,7 +40,7 @@ class Tokens(torch.utils.data.Dataset):
     """Samples that are augmented with random numbers of the process."""
 
     def __init__(self, size: int, augmented: bool) -> None:
-        self.size, self.augmented, self.read = size, augmented, 0
+        self.size, self.augmented, self.read, self.shift = size, augmented, 0, 0
 
     def __len__(self) -> int:
         return self.size
@@ -49,6 +49,7 @@ class Tokens(torch.utils.data.Dataset):
         if index >= self.size:  # of a data set that is iterated
             raise IndexError(index)
         tokens = torch.randint(0, 64, (8 + 4 * (index % 2),), generator=torch.Generator().manual_seed(index))
+        tokens = (tokens + self.shift) % 64
         if self.augmented:
             tokens[random.randrange(8)] = int(torch.randint(0, 64, ()))
         self.read += 1
@@ -79,6 +80,19 @@ class Counting(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.losses.append(float((logs or {}).get("loss", 0.0)))
+
+
+class Adjusting(TrainerCallback):
+    """Changes arguments, parameter groups, the scheduler and the data when training and epochs begin."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        args.max_grad_norm /= 2
+        kwargs["lr_scheduler"].base_lrs = [rate * 0.9 for rate in kwargs["lr_scheduler"].base_lrs]
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["train_dataloader"].base_dataloader.dataset.shift += 1
+        for group in kwargs["optimizer"].param_groups:
+            group["weight_decay"] += 0.01
 
 
 class Killed(TrainerCallback):
@@ -150,6 +164,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="random")
     parser.add_argument("--augmented", action="store_true")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--adjust", action="store_true")
     parser.add_argument("--kill", action="append", default=[])
     given = parser.parse_args()
     rank = int(os.environ["RANK"])
@@ -206,6 +221,8 @@ def main() -> None:
 
     counting = Counting()
     callbacks: list[TrainerCallback] = [counting, Killed(given.kill)]
+    if given.adjust:
+        callbacks.append(Adjusting())
     if given.patience:
         callbacks.append(EarlyStoppingCallback(given.patience))
     data = Stream(given.samples) if given.stream else Tokens(given.samples, given.augmented)

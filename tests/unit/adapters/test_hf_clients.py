@@ -14,7 +14,6 @@ from ft_plugins.adapters import hf  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients import EngineClients, hf_trainer  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients.accelerate_loop import AccelerateClient, skipping  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients.hf_trainer import TrainerClient  # noqa: E402
-from ft_plugins.adapters.hf.refusals import LOCAL_SGD  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
@@ -187,15 +186,6 @@ def test_an_engines_own_scheduler_is_left_to_it() -> None:
     its.lr_scheduler = object()
     client.follow(its, lambda: None)
     assert client.state()["scheduler"] is None
-
-
-def test_local_sgd_with_a_trainer_is_refused_by_name() -> None:
-    client, _ = trainer_client(None)
-    its = engine()
-    its._config._param_dict = {"ft_plugins": {"sync": {"policy": "edit"}}}
-    with pytest.raises(UnsupportedError) as refused:
-        client.follow(its, lambda: None)
-    assert str(refused.value) == LOCAL_SGD
 
 
 def test_batches_that_a_restored_loader_leaves_out_by_itself_are_not_skipped_twice() -> None:

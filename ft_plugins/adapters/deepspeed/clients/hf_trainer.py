@@ -13,15 +13,12 @@ from typing import Any
 
 from ....config import launch_context
 from ....config.deepspeed_json import BLOCK
-from ....errors import UnsupportedError
 from ...hf import follow as follow_trainers
 from ...hf.own_checkpoint import LACKING
-from ...hf.refusals import LOCAL_SGD
 from ...hf.trainer_run import TrainerRun
 from ...schedulers import SchedulerRestore
 from ...script.script_state import optimizer_tensors
 from .. import state
-from ..configuration import resolve
 from . import EngineClients
 
 
@@ -87,8 +84,6 @@ class TrainerClient:
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         self._engine, self._begin = engine, begin
-        if resolve(engine._config._param_dict, launch_context()).sync is not None:
-            raise UnsupportedError(LOCAL_SGD)
 
     def iteration(self) -> int | None:
         return None if self._run is None else self._run.iteration
