@@ -206,9 +206,10 @@ def _room_left(value: Any, room: int, depth: int = 8) -> int:
     return room
 
 
-def deep_mark(value: Any) -> list[Any]:
-    """`mark_of` an object and of what it refers to, the nearest first, up to a bound."""
-    pending, seen = [value], {id(value)}
+def deep_mark(value: Any, known: Collection[int] = ()) -> list[Any]:
+    """`mark_of` an object and of what it refers to, the nearest first, up to a bound. `known`: ids of objects that are
+    left out."""
+    pending, seen = [value], {id(value), *known}
     for one in pending:
         opaque = callable(one) or isinstance(one, torch.Tensor | torch.nn.Module | ModuleType)
         inside = [] if opaque else [*getattr(one, "__dict__", {}).values()]

@@ -7,7 +7,7 @@ In: objects by name. Out: encoded values by path, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,15 +39,17 @@ class PlainAttributes:
         return values
 
     def _changed(self) -> Iterator[tuple[str, bytes]]:
-        for path, value, captured in self._places():
+        places = list(self._places())
+        known = {id(one) for one in self._owners().values()} | {id(value) for _, value, captured in places if captured}
+        for path, value, _ in places:
             encoded = encoding(_on_the_cpu(value), LIMIT) if not callable(value) else None
             if encoded is not None:
                 if self._marks.get(path, ()) is not None:
                     self._marks[path] = ()
                 if encoded != self._built.get(path):
                     yield path, encoded
-            elif not captured:
-                self._watch(path, value)
+            elif id(value) not in known:
+                self._watch(path, value, known)
 
     def write(self, values: Mapping[str, bytes]) -> None:
         """Set the captured values, and all others as they were at the construction; of an owner that is gone none."""
@@ -67,10 +69,10 @@ class PlainAttributes:
                 if not (ours and isinstance(value, torch.nn.Module)):
                     yield f"{owner}.{name}", value, ours
 
-    def _watch(self, path: str, value: Any) -> None:
-        mark = deep_mark(value)
-        known = self._marks.setdefault(path, mark)
-        if known is not None and known != mark:
+    def _watch(self, path: str, value: Any, known: Collection[int]) -> None:
+        mark = deep_mark(value, known)
+        before = self._marks.setdefault(path, mark)
+        if before is not None and before != mark:
             self._name(path, value)
 
     def _name(self, path: str, value: Any) -> None:

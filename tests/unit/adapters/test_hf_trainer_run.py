@@ -152,7 +152,9 @@ class Memory:
             self.versions[self._begun] = {"parts": parts, "run": run, "generators": generator_states()}
 
 
-def trained(folder: Path, memory: Memory, *callbacks: Any, kind: Any = None, **arguments: Any) -> Any:
+def trained(
+    folder: Path, memory: Memory, *callbacks: Any, kind: Any = None, resume: str | None = None, **arguments: Any
+) -> Any:
     """What a run ends with."""
     usual: dict[str, Any] = {
         "max_steps": UPDATES, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5,
@@ -168,7 +170,7 @@ def trained(folder: Path, memory: Memory, *callbacks: Any, kind: Any = None, **a
     )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     TrainerRun(trainer, module, memory, transformers.__version__, None)
-    outcome = trainer.train()
+    outcome = trainer.train(resume_from_checkpoint=resume)
     logged = trainer.state.log_history
     history = [{key: one for key, one in entry.items() if not key.endswith(TIMES)} for entry in logged]
     state = {
@@ -217,6 +219,17 @@ def test_what_callbacks_change_when_training_and_epochs_begin_is_not_changed_twi
     for iteration in (2, 4, 5, UPDATES):
         again = trained(tmp_path, Memory(whole.versions[iteration]), Meddling(), eval_on_start=True)
         assert again == golden, f"restored at {iteration}"
+
+
+def test_intervals_of_a_checkpoint_that_the_trainer_loads_are_captured_too(tmp_path: Path) -> None:
+    """A restart may not load it again."""
+    usual: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    trained(tmp_path, Memory(), max_steps=4, logging_steps=1, **usual)
+    whole = Memory()
+    golden = trained(tmp_path, whole, resume=str(tmp_path / "checkpoint-4"), **usual)
+    assert golden["state"]["logging_steps"] == 1, "as in the checkpoint, not as in the arguments"
+    for iteration in (6, 8):
+        assert trained(tmp_path, Memory(whole.versions[iteration]), **usual) == golden
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])

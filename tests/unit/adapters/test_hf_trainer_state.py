@@ -178,6 +178,19 @@ def test_what_changes_within_an_object_is_named(capsys: pytest.CaptureFixture[st
     assert said.count("mine.meter (a Meter) changes, but is not captured") == 1 == said.count("changes")
 
 
+def test_what_a_callback_keeps_of_what_is_captured_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Most keep the Trainer, or its optimizer."""
+    optimizer = Meter()
+    trainer = SimpleNamespace(steps=0, optimizer=optimizer)
+    one = SimpleNamespace(trainer=trainer, optimizer=optimizer, kept=[optimizer, trainer])
+    owners = {"trainer": trainer, "mine": one}
+    attributes = PlainAttributes(lambda: owners, lambda owner, name: owner == "trainer", speaks=True)
+    trainer.steps += 1
+    optimizer.sums["loss"][0].total += 1
+    attributes.read()
+    assert capsys.readouterr().out == ""
+
+
 def test_attributes_that_are_too_large_together_are_named_and_the_others_captured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
