@@ -203,6 +203,12 @@ class Injectable(Protocol):
     fault_points: Mapping[str, Collection[str]]  # those of `faults.OF_HOSTS`, with the actions it carries out
 
 
+class Lacking(Protocol):
+    """What a host has in addition if the framework's own checkpoints do not hold the whole state of a job."""
+
+    checkpoint_lacks: str  # what they lack; '' for nothing
+
+
 @runtime_checkable
 class Checking(Protocol):
     """What a host may offer in addition, if its loop could change tensors at a wrong time."""

@@ -283,6 +283,12 @@ class LoaderPass:
         self.epoch, self.finished = epoch, False
         return True
 
+    def drop(self, batches: int) -> None:
+        """Read and drop batches."""
+        with self._passes.within():
+            for _ in islice(self._batches, batches):
+                self.epoch.read += 1
+
     def read_to(self, epoch: LoaderEpoch) -> None:
         """Continue after the batches read in `epoch`, by loading and dropping them."""
         set_generator_states(epoch.began, self.loader)

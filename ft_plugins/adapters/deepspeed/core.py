@@ -84,6 +84,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         super().__init__(engine, shards)
         self.framework = f"DeepSpeed {deepspeed.__version__}"
         self._client = client
+        self.checkpoint_lacks = getattr(client, "checkpoint_lacks", "")
         self._positions = None if client is not None and client.places_data else positions
         self._unsettled: Mapping[str, Any] | None = None  # small state that is restored, but not the client's part
         self.schedule = SchedulerRestore(engine.lr_scheduler)
@@ -91,6 +92,8 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
+        if self.checkpoint_lacks:
+            self._undeclared.only_report(lines_to_add)
         self.counted = OwnCounters()
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
@@ -274,6 +277,8 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._positions is not None:
             self._positions.write(small["position"])
+        if self.checkpoint_lacks:  # its loop has called functions of the script since
+            self._restore_optimizer(small)
         self._numbers.restore(small["numbers"])
         write_modes(self.engine.module, small["modes"], training=not self.silent)
         if small["own_schedulers"]:  # which have set the rates, too, when they were made

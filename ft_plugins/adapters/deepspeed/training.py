@@ -91,6 +91,9 @@ class EngineHooks:
         bound = inspect.signature(original).bind_partial(*args, **kwargs)
         given = configuration_argument(bound.arguments)
         known = resolve(given, context)  # before DeepSpeed acts on it
+        client = self.clients.current
+        if client is not None and known.sync is not None:
+            raise UnsupportedError(f"local SGD is not supported with the loop of {client.name}: drop --sync-policy")
         if known.systems:  # before anything is built, if that is known by now
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"), known.systems)
         build = replica_build(known, bound.arguments.get("model"))
@@ -112,9 +115,6 @@ class EngineHooks:
             context, leave = self._join(config, context)
         shards = None if build is None else build.groups
         try:
-            client = self.clients.current
-            if client is not None and config.sync is not None:
-                raise UnsupportedError(f"local SGD is not supported with the loop of {client.name}: drop --sync-policy")
             self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards, client)
             self.loop.resume()
         except BaseException:

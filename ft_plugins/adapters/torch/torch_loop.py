@@ -57,6 +57,7 @@ from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, w
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
 from ..script.own_counters import OwnCounters
+from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .early_update import EarlyUpdate, early_refusal
 from .plain import PlainLoop
@@ -92,6 +93,8 @@ class TorchHost(PlainLoop, ReducingHost):
     """
 
     fault_points = {"update.begin": (), "update.end": ()}
+    checkpoint_lacks = ""
+    _sets_again = False
 
     def __init__(
         self,
@@ -280,13 +283,18 @@ class TorchHost(PlainLoop, ReducingHost):
                 f"rank {self.rank}: only one of this job and the captured job passed TorchHost a sampler: resume "
                 "with the sampler of the captured job, or start with --ftp-resume fresh"
             )
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(saved["scheduler"])
-        self._optimizers.restore(saved, self._names())
+        self._set_values(saved)
         set_zero_gradients(dict(self._module.named_parameters()), saved["graded"])
         self._caller_state[1](saved["caller"])
 
+    def _set_values(self, saved: Mapping[str, Any]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(saved["scheduler"])
+        self._optimizers.restore(saved, self._names())
+
     def restore_position(self, small: Mapping[str, Any]) -> None:
+        if self._sets_again:
+            self._set_values(small["caller"])
         if self._position is not None:
             self._position.write(small["caller"]["position"])
         self._numbers.restore(small["caller"]["numbers"])
@@ -314,6 +322,13 @@ class TorchHost(PlainLoop, ReducingHost):
         self._optimizers.restore(codec.decode(encoded), self._names())
 
     # ---- hooks ----
+
+    def of_a_library(self, lacks: str, remedy: Callable[[list[Undeclared]], str]) -> None:
+        """A library's loop calls functions of the script, also between a restore and the first iteration: values are
+        set again then. `lacks`: what its own checkpoints lack. `remedy`: of `UndeclaredSearch`, which only reports
+        what changes later."""
+        self.checkpoint_lacks, self._sets_again = lacks, True
+        self._undeclared.only_report(remedy)
 
     def install(self, hooks: Hooks) -> None:
         self._hooks = hooks

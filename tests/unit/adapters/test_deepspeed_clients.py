@@ -117,6 +117,20 @@ def test_a_client_that_does_not_count_must_read_the_engines_counters(events: lis
     assert events == ["begin 6"]
 
 
+def test_local_sgd_with_a_client_is_refused_by_its_name_before_its_engine_is_built() -> None:
+    hooks = training.EngineHooks()
+    block = {"reft": {}, "sync": {"policy": "edit"}}
+
+    def build(model: Any, config: Any) -> Any:
+        raise AssertionError("nothing is built")
+
+    refused = pytest.raises(UnsupportedError, match="local SGD .* loop of Counter: drop --sync-policy")
+    with hooks.clients.setting_up(Counting()), refused:
+        hooks.initialize(build, nn.Linear(1, 1), {"train_batch_size": 2, "ft_plugins": block})
+    with pytest.raises(AssertionError, match="nothing is built"):
+        hooks.initialize(build, nn.Linear(1, 1), {"train_batch_size": 2})
+
+
 def test_the_last_iteration_ends_where_a_client_says_that_training_has(events: list[str]) -> None:
     """What it does with the engine from there on, such as loading its best checkpoint, is in no version."""
     client, other = Counting(5), Counting(5)

@@ -104,7 +104,7 @@ class State:
         (np.float32(0.5), np.float32(0.75)),
         ([object()], [object(), object()]),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_values_that_differ_are_told_from_each_other_and_equal_ones_are_not(one: Any, other: Any) -> None:
     assert comparable(one) == comparable(one) is not None
@@ -112,7 +112,9 @@ def test_values_that_differ_are_told_from_each_other_and_equal_ones_are_not(one:
     assert len(str(comparable(one))) < 80
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2), object(), torch, len, Trap()], ids=str)
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2), object(), torch, len, Trap()], ids=["tensor", "object", "module", "function", "trap"]
+)
 def test_what_cannot_be_compared_has_no_value(value: Any) -> None:
     assert comparable(value) is None
 
