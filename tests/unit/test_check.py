@@ -111,7 +111,7 @@ def test_what_cannot_be_checked_is_one_line(check: Check, words: tuple[str, ...]
 
 def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     values = argparse.Namespace(
-        bf16=True, fp8="hybrid", optimizer="sgd", tensor_model_parallel_size=2, pipeline_model_parallel_size=1,
+        bf16=True, qk_clip=True, optimizer="sgd", tensor_model_parallel_size=2, pipeline_model_parallel_size=1,
         use_distributed_optimizer=True, overlap_param_gather=True,
     )  # fmt: skip
     read = SimpleNamespace(
@@ -120,7 +120,7 @@ def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatc
     reading = SimpleNamespace(read_arguments=lambda folder, words, ranks: read)
     monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.reading", reading)
     checked = check_megatron(Path(), ["--bf16"], ("reft", "paft"), 2)
-    assert checked.framework == "Megatron-LM 9.9" and "--fp8-format hybrid" in checked.refusal
+    assert checked.framework == "Megatron-LM 9.9" and "--qk-clip" in checked.refusal
     assert [text.partition(" (")[0] for text in checked.treated(Treatment.FOLLOWED)] == [
         "the distributed optimizer", "bf16", "SGD",
     ]  # fmt: skip

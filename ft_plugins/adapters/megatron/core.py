@@ -46,6 +46,7 @@ from ..host_parts import groups, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from . import state
+from .fp8 import require_no_history
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
@@ -133,6 +134,8 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         return regrouped(small.get("members"), self._members, partial=True)
 
     def small_state(self) -> dict[str, Any]:
+        """All state that is not a tensor. Raises UnsupportedError for state that has appeared and is not captured."""
+        require_no_history(self.chunks, self.rank)
         return {
             "groups": [groups(optimizer) for optimizer in self.optimizers],
             "members": self._members,

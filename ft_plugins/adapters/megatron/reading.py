@@ -44,7 +44,7 @@ class ReadArguments:
 def read_arguments(folder: Path, words: Sequence[str], ranks: int = 1) -> ReadArguments:
     """Read `words`, the arguments of a script in `folder`, for so many ranks, or the fewest that the sizes need. Raises
     ConfigError for words that Megatron-LM's parser refuses, FtError if there is no Megatron-LM."""
-    module = _import_arguments(folder)
+    module = import_arguments(folder)
     with _as_first_rank(words, ranks):
         with _quiet() as said:
             try:
@@ -60,8 +60,10 @@ def read_arguments(folder: Path, words: Sequence[str], ranks: int = 1) -> ReadAr
     return ReadArguments(version, values, unknown, problem, values.world_size, _parameters(values))
 
 
-def _import_arguments(folder: Path) -> ModuleType:
-    sys.path.insert(0, str(folder))  # as when Python runs a script there
+def import_arguments(folder: Path) -> ModuleType:
+    """Megatron-LM's module of arguments, as a script in `folder` imports it. Raises FtError."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # as when Python runs a script there
     prepare()
     try:
         with _quiet():
@@ -102,7 +104,7 @@ def _validate(module: ModuleType, values: argparse.Namespace) -> str:
     try:
         with _quiet():
             module.validate_args(values, {})
-    except Exception as error:  # whatever a version raises, the rules still read what was parsed
+    except (Exception, SystemExit) as error:  # whatever a version raises, the rules still read what was parsed
         lines = [line for line in str(error).splitlines() if line.strip()][:_LINES]
         return f"{type(error).__name__}: {' '.join(lines)}"
     return ""

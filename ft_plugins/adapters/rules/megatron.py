@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, treated_as
+from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, some, treated_as
 
 OTHERWISE = "run without protection"
 _WHOLE = "full_iteration"
@@ -47,6 +47,14 @@ def _named(key: str, name: str, reason: str, option: str = "", **more: Any) -> R
 
 
 _several_instances = above("num_distributed_optimizer_instances", 1)
+_current_scaling = equals("fp8_recipe", "tensorwise", "blockwise", "mxfp8")
+_layer_wise = some(
+    equals("optimizer", "dist_muon"),
+    every(
+        equals("optimizer", *_NEW_OPTIMIZERS),
+        some(on("use_distributed_optimizer"), on("use_layer_wise_distributed_optimizer")),
+    ),
+)
 ONE_INSTANCE = Rule(
     "several instances of the distributed optimizer", ("num_distributed_optimizer_instances",),
     _several_instances,
@@ -61,7 +69,21 @@ _REFUSED = (
         "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope", _WHOLE,
     ),
     _named("optimizer_cuda_graph", "CUDA graphs of the optimizer", "a captured update replays without hooks"),
-    _named("fp8", "fp8 parameters", "they keep scaling state outside of the optimizer", "--fp8-format"),
+    Rule(
+        "fp8 with delayed scaling", ("fp8_recipe",), every(on("fp8"), lambda settings: not _current_scaling(settings)),
+        "modules keep histories of maxima outside of the optimizer", "--fp8-recipe", "delayed",
+        remedy="choose --fp8-recipe tensorwise, blockwise or mxfp8",
+    ),
+    Rule(
+        "fp8 parameters", ("fp8_param_gather", "fp8_param"),
+        every(on("fp8"), some(on("fp8_param_gather"), on("fp8_param"))),
+        "a restore that casts them from masters is not tested", "--fp8-param-gather",
+    ),
+    Rule(
+        "fp8 in attention", ("fp8_dot_product_attention", "fp8_multi_head_attention"),
+        every(on("fp8"), some(on("fp8_dot_product_attention"), on("fp8_multi_head_attention"))),
+        "its scaling may be delayed whatever the recipe", "fp8_dot_product_attention, fp8_multi_head_attention",
+    ),
     _named("fp4", "fp4 parameters", "they keep scaling state outside of the optimizer", "--fp4-format"),
     _named("qk_clip", "QK clipping", "it changes parameters and masters separately after the update"),
     _named("use_megatron_fsdp", "Megatron FSDP", "it has no contiguous buffers to gather from"),
@@ -70,6 +92,10 @@ _REFUSED = (
         "use_precision_aware_optimizer", "the precision-aware optimizer", "it keeps its masters inside FusedAdam",
     ),
     _named("optimizer_cpu_offload", "optimizer CPU offload", "it keeps its own masters"),
+    Rule(
+        "a layer-wise optimizer", ("optimizer",), _layer_wise,
+        "each rank updates other parameters, which are no shards of one another", "--optimizer", "dist_muon",
+    ),
     Rule(
         "an optimizer of its own kind", ("built.optimizers",), on("built.optimizers"),
         "its state is unknown; Megatron's fp32, bf16/fp16 and distributed ones are followed",
@@ -110,6 +136,10 @@ _REFUSED = (
 )  # fmt: skip
 
 _FOLLOWED = (
+    Rule(
+        "fp8 scaled by the current tensor (not yet run on a GPU)", ("fp8_recipe",), every(on("fp8"), _current_scaling),
+        "no state outlives an iteration", "--fp8-recipe", "tensorwise, blockwise, mxfp8",
+    ),
     _named("use_distributed_optimizer", "the distributed optimizer", "each rank captures its shards"),
     _named("bf16", "bf16", "masters are captured, parameters are cast from them"),
     _named("fp16", "fp16", "masters and the loss scale are captured, parameters are cast from masters"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import enum
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ft_plugins.adapters.megatron import training
 from ft_plugins.adapters.megatron.arguments import check_validated, require_followed
+from ft_plugins.adapters.megatron.fp8 import require_no_history
 from ft_plugins.adapters.megatron.training import MegatronLoop
-from ft_plugins.adapters.rules import MEGATRON, findings, refused
+from ft_plugins.adapters.rules import MEGATRON, Treatment, findings, refused
 from ft_plugins.adapters.rules.megatron import cuda_graphs
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.patches import cpu_patches
@@ -108,7 +111,7 @@ ARGUMENTS = (
 )
 OF_MODEL = (
     Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B (--overlap-moe-expert-parallel-comm)"),
-    Option("fp8", "0.14", "hybrid", "fp8 parameters"),
+    Option("fp8", "0.14", "hybrid", "fp8 with delayed scaling"),
     Option("fp4", "0.15", "e2m1", "fp4 parameters"),
     Option("qk_clip", "0.16", True, "QK clipping"),
 )
@@ -251,7 +254,7 @@ def test_what_the_arguments_show_is_refused_before_a_model_is_built(version: str
     """The model and its optimizer took minutes, and then were refused for what the command line had said."""
     for option in (*OF_MODEL, *OF_DDP, *OF_OPTIMIZER):
         if option.within(version):
-            with pytest.raises(UnsupportedError, match="Drop the option, or run without protection"):
+            with pytest.raises(UnsupportedError, match=f"{re.escape(option.said)}.*, or run without protection"):
                 require_followed(configured(version, (option,), **{option.name: option.value}), REFT)
 
 
@@ -300,12 +303,75 @@ def test_what_ends_one_system_leaves_the_others_alone() -> None:
         require_followed(instances, ("paft",))
 
 
+FP8_REFUSED = [
+    ({"fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
+    ({"fp8_recipe": "custom"}, "--fp8-recipe custom"),
+    ({"fp8_recipe": "mxfp8", "fp8_param_gather": True}, "--fp8-param-gather"),
+    ({"fp8_recipe": "tensorwise", "fp8_param": True}, "fp8 parameters"),
+    ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "fp8 in attention"),
+]
+
+
+def test_fp8_is_followed_where_no_state_of_it_outlives_an_iteration() -> None:
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        settings = argparse.Namespace(fp8="hybrid", fp8_recipe=recipe, fp8_param_gather=False)
+        require_followed(settings, REFT)
+        [found] = findings(MEGATRON, settings)
+        assert found.rule.treatment is Treatment.FOLLOWED and f"--fp8-recipe {recipe}" in found.text
+    for more, said in FP8_REFUSED:
+        with pytest.raises(UnsupportedError, match=said):
+            require_followed(argparse.Namespace(fp8="hybrid", **more), REFT)
+
+
+class _Scaled(torch.nn.Module):
+    """A module that keeps what TransformerEngine's do: nothing before its first forward, then by its recipes."""
+
+    def __init__(self, **kept: Any) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "recipe": None}
+        self._kept = kept
+
+    def forward(self) -> None:
+        self.fp8_meta.update(self._kept)
+
+
+def test_a_history_of_maxima_that_appears_next_to_another_recipe_is_refused_by_its_module() -> None:
+    """A restore began it from nothing, so that scales were others than in an unfailed run."""
+    scaled_now = SimpleNamespace(quantizers=[object()])
+    delayed = SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(4, 2))
+    attention = _Scaled(scaling_fwd=[scaled_now, delayed])
+    chunk = torch.nn.ModuleDict({"linear": _Scaled(scaling_fwd=scaled_now), "attention": attention})
+    chunk.config = SimpleNamespace(fp8="hybrid")
+    require_no_history([chunk], 3)
+    for part in (chunk["linear"], attention):
+        part.forward()
+    with pytest.raises(UnsupportedError, match="rank 3: 'attention' ._Scaled. keeps a history of maxima"):
+        require_no_history([chunk], 3)
+    chunk.config.fp8 = None  # another use of the name
+    require_no_history([chunk], 3)
+
+
+MUON = [
+    ({"optimizer": "dist_muon"}, "--optimizer dist_muon"),
+    ({"optimizer": "muon", "use_distributed_optimizer": True}, "--optimizer muon"),
+    ({"optimizer": "soap", "use_layer_wise_distributed_optimizer": True}, "--optimizer soap"),
+]
+
+
+def test_optimizers_that_are_divided_by_whole_layers_are_refused_by_name() -> None:
+    for given, said in MUON:
+        with pytest.raises(UnsupportedError, match=f"a layer-wise optimizer .{said}"):
+            require_followed(argparse.Namespace(**given), REFT)
+    for given in ({"optimizer": "muon"}, {"optimizer": "adam", "use_distributed_optimizer": True}):
+        require_followed(argparse.Namespace(**given), REFT)
+
+
 class _Arguments(ModuleType):
     """Stands for `megatron.training.arguments`."""
 
     @staticmethod
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
-        args.fp8 = defaults["fp8"]
+        args.fp8, args.fp8_recipe = defaults["fp8"], "delayed"
         return args
 
 
@@ -315,7 +381,7 @@ def test_arguments_are_refused_once_they_are_validated_before_anything_is_built(
     check_validated(module)
     protected = argparse.Namespace(reft=True)
     assert module.validate_args(protected, {"fp8": None}) is protected
-    with pytest.raises(UnsupportedError, match="--fp8-format hybrid"):
+    with pytest.raises(UnsupportedError, match="--fp8-recipe delayed"):
         module.validate_args(protected, {"fp8": "hybrid"})
     module.validate_args(argparse.Namespace(), {"fp8": "hybrid"})  # without protection it is Megatron-LM's own
 

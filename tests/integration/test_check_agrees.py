@@ -1,0 +1,148 @@
+"""`ft-plugins check` and the job itself say the same: 20 argument sets and configurations, each checked, then started.
+
+Given what starts on a CPU; then a job that check refuses ends with status 78 and check's own line, and any other
+trains. Those of Megatron-LM where MEGATRON_LM_PATH names a checkout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import EXIT_REFUSED
+from harness.megatron_lm import SCRIPT, SETTINGS
+
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+BOUND = 400.0  # seconds for one start; ten times what it takes on two idle cores
+CHECK = ("-c", "from ft_plugins.cli import main; main()", "check", "--json", "--")
+FT_RUN = ("-m", "ft_plugins.launcher.command")
+
+LOOP = """
+import argparse
+import deepspeed
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--deepspeed_config")
+parser.add_argument("--local_rank")
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=parser.parse_args().deepspeed_config
+)
+inputs = torch.ones(2, 8, dtype=next(engine.module.parameters()).dtype)
+for _ in range(engine.global_steps, 2):
+    engine.backward(engine(inputs).float().square().mean())
+    engine.step()
+print("trained to", engine.global_steps)
+"""
+BF16, ADAM = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"bf16": BF16, "zero_optimization": {"stage": stage, **more}}
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "zero1": zero(1),
+    "zero2, a scheduler": {**zero(2), "scheduler": {"type": "WarmupLR", "params": {}}},
+    "zero3, clipped": {**zero(3), "gradient_clipping": 1.0},
+    "MiCS": zero(3, mics_shard_size=1),
+    "offload to NVMe": zero(3, offload_optimizer={"device": "nvme", "nvme_path": "/nowhere"}),
+    "offload of parameters": zero(3, offload_param={"device": "cpu"}),
+    "quantized weights": zero(3, zero_quantized_weights=True),
+    "DeepCompile": {**zero(3), "compile": {"deepcompile": True}},
+    "the hybrid engine": {**zero(2), "hybrid_engine": {"enabled": True}},
+}
+
+SMALL = (
+    *("--distributed-backend", "gloo", "--transformer-impl", "local", "--num-layers", "2", "--hidden-size", "32"),
+    *("--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32", "--mock-data"),
+    *("--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "2", "--lr", "1e-3"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "90,5,5", "--num-workers", "0"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-rope-fusion"),
+    *("--no-bias-dropout-fusion", "--no-persist-layer-norm", "--eval-iters", "0", "--eval-interval", "9"),
+)
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "fp32": (),
+    "bf16, distributed": ("--bf16", "--use-distributed-optimizer"),
+    "SGD": ("--optimizer", "sgd"),
+    "fp16": ("--fp16",),
+    "recomputed": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    "evaluation alone": ("--skip-train",),
+    "an external loader": ("--dataloader-type", "external"),
+    "injected errors": ("--error-injection-rate", "100", "--error-injection-type", "transient_error"),
+    "a graph of the iteration": (
+        *("--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration", "--no-check-for-nan-in-loss-and-grad"),
+        "--te-rng-tracker",
+    ),
+    "optimizer state in host memory": (
+        *("--bf16", "--use-distributed-optimizer", "--use-precision-aware-optimizer", "--optimizer-cpu-offload"),
+    ),
+}
+
+
+def both(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], int, str]:
+    """What check says, then status and output of the job."""
+    environment = {**os.environ, **SETTINGS, "XDG_RUNTIME_DIR": str(folder), **more}
+
+    def run(*words: str) -> Any:
+        told = folder / "out"  # no pipe: an SMP that stays has the launcher's open
+        with told.open("w") as out:
+            done = subprocess.run(
+                [sys.executable, *words], cwd=folder, env=environment, stdout=out, stderr=out, timeout=BOUND
+            )
+        return done.returncode, told.read_text()
+
+    status, said = run(*CHECK, *command)
+    checked = json.loads(said.splitlines()[-1])
+    assert status == (EXIT_REFUSED if checked["refusal"] else 0), said
+    return checked, *run(*FT_RUN, *command)
+
+
+def require_agreement(checked: dict[str, Any], status: int, output: str) -> None:
+    """The job ended as check said, with the same line if it was refused."""
+    if checked["refusal"]:
+        assert status == EXIT_REFUSED, output[-3000:]
+        assert checked["refusal"] in output, (checked["refusal"], output[-3000:])
+    else:
+        assert status == 0, output[-3000:]
+
+
+@pytest.fixture
+def short(own_environment: Path) -> Path:
+    """A folder whose path leaves room for that of a socket."""
+    folder = own_environment / f"c{len(list(own_environment.iterdir()))}"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_deepspeed_job_ends_as_check_says(short: Path, name: str) -> None:
+    (short / "train.py").write_text(LOOP)
+    settings = {"train_batch_size": 2, "optimizer": ADAM, "ft_plugins": {"reft": True}, **CONFIGURATIONS[name]}
+    (short / "ds.json").write_text(json.dumps(settings))
+    command = ("--nproc-per-node", "1", "train.py", "--deepspeed_config", "ds.json")
+    checked, status, output = both(command, short, {})
+    require_agreement(checked, status, output)
+    assert ("trained to 2" in output) != bool(checked["refusal"])
+    assert bool(checked["refusal"]) == (list(CONFIGURATIONS).index(name) > 3), checked
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_job_of_megatron_lm_ends_as_check_says(short: Path, name: str) -> None:
+    command = ("--nproc-per-node", "1", str(Path(CHECKOUT) / SCRIPT), *SMALL, *ARGUMENTS[name], "--reft")
+    checked, status, output = both(command, short, {"PYTHONPATH": CHECKOUT})
+    assert checked["notes"] == [], checked
+    require_agreement(checked, status, output)
+    assert bool(checked["refusal"]) == (list(ARGUMENTS).index(name) > 4), checked
