@@ -26,6 +26,7 @@ _NOT_FOLLOWED = {  # of DeepSpeed's own optimizers, by type in the configuration
 }
 _OFFLOAD_NOWHERE = ("none", None)
 _NOTHING = SimpleNamespace()
+_AUTO_EP = "AutoEP (expert_parallel) replaces layers and their experts"
 _EIGENVALUES = "eigenvalues (eigenvalue) keeps its own counters"
 _OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
@@ -62,8 +63,10 @@ def _of_engine(engine: Any) -> Iterator[str]:
         yield "DualPipeV has its own schedule"
     elif kind not in _ENGINES:
         yield f"the engine {kind} is unknown"
-    if getattr(engine, "has_moe_layers", False):
-        yield "MoE layers: the replica sets of experts are unknown"
+    if getattr(getattr(engine._config, "expert_parallel_config", None), "enabled", False):
+        yield _AUTO_EP
+    elif getattr(engine, "has_moe_layers", False) and kind == "PipelineEngine":
+        yield "MoE layers in a pipeline: expert groups of stages are untested"
     if _asked(engine, "autotp_size", 0) > 1 and kind == "PipelineEngine":
         yield "AutoTP with pipelines (tensor_parallel.autotp_size)"
     if _asked(engine, "is_deepcompile_enabled", False):
@@ -130,6 +133,8 @@ def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:
         yield _EIGENVALUES
     if _at(settings, "compile", "deepcompile") is True:
         yield "DeepCompile replaces the step (compile.deepcompile)"
+    if _at(settings, "expert_parallel", "enabled") is True:
+        yield _AUTO_EP
 
 
 def _at(settings: Any, *path: str) -> Any:
