@@ -209,7 +209,9 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     def admits(self, replicas: int) -> bool:
         """Whether the global batch can stay, and the ranks make up whole replicas of local SGD: the configuration must
-        let DeepSpeed choose the accumulation steps."""
+        let DeepSpeed choose the accumulation steps. Not with MoE, whose expert groups would be others."""
+        if getattr(self.engine, "has_moe_layers", False):
+            return False
         if self._shards is not None and replicas % len(self._shards.inner):
             return False
         settings = self.engine._config._param_dict

@@ -204,7 +204,7 @@ def state_items(
                 "does not have: build the optimizer from engine.module.parameters()"
             )
         updated.add(one.parameter)
-        own_replicas = (sharers or (rank,)) if one.sharded else replicas
+        own_replicas = (sharers or (rank,)) if one.sharded else replicas_of(engine, one.parameter, replicas)
         items.extend(_of_fragment(one, names[one.parameter], inner(optimizer), own_replicas, first))
     elsewhere = set(derived(optimizer))  # may have all elements on other ranks
     for parameter, name in names.items():
@@ -215,8 +215,17 @@ def state_items(
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
                 "freeze it, or give it to the optimizer"
             )
-        items.append(_frozen(name, parameter, sharers or (rank,), replicas, first))
+        holders = replicas_of(engine, parameter, replicas)
+        items.append(_frozen(name, parameter, sharers or (rank,), holders, first))
     return [*items, *_buffers(engine.module, rank)]
+
+
+def replicas_of(engine: Any, parameter: torch.nn.Parameter, replicas: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that hold a whole parameter: of an expert those with the same experts, of others the `replicas`."""
+    if getattr(parameter, "allreduce", True):
+        return replicas
+    group = engine.expert_data_parallel_group[parameter.group_name]  # type: ignore[attr-defined]
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))
 
 
 def layer_of(name: str) -> int | None:

@@ -59,6 +59,7 @@ def as_built(engine: Any) -> dict[str, Any]:
         "optimizer": None,  # the one that was built counts
         "zero_optimization": _zero(engine),
         "compile": {"deepcompile": _asked(engine, "is_deepcompile_enabled", False)},
+        "expert_parallel": vars(getattr(engine._config, "expert_parallel_config", None) or _NOTHING),
         "managed_gradient_accumulation": _asked(engine, "managed_gradient_accumulation", True),
         "progressive_layer_drop": {"enabled": _asked(engine, "pld_enabled", False)},
         "eigenvalue": {"enabled": _asked(engine, "eigenvalue_enabled", False)},
@@ -85,7 +86,7 @@ def _facts(engine: Any) -> dict[str, Any]:
     cycles = getattr(getattr(engine, "lr_scheduler", None), "cycle_momentum", False)
     return {
         "engine": "" if kind in _ENGINES else kind,
-        "moe": getattr(engine, "has_moe_layers", False),
+        "moe_pipeline": getattr(engine, "has_moe_layers", False) and kind == "PipelineEngine",
         "tensor_parallel_pipeline": _asked(engine, "autotp_size", 0) > 1 and kind == "PipelineEngine",
         "own_scaler": getattr(engine, "torch_autocast_z0_gradscaler", None) is not None,
         "compression": [name for name, method in methods.items() if method.get("enabled")],
