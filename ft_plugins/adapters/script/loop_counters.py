@@ -68,9 +68,7 @@ def not_continued(
     `within`: it was captured in the middle of a pass over the data, whose rest comes next.
     """
     if within and version.cut and now.cut == version.cut == first.cut:
-        names = ", ".join(version.cut)
-        rest = "its pass over the data, of which only the rest comes now, ends as a whole one does"
-        return f"{rest}, by {names}: {LEAVING}"
+        return rest_ends_as_a_whole(version.cut, LEAVING)
     changed = _changed(first.counters, version.counters, now.counters, ended, ignored)
     if changed:
         return changed
@@ -78,6 +76,12 @@ def not_continued(
     if bounds and not now.counters.keys() & version.counters.keys() and bounds == version.bounds == first.bounds:
         return f"it runs as often as at the job's start ({', '.join(bounds)}), and has no counter"
     return None
+
+
+def rest_ends_as_a_whole(cut: Collection[str], remedy: str) -> str:
+    """What is wrong with a pass that is ended by a count from its beginning, if only its rest comes."""
+    rest = "its pass over the data, of which only the rest comes now, ends as a whole one does"
+    return f"{rest}, by {', '.join(cut)}: {remedy}"
 
 
 def decided_otherwise(

@@ -21,7 +21,6 @@ class OwnCounters:
         self._first = self._last = LoopCounters()
         self._saved: Mapping[str, Any] | None = None
         self._within = False  # whether it was captured in the middle of a pass over the data
-        self.begun = False
         self.remark = ""  # after `begin`: what else is not what it was
 
     def _now(self) -> LoopCounters:
@@ -45,7 +44,6 @@ class OwnCounters:
         """Before the first iteration of this incarnation: what shows that the loop did not continue, None for nothing.
         Another number of ranks may have epochs of another length."""
         self._first = self._last = now = self._now()
-        self.begun = True
         saved, self._saved = self._saved, None
         if not restored or saved is None:
             return None

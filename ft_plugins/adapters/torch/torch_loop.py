@@ -295,6 +295,9 @@ class TorchHost(PlainLoop, ReducingHost):
         self._counted.restored(small.get("loop"), within=False)
         self._compare_counters()
 
+    def loop_begins(self) -> None:
+        self._counted.begin(False, ())
+
     def _compare_counters(self) -> None:
         """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
         script carries on are named."""
@@ -360,8 +363,6 @@ class TorchHost(PlainLoop, ReducingHost):
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The fence, at the first step of an iteration."""
         assert (hooks := self._hooks) is not None
-        if not self._counted.begun:
-            self._counted.begin(False, ())
         again = hooks.iteration == self._updated
         if again and hooks.iteration and self._optimizers.several:
             self._watch.check_gradients(hooks.iteration, self._used[optimizer])
