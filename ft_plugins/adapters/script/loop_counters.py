@@ -34,7 +34,7 @@ from .loop_code import FunctionCode, LoopCode, function_at, loops_around
 from .loop_values import comparable, parsed, value_of
 from .script_names import is_of_library, stack
 
-_SHOWN = 8  # counters in a message
+_SHOWN, _MOST = 8, 64  # counters in a message, of each kind
 LEAVING = (
     "end a pass behind the training on its last batch, as a restart can: `if engine.global_steps % n == 0: break` "
     "after engine.step(); and look at samples of the data set, not at a batch of the loader"
@@ -153,14 +153,17 @@ def _owner_of(expression: str) -> str:
 def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, carried: bool) -> None:
     """Integers count wherever they are; what else is carried on decides something."""
     if type(value) is int:
-        if kind != "deciding" or name not in found["counters"]:
-            found[kind].setdefault(name, value)
-    elif carried and (kind == "counters" or kind == "deciding"):
-        text = comparable(value)
-        if text is not None:
-            found["deciding"].setdefault(name, text)
-        elif isinstance(value, torch.Tensor):
-            found["unread"].setdefault(name, type(value).__name__)
+        if kind == "deciding" and name in found["counters"]:
+            return
+        noted: Any = value
+    elif carried and kind in ("counters", "deciding"):
+        noted, kind = comparable(value), "deciding"
+        if noted is None and isinstance(value, torch.Tensor):
+            noted, kind = type(value).__name__, "unread"
+    else:
+        return
+    if noted is not None and len(found[kind]) < _MOST:
+        found[kind].setdefault(name, noted)
 
 
 @cache

@@ -250,8 +250,7 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        counted = self._counted.captured() if self._iteration else None
-        return {"caller": values, "loop": counted, **self.generators()}
+        return {"caller": values, "loop": self._counted.captured(), **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
