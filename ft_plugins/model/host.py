@@ -220,6 +220,14 @@ class Checking(Protocol):
 
 
 @runtime_checkable
+class Looping(Protocol):
+    """Implemented by a host whose loop runs over the session's iterations."""
+
+    def loop_begins(self) -> None:
+        """Called once, before the first iteration of an incarnation and before `restore_position`."""
+
+
+@runtime_checkable
 class Grouped(Protocol):
     """What a host offers in addition, if it restores values of parameter groups by the number of the group."""
 

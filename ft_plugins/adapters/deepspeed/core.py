@@ -155,10 +155,14 @@ class DeepSpeedHost(DeepSpeedStepping):
             "silent": self.silent,
             "modes": read_modes(self.engine.module),
             "numbers": self._numbers.captured(self.rank == 0),
-            "loop": None if self.silent else self.counted.captured(),
+            "loop": None if self.silent or self._client_counts() else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
         }
+
+    def _client_counts(self) -> bool:
+        """Whether the client says where its loop is, so that nothing else need show it."""
+        return self._trains and self._client is not None and self._client.iteration() is not None
 
     def _given(self) -> Given:
         """What the engine consists of. Modules of other stages are left in a pipeline's list of layers."""

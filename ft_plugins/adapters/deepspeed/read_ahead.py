@@ -24,7 +24,10 @@ ADVICE = (
     "read others between engine.eval() and engine.train()"
 )
 READ_EARLY = "an iterator that trains was read before deepspeed.initialize already: begin it after"
-NOTHING_READ = "the engine computes in training mode, but no batch was read since the last update"
+NOTHING_READ = (
+    "the engine computes in training mode, but no batch was read since the last update (itertools.cycle reads a loader "
+    "once and repeats what it kept: write `while True: yield from loader` in its place)"
+)
 DRAWN = (
     "random numbers were drawn after the last update, but no batch was read from a tracked loader, and a restore sets "
     "random numbers only at the forward. Draw them in the data set or the collate function of a torch DataLoader, or "

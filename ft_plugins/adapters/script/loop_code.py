@@ -75,6 +75,7 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
     indices = [text for loop in loops for test, _ in _tests(loop) for text in _values(test) if text in fetching]
     cut = [text for loop in loops if loop not in inside for text in _cut(loop, loop is not loops[0])]
+    cut += [text for one in _statement(tree, line) if inside for text in _sliced(one)]
     found = counters, bounds, deciding, indices, cut, carried, calls, _calls(ends)
     return LoopCode(*(tuple(dict.fromkeys(each)) for each in found))
 
@@ -192,10 +193,21 @@ def _cut(loop: ast.For | ast.AsyncFor | ast.While, is_inner: bool) -> Iterator[s
     for test, ends in _tests(loop):
         if ends and _counts(loop) and targets & {*_values(test)}:
             yield from (text for text in (*_values(test), *_literals(test)) if text not in targets)
-    calls = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call)]
-    for call in calls:
-        if is_inner and ast.unparse(call.func).split(".")[-1] in ("islice", "zip"):
+    if is_inner:
+        yield from _sliced(loop.iter)
+
+
+def _sliced(node: ast.AST) -> Iterator[str]:
+    """What ends the calls of `islice` and `zip` in an expression or a statement."""
+    for call in (one for one in _same_scope([node]) if isinstance(one, ast.Call)):
+        if ast.unparse(call.func).split(".")[-1] in ("islice", "zip"):
             yield from (*_values(call), *_literals(call))
+
+
+def _statement(tree: ast.Module, line: int) -> list[ast.stmt]:
+    """The one without a body that is executed at a line."""
+    simple = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return
+    return [one for one in ast.walk(tree) if isinstance(one, simple) and one.lineno <= line <= (one.end_lineno or line)]
 
 
 def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:

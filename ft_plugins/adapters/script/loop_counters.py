@@ -34,7 +34,7 @@ from .loop_code import FunctionCode, LoopCode, function_at, loops_around
 from .loop_values import comparable, parsed, value_of
 from .script_names import is_of_library, stack
 
-_SHOWN = 8  # counters in a message
+_SHOWN, _MOST = 8, 64  # counters in a message, of each kind
 LEAVING = (
     "end a pass behind the training on its last batch, as a restart can: `if engine.global_steps % n == 0: break` "
     "after engine.step(); and look at samples of the data set, not at a batch of the loader"
@@ -68,9 +68,7 @@ def not_continued(
     `within`: it was captured in the middle of a pass over the data, whose rest comes next.
     """
     if within and version.cut and now.cut == version.cut == first.cut:
-        names = ", ".join(version.cut)
-        rest = "its pass over the data, of which only the rest comes now, ends as a whole one does"
-        return f"{rest}, by {names}: {LEAVING}"
+        return rest_ends_as_a_whole(version.cut, LEAVING)
     changed = _changed(first.counters, version.counters, now.counters, ended, ignored)
     if changed:
         return changed
@@ -78,6 +76,12 @@ def not_continued(
     if bounds and not now.counters.keys() & version.counters.keys() and bounds == version.bounds == first.bounds:
         return f"it runs as often as at the job's start ({', '.join(bounds)}), and has no counter"
     return None
+
+
+def rest_ends_as_a_whole(cut: Collection[str], remedy: str) -> str:
+    """What is wrong with a pass that is ended by a count from its beginning, if only its rest comes."""
+    rest = "its pass over the data, of which only the rest comes now, ends as a whole one does"
+    return f"{rest}, by {', '.join(cut)}: {remedy}"
 
 
 def decided_otherwise(
@@ -149,14 +153,17 @@ def _owner_of(expression: str) -> str:
 def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, carried: bool) -> None:
     """Integers count wherever they are; what else is carried on decides something."""
     if type(value) is int:
-        if kind != "deciding" or name not in found["counters"]:
-            found[kind].setdefault(name, value)
-    elif carried and (kind == "counters" or kind == "deciding"):
-        text = comparable(value)
-        if text is not None:
-            found["deciding"].setdefault(name, text)
-        elif isinstance(value, torch.Tensor):
-            found["unread"].setdefault(name, type(value).__name__)
+        if kind == "deciding" and name in found["counters"]:
+            return
+        noted: Any = value
+    elif carried and kind in ("counters", "deciding"):
+        noted, kind = comparable(value), "deciding"
+        if noted is None and isinstance(value, torch.Tensor):
+            noted, kind = type(value).__name__, "unread"
+    else:
+        return
+    if noted is not None and len(found[kind]) < _MOST:
+        found[kind].setdefault(name, noted)
 
 
 @cache

@@ -12,6 +12,8 @@ import torch
 
 from .loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
 
+_ROOM = 32 << 10  # bytes of what `loop_counters` finds at most, twice
+
 
 class OwnCounters:
     """`bounded`: what the loops iterate over says how long they run, and may differ after a restart."""
@@ -20,8 +22,8 @@ class OwnCounters:
         self._bounded = bounded
         self._first = self._last = LoopCounters()
         self._saved: Mapping[str, Any] | None = None
+        self._begun = False
         self._within = False  # whether it was captured in the middle of a pass over the data
-        self.begun = False
         self.remark = ""  # after `begin`: what else is not what it was
 
     def _now(self) -> LoopCounters:
@@ -32,8 +34,9 @@ class OwnCounters:
         """At the version point, right before the next iteration or after the loop: what a version has of them."""
         now = self._now()
         self._last = now or self._last
+        reserve = {} if self._begun else {"reserve": bytes(_ROOM)}  # asked for the size
         return {
-            **{"first": vars(self._first), "last": vars(self._last), "ended": not now},
+            **{"first": vars(self._first), "last": vars(self._last), "ended": not now, **reserve},
             "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         }
 
@@ -45,7 +48,7 @@ class OwnCounters:
         """Before the first iteration of this incarnation: what shows that the loop did not continue, None for nothing.
         Another number of ranks may have epochs of another length."""
         self._first = self._last = now = self._now()
-        self.begun = True
+        self._begun = True
         saved, self._saved = self._saved, None
         if not restored or saved is None:
             return None

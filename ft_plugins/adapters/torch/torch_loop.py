@@ -253,8 +253,7 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        counted = self._counted.captured() if self._iteration else None
-        return {"caller": values, "loop": counted, **self.generators()}
+        return {"caller": values, "loop": self._counted.captured(), **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -302,6 +301,9 @@ class TorchHost(PlainLoop, ReducingHost):
         super().restore_position(small)
         self._counted.restored(small.get("loop"), within=False)
         self._compare_counters()
+
+    def loop_begins(self) -> None:
+        self._counted.begin(False, ())
 
     def _compare_counters(self) -> None:
         """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
@@ -375,8 +377,6 @@ class TorchHost(PlainLoop, ReducingHost):
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The fence, at the first step of an iteration."""
         assert (hooks := self._hooks) is not None
-        if not self._counted.begun:
-            self._counted.begin(False, ())
         again = hooks.iteration == self._updated
         if again and hooks.iteration and self._optimizers.several:
             self._watch.check_gradients(hooks.iteration, self._used[optimizer])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import random
 from argparse import Namespace
 from collections import deque
@@ -16,6 +17,8 @@ import torch
 
 from ft_plugins.adapters.script.loop_counters import LoopCounters, decided_otherwise, loop_counters
 from ft_plugins.adapters.script.loop_values import NOTHING, comparable, value_of
+from ft_plugins.adapters.script.own_counters import OwnCounters
+from ft_plugins.snapshot.capture import codec
 
 
 class Slotted:
@@ -277,3 +280,18 @@ def test_a_generator_that_a_loop_draws_from_is_compared(draw: Callable[[], Any])
         call(generator)
     changed = decided_otherwise(versions[0], versions[2], versions[0], within=False) or ""
     assert f"`generator` in {test_a_generator_that_a_loop_draws_from_is_compared.__name__}() is a " in changed
+
+
+def test_a_version_has_room_for_what_the_largest_loop_carries_on() -> None:
+    """The room is claimed by a version before the first iteration, and by twice its size."""
+    own, many = OwnCounters(), {f"a_name_of_some_length_{number}": 0.5 for number in range(200)}
+    claimed = 2 * len(codec.encode(own.captured()))
+    source = "def loop(own):\n  for step in range(3):\n    own.begin(False, ())\n    yield own.captured()\n"
+    source += "".join(f"    {name} = step + {value}\n" for name, value in many.items())
+    file = "a_large_loop.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), space)  # noqa: S102
+    *_, last = space["loop"](own)
+    assert len(last["last"]["deciding"]) == 64
+    assert len(codec.encode(last)) < claimed
