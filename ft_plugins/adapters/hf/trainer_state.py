@@ -17,7 +17,7 @@ from ...errors import ResumeError
 from ...events import say
 from ..data.loader_values import encoding
 from .log_history import LogHistory, expected_bytes
-from .plain_attributes import PlainAttributes
+from .plain_attributes import LIMIT, PlainAttributes
 
 _HISTORY = "log_history"
 _OF_THE_RANK = ("is_local_process_zero", "is_world_process_zero")
@@ -67,7 +67,7 @@ class TrainerProgress:
 
     def _plain(self, place: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that can be encoded; others are named once."""
-        plain = {name: value for name, value in values.items() if encoding(value, _GROWTH) is not None}
+        plain = {name: value for name, value in values.items() if encoding(value, 2 * LIMIT) is not None}
         for name in values.keys() - plain.keys() - self._named:
             self._named.add(name)
             if self._trainer.is_world_process_zero():
@@ -106,7 +106,7 @@ class TrainerProgress:
         if f"{_ARGUMENTS}.{_ACCUMULATION}" in saved["attributes"]:
             raise ResumeError(f"{_CHANGED}: give it the same value from the start, with --ftp-resume fresh")
         state = self._trainer.state
-        for name, value in saved["state"].items():
+        for name, value in {**self._derived, **saved["state"]}.items():
             setattr(state, name, copy.deepcopy(value))
         self._history.write(saved["history"], state.log_history)
 

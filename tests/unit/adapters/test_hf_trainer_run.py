@@ -231,6 +231,11 @@ def test_intervals_of_a_checkpoint_that_the_trainer_loads_are_captured_too(tmp_p
     for iteration in (6, 8):
         assert trained(tmp_path, Memory(whole.versions[iteration]), **usual) == golden
 
+    whole = Memory()
+    golden = trained(tmp_path / "other", whole, **usual)
+    again = trained(tmp_path / "other", Memory(whole.versions[6]), resume=str(tmp_path / "checkpoint-4"), **usual)
+    assert again == golden, "it loads one that it had not loaded at first"
+
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
 def test_a_callback_that_would_change_restored_parameters_again_is_refused_by_name(tmp_path: Path, event: str) -> None:
