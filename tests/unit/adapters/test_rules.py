@@ -47,7 +47,8 @@ GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: set
     "scheduler.type": (nested("scheduler.type", "WarmupLR"),),
 }  # fmt: skip
 BLOCKS = (
-    *("progressive_layer_drop", "eigenvalue", "expert_parallel", "hybrid_engine", "bf16", "fp16", "curriculum_learning"),
+    *("progressive_layer_drop", "eigenvalue", "expert_parallel", "hybrid_engine", "bf16", "fp16"),
+    "curriculum_learning",
     *("data_efficiency.data_routing.random_ltd", "data_efficiency.data_sampling.curriculum_learning"),
 )
 
