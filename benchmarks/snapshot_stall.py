@@ -127,24 +127,33 @@ class Ours:
     name = "ft_plugins"
 
     def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="ft-"))
+        self._state, self._stack = state, stack
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="ft-"))
         stack.callback(shutil.rmtree, folder)
         ensure(folder, f"stall{os.getpid()}", "node0", 60)
         self._client = stack.enter_context(Client(folder))
         stack.callback(self._client.end)
         self._client.watch(os.getpid(), 600)
-        context = LaunchContext(Config.from_flags(["--reft"])[0], folder, self._client.fence(), None, 0, 0, 1, 1, 0, 1)
-        assert context.config is not None
-        self.session = Session(PlainHost(state), context.config, context)
-        stack.callback(self.session.shutdown)
         self._committed: list[float] = []
+        self._iteration = 0
+        self.start()
+
+    def start(self) -> int:
+        """Begin an incarnation. Returns the iteration that was restored."""
+        if self._iteration:
+            self.session.shutdown()
+        token = self._client.fence()
+        context = LaunchContext(Config.from_flags(["--reft"])[0], self._folder, token, None, 0, 0, 1, 1, 0, 1)
+        assert context.config is not None
+        self.session = Session(PlainHost(self._state), context.config, context)
+        self._stack.callback(self.session.shutdown)
         self.session._events.subscribe(
             lambda event: (
                 self._committed.append(event.fields["seconds"]) if event.type is catalogue.SNAPSHOT_SEALED else None
             )
         )
-        self.session.resume()
-        self._iteration = 0
+        self._iteration = self.session.resume()
+        return self._iteration
 
     def snapshot(self) -> None:
         """The version point."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters.script.undeclared_search import ignore
     from .adapters.torch.fsdp import FsdpHost
     from .adapters.torch.torch_loop import TorchHost
     from .session import Session, attach
 
 __version__ = "0.1.0"
-__all__ = ["FsdpHost", "Session", "TorchHost", "attach"]
+__all__ = ["FsdpHost", "Session", "TorchHost", "attach", "ignore"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from .adapters.torch import torch_loop
 
         return torch_loop.TorchHost
+    if name == "ignore":
+        from .adapters.script import undeclared_search
+
+        return undeclared_search.ignore
     if name in __all__:
         from . import session
 

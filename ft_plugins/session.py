@@ -21,7 +21,7 @@ from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, LoopError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
 from .model import imported
-from .model.host import Checking, Host
+from .model.host import Checking, Host, Looping
 from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
@@ -203,6 +203,8 @@ class Session:
         ends in order; an iteration left by `break` or an exception is not captured. Raises what the hooks raise.
         """
         step = self.resume(loaded, last)
+        if isinstance(self._host, Looping):
+            self._host.loop_begins()
         while self._continues(step, last):
             step += 1
             self.iteration_begin(step)

@@ -70,6 +70,7 @@ class Benchmark:
 _DIGITS = ("scikit-learn",)
 BENCHMARKS = {
     "snapshot_stall": Benchmark(300, 50),
+    "gpu_snapshot": Benchmark(240, 60),
     "double_capture": Benchmark(240, 60),
     "ledger_cost": Benchmark(60, 40),
     "parity": Benchmark(180, 50),

@@ -171,6 +171,8 @@ def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
             "resume with the model and the optimizer settings of the captured job"
         )
     for group, values in zip(optimizer.param_groups, saved, strict=True):
+        if "step" not in values:  # Megatron's own load leaves its count there, also where torch counts per parameter
+            group.pop("step", None)
         group.update({key: _in_place(key, value, group.get(key)) for key, value in values.items()})
 
 

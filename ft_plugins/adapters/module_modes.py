@@ -1,48 +1,99 @@
 """What a module has besides tensors and changes in training: which parameters are trained, modes, numbers, extra state.
 
-A script may unfreeze a layer, put some into evaluation, or change a number of one (the rate of a dropout) in the middle
-of training; what it sets when it builds the model is then not what the restored iteration had. All is set right before
-the first batch, after a script's own `engine.train()`. DeepSpeed's own modules count micro-batches, and are left alone.
+A script may unfreeze a layer, put some into evaluation, or change a number of one (the rate of a dropout, an element of
+a list) in the middle of training; what it sets when it builds the model is then not what the restored iteration had.
+All is set right before the first batch, after a script's own `engine.train()`. Modules of DeepSpeed and of torch's
+DistributedDataParallel count micro-batches, and are left alone.
 
 In: the module of a host. Out: plain values, and back."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from ..errors import InventoryError, ResumeError, UnsupportedError
+from ..events import say
 from ..snapshot.capture import codec
 
-_PLAIN = (int, float, bool, str)
+_PLAIN = (int, float, bool, str, type(None))
+_CONTAINERS = (list, tuple, dict)
+_TORCHS = frozenset(vars(torch.nn.Module()))  # attributes of every module: parameters, hooks, `training`
+_COUNTING = ("deepspeed.", "torch.nn.parallel.")  # packages whose modules count for themselves
+_MOST = 256  # values of a list, tuple or dict that are captured
+_DEPTH = 4
+_ABSENT: Any = object()
 
 
 class ModuleNumbers:
-    """The plain values in attributes of modules that have changed since this was built.
+    """The plain values in attributes of modules, also in lists, tuples and dicts, that have changed since this was
+    built.
 
     Not of a module that has come to keep another tensor in an attribute since: such numbers describe a cache, which is
     not captured."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._built = {name: _numbers(part) for name, part in module.named_modules()}
+        self._built = {name: copy.deepcopy(_numbers(part)) for name, part in module.named_modules()}
         self._caches = {name: _tensors(part) for name, part in module.named_modules()}
+        self._said: set[str] = set()
+
+    def captured(self, speaks: bool) -> dict[str, dict[str, Any]]:
+        """What has changed. What can no longer be captured is said once, on the rank that `speaks`."""
+        unread = [one for one in self.unread() if one not in self._said] if speaks else []
+        self._said.update(unread)
+        if unread:
+            say(
+                f"not captured, because they hold more than {_MOST} plain values, or others: attributes of modules: "
+                f"{', '.join(unread)}; if training depends on one, make it a buffer, or return it from get_extra_state"
+            )
+        return self.changed()
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """By module and attribute."""
         found = {}
         for name, part in self._module.named_modules():
             built, now = self._built.get(name, {}), _numbers(part)
-            if now != built and _tensors(part) == self._caches.get(name):
-                found[name] = {key: value for key, value in now.items() if key not in built or built[key] != value}
+            different = {key: value for key, value in now.items() if key not in built or built[key] != value}
+            if different and _tensors(part) == self._caches.get(name):
+                found[name] = different
         return found
 
+    def unread(self) -> list[str]:
+        """The lists, tuples and dicts that could be captured when this was built, and no longer can: what they hold now
+        is not plain, or too much."""
+        return [
+            f"{name}.{key}".lstrip(".")
+            for name, part in self._module.named_modules()
+            for key in self._built.get(name, {}).keys() - _numbers(part).keys()
+            if type(vars(part).get(key)) in _CONTAINERS
+        ]
+
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Lists and dicts are changed in place: the script may hold them, too."""
         for name, part in self._module.named_modules():
             if _tensors(part) == self._caches.get(name):
-                vars(part).update({**self._built.get(name, {}), **saved.get(name, {})})
+                now, changed = _numbers(part), saved.get(name, {})
+                captured = {**self._built.get(name, {}), **changed}
+                for key in [key for key in captured if key in changed or key in now]:  # else it cannot be read
+                    vars(part)[key] = _put(vars(part).get(key, _ABSENT), captured[key])
+
+
+def _put(present: Any, captured: Any) -> Any:
+    """`captured`, in the list or dict that is there."""
+    if type(present) is list and type(captured) is list:
+        present[:] = [_put(*pair) for pair in zip_longest(present[: len(captured)], captured, fillvalue=_ABSENT)]
+        return present
+    if type(present) is dict and type(captured) is dict:
+        values = {key: _put(present.get(key, _ABSENT), value) for key, value in captured.items()}
+        present.clear()
+        present.update(values)
+        return present
+    return copy.deepcopy(captured)
 
 
 def _tensors(part: torch.nn.Module) -> dict[str, int]:
@@ -50,9 +101,27 @@ def _tensors(part: torch.nn.Module) -> dict[str, int]:
 
 
 def _numbers(part: torch.nn.Module) -> dict[str, Any]:
-    if type(part).__module__.split(".")[0] == "deepspeed":
+    if f"{type(part).__module__}.".startswith(_COUNTING):
         return {}
-    return {key: value for key, value in vars(part).items() if type(value) in _PLAIN and key != "training"}
+    return {key: value for key, value in vars(part).items() if key not in _TORCHS and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) in _CONTAINERS and _plain_values(value, _DEPTH) <= _MOST)
+
+
+def _plain_values(value: Any, depth: int) -> int:
+    """How many plain values `value` has; more than `_MOST` if there are others, or if it is nested too deep."""
+    if type(value) in _PLAIN:
+        return 1
+    if type(value) not in _CONTAINERS or len(value) > _MOST or not depth:
+        return _MOST + 1
+    count = 1
+    for part in [*value, *value.values()] if type(value) is dict else value:
+        count += _plain_values(part, depth - 1)
+        if count > _MOST:
+            break
+    return count
 
 
 def read_modes(module: torch.nn.Module) -> dict[str, Any]:

@@ -63,7 +63,12 @@ def create_state(optimizer: torch.optim.Optimizer, groups: Sequence[Group] | Non
 
 
 def _require_complete(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UnsupportedError if attributes other than `state` hold tensors."""
+    """Raises UnsupportedError if attributes other than `state` hold tensors, or a compiled part that is freed."""
+    if hasattr(type(optimizer), "__del__"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has a compiled part that it frees when it ends (__del__), whose state cannot "
+            "be captured; use one of torch's optimizers"
+        )
     for name, value in vars(optimizer).items():
         if name not in _KNOWN and name not in _SCRATCH and any(_has_tensors(part) for part in _parts(value)):
             raise UnsupportedError(

@@ -203,6 +203,12 @@ class Injectable(Protocol):
     fault_points: Mapping[str, Collection[str]]  # those of `faults.OF_HOSTS`, with the actions it carries out
 
 
+class Lacking(Protocol):
+    """What a host has in addition if the framework's own checkpoints do not hold the whole state of a job."""
+
+    checkpoint_lacks: str  # what they lack; '' for nothing
+
+
 @runtime_checkable
 class Checking(Protocol):
     """What a host may offer in addition, if its loop could change tensors at a wrong time."""
@@ -211,6 +217,14 @@ class Checking(Protocol):
         """Check iteration `step` before its fence, also if it makes no update; what had to be written since the version
         point is written. Raises StateChangedError if other tensors changed that only an update may change."""
         ...
+
+
+@runtime_checkable
+class Looping(Protocol):
+    """Implemented by a host whose loop runs over the session's iterations."""
+
+    def loop_begins(self) -> None:
+        """Called once, before the first iteration of an incarnation and before `restore_position`."""
 
 
 @runtime_checkable

@@ -68,6 +68,8 @@ class RecoveryPlan:
     be restored; `in_memory` says which versions are left. `mark` is that of the restored version, `passed_over` are the
     iterations of newer versions that are not preferred. `damage`: what failed its digest, by rank. `agreed`, `doubted`:
     see `Segment`; `refused`: the iteration of a newer checkpoint of the framework's own that is therefore not used.
+    `lacking`: what of the job's state the framework's own checkpoint lacks, '' for nothing; `repeated`: the iteration
+    of a newer one that is therefore not used: this job comes to it again.
     """
 
     version: Version | None
@@ -88,6 +90,8 @@ class RecoveryPlan:
     agreed: int | None = None
     doubted: tuple[int, int] | None = None
     refused: int = 0
+    lacking: str = ""
+    repeated: int = 0
 
     @property
     def fresh(self) -> bool:
@@ -120,6 +124,8 @@ class RecoveryPlan:
                 lines.append(
                     f"  newer, but the framework's own, saved when replicas were not known to agree: {self.refused}"
                 )
+            if self.repeated:
+                lines.append(f"  newer, but the framework's own, which lacks {self.lacking}: {self.repeated}")
         elif self.tier == "storage":
             lines = [f"recovery: iteration {self.loaded} of the framework's own checkpoint ({self.reason}); {rest}"]
         elif self.fresh:

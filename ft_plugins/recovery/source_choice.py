@@ -33,12 +33,21 @@ def is_doubted(plan: RecoveryPlan, loaded: int) -> bool:
     return pending or (plan.doubted is not None and plan.doubted[0] <= loaded <= plan.doubted[1])
 
 
+def set_aside(plan: RecoveryPlan, loaded: int) -> RecoveryPlan | None:
+    """`plan`, if its version is restored before a newer checkpoint of the framework's own, of iteration `loaded`: it
+    `is_doubted`, or it lacks state and is of an iteration that this job completed, or was about to complete, so that
+    the job comes to it again. Else None."""
+    if is_doubted(plan, loaded):
+        return replace(plan, refused=loaded)
+    return replace(plan, repeated=loaded) if plan.lacking and loaded <= plan.completed + 1 else None
+
+
 def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
     """Adjust `plan` to `--ftp-resume` (`mode`) and the framework's own checkpoint of iteration `loaded` (0: none).
 
-    If both could be used, the larger iteration wins, unless `is_doubted`. Raises ResumeError if what was asked for is
-    missing, and instead of a silent start from the beginning if there was state: no version becomes void before the
-    user has said so.
+    If both could be used, the larger iteration wins, unless the checkpoint is `set_aside`. Raises ResumeError if what
+    was asked for is missing, and instead of a silent start from the beginning if there was state: no version becomes
+    void before the user has said so.
     """
     if mode == "storage" and not loaded:
         raise ResumeError(
@@ -57,8 +66,8 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
     if mode in ("auto", "memory"):
         if plan.version is not None and plan.version.iteration >= loaded:
             return plan
-        if plan.version is not None and is_doubted(plan, loaded):
-            return replace(plan, refused=loaded)
+        if plan.version is not None and (aside := set_aside(plan, loaded)) is not None:
+            return aside
         if plan.state_lost and not loaded:
             moved = "" if plan.gone or plan.damage else "; were ranks moved between nodes?"
             sealed = f"; in memory: {plan.in_memory}" if plan.in_memory else ""
@@ -70,6 +79,8 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
         reason = plan.reason if plan.version is None else f"newer than version {plan.version.iteration} in memory"
     else:
         reason = f"--ftp-resume {mode}"
+    if loaded and plan.lacking:
+        reason += f"; it lacks {plan.lacking}, which begins again"
     lost = max(0, plan.completed - loaded)
     return RecoveryPlan(
         None, "storage" if loaded else "none", plan.lineage, plan.completed, lost, reason, loaded, damage=plan.damage

@@ -32,7 +32,7 @@ from ..snapshot.checkpoint.checkpoint import Origin
 from ..snapshot.segment.segment import Segment
 from ..snapshot.segment.slots import Mark, Version
 from .recovery_plan import RecoveryPlan
-from .source_choice import choose_source, is_doubted, iteration_bound, nothing_older, require_older
+from .source_choice import choose_source, iteration_bound, nothing_older, require_older, set_aside
 
 LOOK_SECONDS = 60.0  # timeout of listing the folder; slower storage is unreachable
 _OFFERED = 16  # checkpoints tried, in the order of `retention.candidates`
@@ -66,8 +66,8 @@ def with_storage(
     memory = mode == "auto" and plan.version is not None and not later
     if iteration_bound(mode) is not None:  # the newest of both
         memory = plan.version is not None and (stored is None or plan.version >= stored)
-    doubted = mode == "auto" and is_doubted(replace(plan, mark=mark), loaded)
-    older = stored is not None and stored.iteration < loaded and not doubted
+    aside = set_aside(replace(plan, mark=mark), loaded) if mode == "auto" else None
+    older = stored is not None and stored.iteration < loaded and aside is None
     if stored is None or memory or mode in ("memory", "fresh") or older:
         return choose_source(plan, mode, loaded)
     if mode == "auto" and resized is not None and resized > stored:
@@ -84,7 +84,8 @@ def with_storage(
     lost = completed - stored.iteration
     return replace(
         plan, version=stored, tier="storage", completed=completed, lost=lost, reason=reason, loaded=0, state_lost=False,
-        mark=mark, passed_over=(), refused=loaded if loaded > stored.iteration else 0,
+        mark=mark, passed_over=(), refused=aside.refused if aside and loaded > stored.iteration else 0,
+        repeated=aside.repeated if aside and loaded > stored.iteration else 0,
     )  # fmt: skip
 
 

@@ -78,6 +78,8 @@ def main(argv: Sequence[str]) -> None:
     """Run one rank."""
     args = parse(argv)
     torch.set_num_threads(1)
+    if torch.cuda.is_available():  # else two runs of the same job differ there, protected or not
+        torch.use_deterministic_algorithms(True)
     deepspeed.init_distributed()
     train, valid = Text.read(args.data).split(0.05, args.sequence)
     sizes = Sizes(args.layers, args.hidden, args.heads, args.sequence, args.dropout)
@@ -130,13 +132,13 @@ def plain(args: argparse.Namespace, sizes: Sizes, train: Text) -> Iterator[dict[
     yield {"engine": engine}
     batches = iter(deepspeed.utils.RepeatingLoader(loader))
     while engine.global_steps < args.iterations:
-        before, total = engine.global_steps, torch.zeros(())
+        before, total = engine.global_steps, torch.zeros((), device=engine.device)
         while engine.global_steps == before:
             tokens, labels = next(batches)
             mean = engine(tokens.to(engine.device), labels.to(engine.device))
             engine.backward(mean)
             engine.step()
-            total += mean.detach().float().cpu() / engine.gradient_accumulation_steps()
+            total += mean.detach().float() / engine.gradient_accumulation_steps()
         dist.all_reduce(total)
         yield {"loss": float(total) / dist.get_world_size()}
 

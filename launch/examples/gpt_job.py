@@ -21,7 +21,7 @@ from ft_plugins.adapters.megatron import prepare
 from ft_plugins.config import LaunchContext
 from ft_plugins.model.topology import Topology
 
-prepare()  # selects the CPU if no CUDA device is visible; a job for GPUs does not need this
+ON_CPU = prepare()  # selects the CPU if no CUDA device is visible; a job for GPUs does not need this
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt_job import Job
+from gpt_job import ON_CPU, Job
 from megatron.core import parallel_state
 
 import ft_plugins
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
     args = parse(own)
     torch.set_num_threads(1)
     torch.cuda.set_device(context.local_rank)
-    dist.init_process_group("nccl" if torch.version.cuda and torch.cuda.is_available() else "gloo")
+    dist.init_process_group("gloo" if ON_CPU else "nccl")
     job = Job(args, context)
     train(job, config, context)
     dist.barrier()

@@ -76,6 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=1234, help="of weights, dropout and data order")
     parser.add_argument("--data", help="any text file (default: the sources of Python's standard library)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="ranks share the devices of a node")
     parser.add_argument("--unprotected", action="store_true", help="without ft_plugins")
     parser.add_argument("--loss-log", help="JSON lines, appended by rank 0")
     parser.add_argument("--state-digest", help="prefix of the files that describe the final state, one per rank")
@@ -87,10 +88,17 @@ def main(argv: Sequence[str]) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    if world > 1:
-        dist.init_process_group("gloo")
+    backend = "gloo"
+    if args.device == "cuda":
+        torch.use_deterministic_algorithms(True)  # else two runs of the same job differ, protected or not
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count():
+            backend = "nccl"  # which wants a device for each rank
+    distributed = world > 1 or backend == "nccl"
+    if distributed:
+        dist.init_process_group(backend)
     train(args, rank, world)
-    if world > 1:
+    if distributed:
         dist.barrier()
         dist.destroy_process_group()
 
@@ -101,8 +109,8 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
     windows = Windows(Text.read(args.data), args.windows, args.sequence)
     sampler: DistributedSampler[Any] = DistributedSampler(windows, world, rank, seed=args.seed)
     loader = DataLoader(windows, args.batch, sampler=sampler, drop_last=True)
-    model = network(args.hidden, args.dropout)
-    if world > 1:  # find_unused_parameters fixes the order in which gradients are summed
+    model = network(args.hidden, args.dropout).to(args.device)
+    if dist.is_initialized():  # find_unused_parameters fixes the order in which gradients are summed
         model = DistributedDataParallel(model, find_unused_parameters=world > _COMMUTES)
     optimizer = OPTIMIZERS[args.optimizer](model.parameters(), args.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.iterations)
@@ -117,6 +125,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> None:
     batches = endless(loader, sampler)
     for step in steps:
         samples, window = next(batches)
+        window = window.to(args.device)
         scores = model(window[:, :-1])
         loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), window[:, 1:].flatten())
         loss.backward()
@@ -150,7 +159,10 @@ def write_digest(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     """Write digests of this rank's final state, for comparing two runs."""
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     states = {name: readable(dict(state)) for name, state in states.items()}
-    path.write_text(json.dumps({**states, "rng": readable(torch.get_rng_state())}, indent=1))
+    states["rng"] = readable(torch.get_rng_state())
+    if torch.cuda.is_initialized():
+        states["device_rng"] = readable(torch.cuda.get_rng_state())
+    path.write_text(json.dumps(states, indent=1))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class ForkCase:
     protected: tuple[str, ...] = ("--reft", "--reft-interval", "1")
     before: tuple[int, int] | None = None  # only with an older DeepSpeed
     iterations: int = ITERATIONS
+    samples: int = 0  # the length of the training in samples, in so many iterations; 0: it is given in iterations
 
     def __str__(self) -> str:
         return self.name
@@ -75,14 +76,26 @@ def megatron_deepspeed(checkout: Path, corpus: Path, case: ForkCase, folder: Pat
         **case.settings,
     }
     configuration.write_text(json.dumps(settings))
+    unit, length, warmup = ("samples", case.samples, 8) if case.samples else ("iters", case.iterations, 2)
     return [
         *(checkout / "pretrain_gpt.py", "--deepspeed", "--deepspeed_config", configuration, "--zero-stage", case.zero),
         *("--distributed-backend", "gloo", "--tensor-model-parallel-size", case.tp),
         *("--pipeline-model-parallel-size", case.pp, *(("--no-pipeline-parallel",) if case.pp == 1 else ())),
         *("--num-layers", 4, "--hidden-size", 32, "--num-attention-heads", 4, "--seq-length", 32),
         *("--max-position-embeddings", 32, "--micro-batch-size", 1, "--global-batch-size", 8),
-        *("--train-iters", case.iterations, "--lr", "1e-2", "--min-lr", "1e-4", "--lr-decay-style", "cosine"),
-        *("--lr-warmup-iters", 2, "--tokenizer-type", "NullTokenizer", "--vocab-size", 127, "--split", "90,5,5"),
+        *(
+            f"--train-{unit}",
+            length,
+            f"--lr-warmup-{unit}",
+            warmup,
+            "--lr",
+            "1e-2",
+            "--min-lr",
+            "1e-4",
+            "--lr-decay-style",
+            "cosine",
+        ),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 127, "--split", "90,5,5"),
         *("--num-workers", 0, "--data-path", corpus, "--data-impl", "mmap", "--data-cache-path", corpus.parent),
         *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
         *("--no-gradient-accumulation-fusion", "--seed", 1234, "--log-interval", 1, "--eval-iters", 1),

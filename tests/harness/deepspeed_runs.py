@@ -19,7 +19,23 @@ PRELOAD = (
     *("ft_plugins.adapters.deepspeed:prepare", "ft_plugins.adapters.deepspeed:install"),
     *(str(EXAMPLE), "ft_plugins.launcher.node_launch"),
 )
+_KERNELS = "harness.kernels:deepspeed_example"
+_OPTIMIZERS: dict[str, dict[str, Any]] = {  # parameters by type in the configuration
+    "AdamW": {"torch_adam": True},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Lion": {"betas": [0.9, 0.99]},
+    "Lamb": {},
+    "Adagrad": {},
+}
+_SKIPPING = {"initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}  # with ZeRO: 2 of the first 3 updates
 _MODEL = ("--layers", "2", "--hidden", "32", "--sequence", "16")
+
+
+def computes_in_fp16() -> bool:
+    """Whether DeepSpeed accepts fp16 on this CPU."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 @dataclass(frozen=True)
@@ -36,36 +52,40 @@ class DeepSpeedConfiguration:
     clipping: float = 1.0
     batch: int = 0  # global; 0: one that the ranks divide
     checked: bool = False  # bf16 with ZeRO: skip an update whose gradients overflow
-    sgd: bool = False  # SGD with momentum in place of AdamW
-    offload: bool = False  # optimizer state in host memory, updated by torch: DeepSpeed's own takes minutes to compile
+    optimizer: str = "AdamW"  # the type in the configuration
+    offload: str = ""  # optimizer state in host memory: updated by 'torch', or by DeepSpeed's 'own', which it compiles
+    fp16: bool = False
 
     def __str__(self) -> str:
-        words = ["bf16" if self.bf16 else "fp32", f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
+        precision = "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
+        words = [precision, f"zero{self.stage}", f"pp{self.pp}" if self.pp else "plain"]
         words += [f"accumulate-{self.accumulate}"] if self.accumulate else []
         words += [] if self.clipping else ["unclipped"]
         words += [f"tp{self.tp}"] if self.tp > 1 else []
-        words += ["sgd"] if self.sgd else []
+        words += [self.optimizer.lower()] if self.optimizer != "AdamW" else []
         words += ["offload"] if self.offload else []
+        words += ["own"] if self.offload == "own" else []
         return "-".join([*words, f"{self.ranks}ranks"])
 
     def json(self) -> dict[str, Any]:
         """DeepSpeed's configuration without the block of ft_plugins."""
-        adamw = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}}
-        sgd = {"type": "SGD", "params": {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}}
+        own = {key: value for key, value in _OPTIMIZERS[self.optimizer].items() if self.offload != "own"}
+        parameters = {"lr": 1e-3, "weight_decay": 0.1, **own}
         config: dict[str, Any] = {
             "train_batch_size": self.batch or (8 if 8 % self.ranks == 0 else 4 * self.ranks),
             "train_micro_batch_size_per_gpu": 1 if self.ranks == 4 and not self.pp else 2,
-            "optimizer": sgd if self.sgd else adamw,
-            **({"zero_allow_untested_optimizer": True} if self.sgd else {}),
+            "optimizer": {"type": self.optimizer, "params": parameters},
+            **({"zero_allow_untested_optimizer": True} if self.optimizer in ("SGD", "Lamb") else {}),
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},
             "gradient_clipping": self.clipping,
-            "bf16": {"enabled": self.bf16, **({"check_grad_overflow": True} if self.checked else {})},
+            "fp16": {"enabled": self.fp16, **_SKIPPING},
+            "bf16": {"enabled": self.bf16 and not self.fp16, **({"check_grad_overflow": True} if self.checked else {})},
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
             "steps_per_print": 1000,
         }
         if self.offload:
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-            config["zero_force_ds_cpu_optimizer"] = False
+            config["zero_force_ds_cpu_optimizer"] = self.offload == "own"
         return config | ({"data_types": {"grad_accum_dtype": self.accumulate}} if self.accumulate else {})
 
     def argv(self) -> list[str]:
@@ -84,7 +104,7 @@ class DeepSpeedRun(ExampleRun):
     block: dict[str, Any] = field(default_factory=dict)
     seed: int = 1234
     iterations: int = ITERATIONS
-    script: str = f"{EXAMPLE}:main"
+    script: str = ""  # if it is not the example
     words: tuple[str, ...] = ()  # further arguments of `script`
 
     @property
@@ -101,4 +121,5 @@ class DeepSpeedRun(ExampleRun):
         written.write_text(json.dumps({**self.configuration.json(), **block}))
         words = [*self.configuration.argv(), "--seed", str(self.seed), "--iterations", str(self.iterations)]
         words += ["--deepspeed_config", str(written), *self.words]
-        return self.job(self.script, words, Config.from_json(self.block).flags(), fields)
+        own = f"{EXAMPLE}:main" if self.configuration.optimizer not in ("Lion", "Lamb") else _KERNELS
+        return self.job(self.script or own, words, Config.from_json(self.block).flags(), fields)

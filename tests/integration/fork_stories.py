@@ -1,4 +1,9 @@
-"""What is tested of both forks that train a DeepSpeed engine: killed, and with a lost node, they end as if unfailed."""
+"""The tests of both forks that train a DeepSpeed engine: killed, and with a lost node, they end as if unfailed.
+
+A module of tests imports all of this, and has FORK, VARIABLE, which names a checkout, and CASES. They run where that is
+set; tests/matrix.sh --clients runs them for each checkout in a folder. Witness: all that a fork saves at the end of
+each run, entry by entry.
+"""
 
 from __future__ import annotations
 
@@ -9,51 +14,84 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.rehearse.driver import DrivenJob, DrivePhase
-from harness.deepspeed_forks import SCRIPTS, ForkCase, comparison, killed, require_exact, run
-from harness.megatron_lm import RUN_SECONDS, SETTINGS
+from harness.deepspeed_forks import SCRIPTS, ForkCase, applicable, checkout_of, comparison, killed, require_exact, run
+from harness.megatron_lm import RUN_SECONDS, SETTINGS, write_corpus
 
+NODES = (
+    ForkCase(
+        *("parity", 4, 2, 1, 1),
+        iterations=14,
+        protected=("--reft", "--reft-interval", "1", "--reft-redundancy", "raim5"),
+    ),
+    ForkCase("bubbles", 4, 1, 2, 1, iterations=150, protected=("--baft",)),
+)
 LOST_FROM = 4  # the iteration that must be committed before the node is lost
 
 
-def a_killed_run_ends_like_an_unfailed_one(
-    fork: str, checkout: Path, corpus: Path, case: ForkCase, folder: Path, record: Callable[[str, object], None]
-) -> None:
-    """Run the case twice, once killed. `record` is for tests/matrix.sh."""
-    unfailed = run(fork, checkout, corpus, case, folder / "unfailed")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, cases in (("case", "CASES"), ("lost", "NODES")):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, applicable(getattr(metafunc.module, cases)), ids=str)
+
+
+@pytest.fixture(scope="module")
+def checkout(request: pytest.FixtureRequest) -> Path:
+    return checkout_of(request.module.VARIABLE)
+
+
+@pytest.fixture(scope="module")
+def corpus(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
+
+
+@pytest.fixture
+def fork(request: pytest.FixtureRequest) -> str:
+    name: str = request.module.FORK
+    return name
+
+
+@pytest.mark.timeout(1500)
+def test_killed_in_forward_or_update_it_ends_in_the_state_of_an_unfailed_run(
+    fork: str, checkout: Path, corpus: Path, case: ForkCase, tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
+    """The case runs twice, once killed. What is recorded is for tests/matrix.sh."""
+    unfailed = run(fork, checkout, corpus, case, tmp_path / "unfailed")
     unfailed.require_success()
-    record("unprotected", "succeeded")
-    other = killed(fork, checkout, corpus, case, folder / "killed")
+    record_property("unprotected", "succeeded")
+    other = killed(fork, checkout, corpus, case, tmp_path / "killed")
     print(other.output)
     other.require_success()
-    record("compared", str(require_exact(case, unfailed, other)))
+    record_property("compared", str(require_exact(case, unfailed, other)))
 
 
-def a_lost_node_is_replaced(
-    fork: str, checkout: Path, corpus: Path, case: ForkCase, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.timeout(1500)
+def test_a_lost_node_is_replaced_and_the_run_ends_in_the_state_of_an_unfailed_one(
+    fork: str, checkout: Path, corpus: Path, lost: ForkCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run the case on one node, unfailed, and on two, of which the second is lost and replaced."""
+    """The case runs on one node, unfailed, and on two, of which the second is lost and replaced."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
-    unfailed = run(fork, checkout, corpus, case, folder / "unfailed")
+    unfailed = run(fork, checkout, corpus, lost, tmp_path / "unfailed")
     unfailed.require_success()
-    saved, half = folder / "saved", case.ranks // 2
+    saved, half = tmp_path / "saved", lost.ranks // 2
     saved.mkdir()
-    script = SCRIPTS[fork](checkout, corpus, case, folder, saved)
-    command = [str(word) for word in ("--nproc-per-node", half, *script, *case.protected)]
-    job = folder / "job"
+    script = SCRIPTS[fork](checkout, corpus, lost, tmp_path, saved)
+    command = [str(word) for word in ("--nproc-per-node", half, *script, *lost.protected)]
+    job = tmp_path / "job"
     job.mkdir()
-    with DrivenJob(f"{case.name}-nodes", command, job, job / "none", case.iterations, nodes=2) as running:
-        deadline, lost = time.monotonic() + RUN_SECONDS, False
+    with DrivenJob(f"{lost.name}-nodes", command, job, job / "none", lost.iterations, nodes=2) as running:
+        deadline, killed_one = time.monotonic() + RUN_SECONDS, False
         while running.follow(0.1, RUN_SECONDS).phase is not DrivePhase.DONE:
             assert time.monotonic() < deadline, running.tail(60)
-            if not lost and _newest_committed(running) >= LOST_FROM:
+            if not killed_one and _newest_committed(running) >= LOST_FROM:
                 running.kill_node()
-                lost = True
-        assert lost, "the job ended before its node was lost"
+                killed_one = True
+        assert killed_one, "the job ended before its node was lost"
         reported = running.events()
     rebuilt = [event for event in reported if event.name == "slot.rebuilt"]
-    assert sorted(event.fields["about"] for event in rebuilt) == list(range(half, case.ranks)), "of the lost node"
-    found = comparison(unfailed.saved, saved, case.iterations)
+    assert sorted(event.fields["about"] for event in rebuilt) == list(range(half, lost.ranks)), "of the lost node"
+    found = comparison(unfailed.saved, saved, lost.iterations)
     assert not found.differences, "\n".join([str(found), *found.differences])
 
 

@@ -37,6 +37,7 @@ class Case:
     kills: tuple[str, ...]
     restored: tuple[int, ...]
     stage: int | None = None
+    flags: str = ""  # of ft-run, without DeepSpeed
 
 
 _ACCUMULATED = "--accumulate 2 --evaluate 3 --samples 26"  # 4 updates in an epoch, the last of one batch
@@ -44,17 +45,24 @@ CASES = {
     # 5 updates in an epoch
     "zero1": Case("", ("0:1:7:update",), (6,), 1),
     "zero1-resumed-by-itself": Case("--checkpoint 4 --resume", ("0:1:7:end",), (6,), 1),
-    "zero2-accumulated": Case(_ACCUMULATED, ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8), 2),
+    "zero2-accumulated": Case(
+        f"{_ACCUMULATED} --adjust", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8), 2
+    ),
     "zero3-augmented": Case("--augmented --evaluate 5", ("0:1:5:end", "1:0:8:end"), (4, 7), 3),
     "ddp-accumulated-augmented": Case(
-        f"{_ACCUMULATED} --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
+        f"{_ACCUMULATED} --adjust --augmented --every 2", ("0:1:5:substep", "1:0:8:end", "2:1:9:evaluate"), (4, 7, 8)
     ),
     "fsdp2-accumulated": Case(f"{_ACCUMULATED} --fsdp", ("0:1:5:substep", "1:0:8:end"), (4, 7)),
-    "ddp-workers-by-length": Case("--workers 2 --strategy group_by_length", ("0:1:6:update", "1:0:9:end"), (5, 8)),
+    "ddp-workers-by-length": Case(
+        "--workers 2 --strategy group_by_length --augmented", ("0:1:6:update", "1:0:9:end"), (5, 8)
+    ),
     "ddp-checkpoints-early-stopping": Case(
         "--checkpoint 2 --evaluate 2 --patience 2 --resume --steps 16", ("0:1:7:end", "1:0:8:evaluate"), (6, 7)
     ),
+    "ddp-killed-while-saving": Case("--checkpoint 4 --resume", ("0:0:4:saving", "1:0:8:saved"), (3, 7)),
+    "zero1-killed-while-saving": Case("--checkpoint 4 --resume", ("0:0:4:saving", "1:0:8:saved"), (3, 7), 1),
     "ddp-stream": Case("--stream --samples 22", ("0:1:4:end", "1:1:9:update"), (3, 8)),
+    "ddp-audited": Case("", ("0:1:7:end",), (6,), flags="--paft --paft-mode audit --paft-audit-interval 1"),
     "ddp-after-training": Case("--evaluate 5", ("0:1:12:after",), (12,)),
 }
 
@@ -100,7 +108,7 @@ def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_env
     words = case.arguments.split()
     if case.stage is None:
         golden = run(folder / "g", TORCHRUN, TRAINER, words)
-        protected = ["--reft"]
+        protected = ["--reft", *case.flags.split()]
     else:  # on a CPU ft-run has DeepSpeed build nothing
         golden = run(folder / "g", FT_RUN, TRAINER, [*words, "--deepspeed", configuration(folder, case.stage, False)])
         protected = ["--deepspeed", configuration(folder, case.stage, True)]

@@ -26,6 +26,7 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
@@ -39,7 +40,7 @@ class Tokens(torch.utils.data.Dataset):
     """Samples that are augmented with random numbers of the process."""
 
     def __init__(self, size: int, augmented: bool) -> None:
-        self.size, self.augmented, self.read = size, augmented, 0
+        self.size, self.augmented, self.read, self.shift = size, augmented, 0, 0
 
     def __len__(self) -> int:
         return self.size
@@ -48,6 +49,7 @@ class Tokens(torch.utils.data.Dataset):
         if index >= self.size:  # of a data set that is iterated
             raise IndexError(index)
         tokens = torch.randint(0, 64, (8 + 4 * (index % 2),), generator=torch.Generator().manual_seed(index))
+        tokens = (tokens + self.shift) % 64
         if self.augmented:
             tokens[random.randrange(8)] = int(torch.randint(0, 64, ()))
         self.read += 1
@@ -80,11 +82,31 @@ class Counting(TrainerCallback):
         self.losses.append(float((logs or {}).get("loss", 0.0)))
 
 
+class Adjusting(TrainerCallback):
+    """Changes arguments, parameter groups, the scheduler and the data when training and epochs begin."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        args.max_grad_norm /= 2
+        kwargs["lr_scheduler"].base_lrs = [rate * 0.9 for rate in kwargs["lr_scheduler"].base_lrs]
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["train_dataloader"].base_dataloader.dataset.shift += 1
+        for group in kwargs["optimizer"].param_groups:
+            group["weight_decay"] += 0.01
+
+
 class Killed(TrainerCallback):
     def __init__(self, kills: list[str]) -> None:
         restart, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), int(os.environ["RANK"])
         parts = [one.split(":") for one in kills]
         self._when = {(int(step), when) for r, k, step, when in parts if (int(r), int(k)) == (restart, rank)}
+        save = TrainerState.save_to_json  # what a Trainer saves last
+
+        def saving(state: Any, path: str) -> None:
+            self._die(state.global_step, "saving")
+            save(state, path)
+
+        TrainerState.save_to_json = saving
 
     def _die(self, step: int, when: str) -> None:
         if (step, when) in self._when:
@@ -101,6 +123,9 @@ class Killed(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._die(state.global_step, "evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._die(state.global_step, "saved")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._die(state.global_step, "after")
@@ -139,6 +164,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="random")
     parser.add_argument("--augmented", action="store_true")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--adjust", action="store_true")
     parser.add_argument("--kill", action="append", default=[])
     given = parser.parse_args()
     rank = int(os.environ["RANK"])
@@ -195,6 +221,8 @@ def main() -> None:
 
     counting = Counting()
     callbacks: list[TrainerCallback] = [counting, Killed(given.kill)]
+    if given.adjust:
+        callbacks.append(Adjusting())
     if given.patience:
         callbacks.append(EarlyStoppingCallback(given.patience))
     data = Stream(given.samples) if given.stream else Tokens(given.samples, given.augmented)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from harness import kernels
 from harness.claims import restored
-from harness.deepspeed_runs import ITERATIONS, DeepSpeedConfiguration, DeepSpeedRun
+from harness.deepspeed_runs import ITERATIONS, DeepSpeedConfiguration, DeepSpeedRun, computes_in_fp16
 from harness.golden import assert_identical, loss_differences, losses, state_differences
 from harness.jobs import Goldens, Jobs
 
@@ -29,11 +30,26 @@ CONFIGURATIONS = (
     DeepSpeedConfiguration(8, 1, pp=2, tp=2),
     DeepSpeedConfiguration(4, 2),
     DeepSpeedConfiguration(4, 3),
-    DeepSpeedConfiguration(4, 1, pp=2, sgd=True),
-    DeepSpeedConfiguration(2, 3, sgd=True),
+    DeepSpeedConfiguration(4, 1, pp=2, optimizer="SGD"),
+    DeepSpeedConfiguration(2, 3, optimizer="SGD"),
     DeepSpeedConfiguration(1, 2),
-    DeepSpeedConfiguration(2, 2, offload=True),
-    DeepSpeedConfiguration(2, 3, offload=True),
+    DeepSpeedConfiguration(2, 2, offload="torch"),
+    DeepSpeedConfiguration(2, 3, offload="torch"),
+    DeepSpeedConfiguration(2, 1, optimizer="Lion"),
+    DeepSpeedConfiguration(2, 3, optimizer="Lion"),
+    DeepSpeedConfiguration(2, 0, bf16=False, optimizer="Lamb"),
+    DeepSpeedConfiguration(2, 1, optimizer="Lamb"),
+    DeepSpeedConfiguration(2, 1, optimizer="Adagrad"),
+    DeepSpeedConfiguration(2, 0, fp16=True, optimizer="Lamb"),
+    DeepSpeedConfiguration(4, 0, fp16=True, pp=2),
+    DeepSpeedConfiguration(4, 1, fp16=True, pp=2),
+    DeepSpeedConfiguration(2, 1, fp16=True),
+    DeepSpeedConfiguration(2, 2, fp16=True),
+    DeepSpeedConfiguration(2, 3, fp16=True),
+    DeepSpeedConfiguration(2, 2, offload="own"),
+    DeepSpeedConfiguration(2, 3, offload="own"),
+    DeepSpeedConfiguration(2, 2, offload="own", optimizer="Lion"),
+    DeepSpeedConfiguration(2, 2, offload="own", optimizer="Adagrad"),
     DeepSpeedConfiguration(2, 0, bf16=False),
     DeepSpeedConfiguration(2, 0),
     DeepSpeedConfiguration(2, 3, bf16=False),
@@ -66,6 +82,10 @@ def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
 def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
     golden: Goldens, jobs: Jobs, configuration: DeepSpeedConfiguration, record_property: Callable[[str, object], None]
 ) -> None:
+    if configuration.fp16 and not computes_in_fp16():
+        pytest.skip("this CPU does not compute in fp16")
+    if configuration.offload == "own":
+        kernels.compile_own(configuration.optimizer)
     whole = golden(DeepSpeedRun("golden", Path(), configuration))
     record_property("unprotected", "succeeded")  # for tests/matrix.sh
     kills = (
@@ -78,6 +98,8 @@ def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run
         assert event.fields["tier"] == "process" and 0 <= event.fields["lost"] <= 1, event
     first, second = restored(job)
     assert first in (1, 2) and second == 4, "in the update, every rank is past the fence of the version before"
+    if configuration.fp16 and configuration.stage:
+        assert run.state(0)["small"]["counters"]["skipped_steps"] >= 2, "the loss scale went down and up again"
     if configuration.pp:
         assert "valid_loss_hex" in losses(run.loss_log)[ITERATIONS], "the last evaluation is behind the kills"
     assert_identical(run, whole, configuration.ranks)

@@ -583,6 +583,6 @@ def test_the_rank_files_are_plain_safetensors(torch_server: ForkServer, jobs: Sp
     write_checkpoints(torch_server, spec, 4)
     shares = [load_file(base(spec) / "v1-4" / checkpoint.data_file(rank)) for rank in range(2)]
     for share in shares:
-        values = share["data"].view("float32")
-        assert set(values.tolist()) <= {0.0, 4.0} and (values == 4.0).mean() > 0.99, "zeros are padding"
+        items = {name: values for name, values in share.items() if not name.startswith("ft_plugins.")}
+        assert items and all((values == 4).all() for values in items.values())
     assert json.loads((base(spec) / "v1-4" / "manifest.json").read_text())["world_size"] == 2

@@ -24,6 +24,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ...errors import ConfigError, ResumeError
+from ...events import say
+from ..script.loop_counters import loop_counters
+from .left_passes import LONGER, LeftPasses, require_rest
 from .loader_order import PassNumbers, hook_iteration, require_repeatable, watch_draws
 from .loader_reads import LoopReads
 from .loader_values import LoaderValues
@@ -100,6 +103,8 @@ class FollowedSource:
         self._began: dict[str, bytes] = {}  # values that had changed when the pass began
         self._numbers = PassNumbers()
         self._ended = True  # no pass is under way, or the last one was read to its end
+        self._cut: Mapping[str, int] = {}  # by what the script ends the pass, counted from where it begins
+        self._lengths = LeftPasses()
         self._hooked = hook_iteration(source, self._begin)
         reads.within.append(lambda: self._passes.inside)
         if isinstance(source, DataLoader):
@@ -116,6 +121,7 @@ class FollowedSource:
             saved = None  # the script lacks an iterator where one had ended
             self._discard()
         self._reads.required = True
+        self._cut = loop_counters().cut
         if saved is None:
             self._begin_anew()
         else:
@@ -130,6 +136,8 @@ class FollowedSource:
         return begun
 
     def _begin_anew(self) -> None:
+        if self._lengths.begin():
+            say(LONGER, alarm=True)
         self._ended = False
         self._numbers.begin(self._values.numbers())
         self._began = self._values.changed()
@@ -155,10 +163,14 @@ class FollowedSource:
             self._unplaced = lambda: None
             self._begin_anew()
             source.begin()
+        if self._lengths.reading():
+            say(LONGER, alarm=True)
 
     def _finished(self, source: LoaderPass, was_read: bool) -> None:
         self._reads.boundary()
         self._ended = True
+        if self._lengths.ended():
+            say(LONGER, alarm=True)
         over, self._over = self._over(), lambda: None
         if source is over:
             raise StopIteration(_OVER)
@@ -183,6 +195,8 @@ class FollowedSource:
             "epoch": sampler_epoch(self._source),
             "own": generator_states(self._source)["own"],
             "usual": self._reads.usual,
+            "cut": dict(self._cut),
+            "left": self._lengths.left,
             "values": {"began": self._began, "now": values, "reserve": bytes(2 * self._values.size() * first)},
             "numbers": {**self._numbers.plain(), "now": self._values.numbers(), "built": self._values.built()},
             **self._place(first),
@@ -218,7 +232,11 @@ class FollowedSource:
             self._pending = saved
 
     def _continue(self, begun: LoaderPass, saved: Mapping[str, Any], made_before: bool) -> None:
+        if saved["pass"]["read"]:
+            require_rest(saved["cut"], self._cut)
         self._move(begun, saved, made_before)
+        self._cut = saved["cut"]
+        self._lengths.restored(saved["left"], saved["pass"]["read"])
         if saved["pass"]["over"]:
             self._over = weakref.ref(begun)
 

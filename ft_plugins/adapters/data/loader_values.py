@@ -33,6 +33,8 @@ from .loaders import data_parts, is_stateful, parts, sampler_epoch
 GROWTH = 16 << 10  # bytes by which the values of a loader may grow
 _SAMPLER_LIMIT, _DATA_LIMIT = 1 << 20, 1 << 16  # bytes of a value that is captured
 _SAMPLE = 256  # elements of a watched value that are compared
+_NESTED = 128  # objects that are marked with one that refers to them
+_PLAIN = (int, float, bool, str, bytes, type(None))
 _ITEM = 9  # bytes of an encoded number, at most
 _GENERATORS = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _REMEDY = "return it in get_state and take it back in set_state as a plain value, or draw it from a generator"
@@ -202,6 +204,21 @@ def _room_left(value: Any, room: int, depth: int = 8) -> int:
         if room < 0:
             break
     return room
+
+
+def deep_mark(value: Any, known: Collection[int] = ()) -> list[Any]:
+    """`mark_of` an object and of what it refers to, the nearest first, up to a bound. `known`: ids of objects that are
+    left out."""
+    pending, seen = [value], {id(value), *known}
+    for one in pending:
+        opaque = callable(one) or isinstance(one, torch.Tensor | torch.nn.Module | ModuleType)
+        inside = [] if opaque else [*getattr(one, "__dict__", {}).values()]
+        inside += one if isinstance(one, list | tuple) else one.values() if isinstance(one, dict) else ()
+        for part in islice(inside, _NESTED - len(pending)):
+            if type(part) not in _PLAIN and id(part) not in seen:
+                seen.add(id(part))
+                pending.append(part)
+    return [mark_of(one) for one in pending]
 
 
 def mark_of(value: Any) -> Any:

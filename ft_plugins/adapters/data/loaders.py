@@ -26,6 +26,7 @@ from ..rng import process_state, set_process_state
 from ..script.script_hooks import replace
 
 GeneratorStates = dict[str, Any]
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")
 _DRAWING = (
     *("dataset", "datasets", "collate_fn", "data_collator", "transform", "transforms", "target_transform"),
@@ -38,7 +39,7 @@ _DRAWING = (
 
 def generator_states(source: Any = None) -> GeneratorStates:
     """The states of the process's generators (CPU), and of those that `source` owns."""
-    return {**process_state(), "own": {path: _state_of(one) for path, one in _generators(source).items()}}
+    return {**process_state(), "own": {path: state_of(one) for path, one in _generators(source).items()}}
 
 
 def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
@@ -85,16 +86,16 @@ def data_parts(source: Any, path: str = "", depth: int = 6) -> Iterator[tuple[st
 
 def _generators(source: Any, data: bool = True) -> dict[str, Any]:
     """The generators of `source` by attribute path; without `data`, only those that decide the order of samples."""
-    kinds = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
     generators: dict[str, Any] = {}
     for path, part in [*parts(source), *(data_parts(source) if data else ())]:
         for name, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, kinds) and all(value is not other for other in generators.values()):
+            if isinstance(value, GENERATORS) and all(value is not other for other in generators.values()):
                 generators[f"{path}{name}"] = value
     return generators
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """What one of `GENERATORS` draws from."""
     match generator:
         case torch.Generator() | np.random.RandomState():
             return generator.get_state()
@@ -281,6 +282,12 @@ class LoaderPass:
             started.start()
         self.epoch, self.finished = epoch, False
         return True
+
+    def drop(self, batches: int) -> None:
+        """Read and drop batches."""
+        with self._passes.within():
+            for _ in islice(self._batches, batches):
+                self.epoch.read += 1
 
     def read_to(self, epoch: LoaderEpoch) -> None:
         """Continue after the batches read in `epoch`, by loading and dropping them."""

@@ -6,21 +6,17 @@ between `deepspeed.initialize` and the first batch: code outside DeepSpeed read 
 repeat iterations and train longer than asked, and end without an error.
 
 The counters are observed by a subclass of the engine's class with properties of their names, which is removed when
-training begins. Who reads one only to print it shows by its own loop's counters (`script.loop_counters`): they go into
-each version, and must be the same when the restored loop begins.
+training begins. Who reads one only to print it shows by its own loop's counters (`script.own_counters`).
 
-In: an engine, the stack. Out: whether its loop continues; what to say if it does not."""
+In: an engine. Out: whether its loop continues; what to say if it does not."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
 from ...errors import ResumeError
-from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
+from ..script.loop_counters import LEAVING
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 _NOT_THE_SCRIPT = ("accelerate", "deepspeed", "ft_plugins", "torch", "transformers")
@@ -29,9 +25,14 @@ _LINE = (
     "Write `start = engine.global_steps` after deepspeed.initialize and begin there: `for step in range(start, steps)` "
     "or `for epoch in range(start // steps_per_epoch, epochs)`"
 )
-_DECIDED = (
-    "what the loop decides by it (an evaluation, a log, a checkpoint) comes at other iterations than without a "
-    "failure, and if that draws random numbers, results differ: count it from engine.global_steps"
+CARRIED = (
+    "what the script decides by it, or prints of it (an evaluation, its best checkpoint, an average), is not that of "
+    "a run without a failure, and if that draws random numbers, results are not either: compute it from "
+    "engine.global_steps, or save and load it in the script"
+)
+CUT = (
+    "the loop ends its passes over the data by a count from their beginning, so a restart in the middle of one will be "
+    f"refused: {LEAVING}"
 )
 NOTICE = (
     f"the loop read none of {_NAMES} between deepspeed.initialize and its first batch, so a restart will be refused: "
@@ -66,45 +67,6 @@ class CounterReads:
         """Stop observing. Returns whether the script read a counter's present value."""
         self._engine.__class__ = self._kind
         return any(vars(self._engine)[name] == value for name, value in self._values.items())
-
-
-class OwnCounters:
-    """The counters of the script's own loops, from version to version."""
-
-    def __init__(self) -> None:
-        self._first = self._last = LoopCounters()
-        self._saved: Mapping[str, Any] | None = None
-        self._within = False  # whether it was captured in the middle of an epoch
-        self.remark = ""  # after `begin`: what else is not what it was
-
-    def captured(self) -> dict[str, Any]:
-        """At the version point, right before the next iteration or after the loop: what a version has of them."""
-        now = loop_counters()
-        self._last = now or self._last
-        return {
-            **{"first": vars(self._first), "last": vars(self._last), "ended": not now},
-            "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        }
-
-    def restored(self, saved: Mapping[str, Any] | None, position: Mapping[str, Any]) -> None:
-        """The counters of the restored version, None if it has none, and its data position."""
-        self._saved = saved
-        self._within = any(one.get("read") for role, one in position.items() if role.startswith("train"))
-
-    def begin(self, restored: bool, ignored: Collection[str]) -> str | None:
-        """Before the first iteration of this incarnation: what shows that the loop did not continue, None for nothing.
-        Another number of ranks may have epochs of another length."""
-        self._first = self._last = now = loop_counters()
-        saved, self._saved = self._saved, None
-        if not restored or saved is None:
-            return None
-        self._first = LoopCounters(**saved["first"])
-        version = LoopCounters(**saved["last"])
-        if saved["ranks"] != self.captured()["ranks"]:
-            return None
-        changed = decided_otherwise(self._first, version, now, self._within, ignored)
-        self.remark = "" if changed is None else f"after the restore {changed}; {_DECIDED}"
-        return not_continued(self._first, version, now, saved["ended"], ignored, self._within)
 
 
 def elsewhere(rank: int, iteration: int, problem: str) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import deepspeed
@@ -35,19 +34,19 @@ from ..host_parts import groups, reach_fault_points, restore_groups
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..parameter_groups import numbered, packed, regrouped
 from ..schedulers import (
-    DIFFICULTY,
     SchedulerRestore,
-    curriculum,
     own_schedulers,
     require_encodable_scheduler,
     restore_own,
+    restore_schedules,
+    schedules,
 )
+from ..script.own_counters import OwnCounters
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .clients import EngineClient
-from .continuing import OwnCounters
 from .position import Positions
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
@@ -74,6 +73,7 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
     _trains = False  # whether an update was made
+    _members = ""
     _own: dict[str, Any] | None = None  # the script's schedulers; None: not searched yet
     _client: EngineClient | None = None
 
@@ -84,6 +84,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         super().__init__(engine, shards)
         self.framework = f"DeepSpeed {deepspeed.__version__}"
         self._client = client
+        self.checkpoint_lacks = getattr(client, "checkpoint_lacks", "")
         self._positions = None if client is not None and client.places_data else positions
         self._unsettled: Mapping[str, Any] | None = None  # small state that is restored, but not the client's part
         self.schedule = SchedulerRestore(engine.lr_scheduler)
@@ -91,12 +92,16 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
         self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
+        if self.checkpoint_lacks:
+            self._undeclared.only_report(lines_to_add)
         self.counted = OwnCounters()
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
         self._numbers = ModuleNumbers(engine.module)
+        own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
+        self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
 
     # facts
 
@@ -126,12 +131,6 @@ class DeepSpeedHost(DeepSpeedStepping):
             "settings": {name: getattr(engine, name)() for name in _SETTINGS},
         }
 
-    @cached_property
-    def _members(self) -> str:
-        names = {parameter: name for name, parameter in self.engine.module.named_parameters()}
-        own = state.grouped(self.engine.optimizer)
-        return packed(numbered([names.get(one, "unknown") for one in parameters] for parameters in own))
-
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small.get("members"), self._members)
 
@@ -150,16 +149,20 @@ class DeepSpeedHost(DeepSpeedStepping):
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "own_schedulers": {name: one.state_dict() for name, one in self._own_schedulers().items()},
             "counters": {name: getattr(self.engine, name) for name in _COUNTERS},
-            "curriculum": curriculum(self.engine).get(DIFFICULTY),
+            "schedules": schedules(self.engine),
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
             "modes": read_modes(self.engine.module),
-            "numbers": self._numbers.changed(),
-            "loop": None if self.silent else self.counted.captured(),
+            "numbers": self._numbers.captured(self.rank == 0),
+            "loop": None if self.silent or self._client_counts() else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
         }
+
+    def _client_counts(self) -> bool:
+        """Whether the client says where its loop is, so that nothing else need show it."""
+        return self._trains and self._client is not None and self._client.iteration() is not None
 
     def _given(self) -> Given:
         """What the engine consists of. Modules of other stages are left in a pipeline's list of layers."""
@@ -175,7 +178,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         if self.engine.lr_scheduler is not None or not self._trains:
             return {}
         if self._own is None:
-            self._own = own_schedulers(state.inner(self.engine.optimizer))
+            self._own = own_schedulers(state.inner(self.engine.optimizer), self.rank)
         return self._own
 
     def _report_own_scheduler(self) -> None:
@@ -210,7 +213,9 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     def admits(self, replicas: int) -> bool:
         """Whether the global batch can stay, and the ranks make up whole replicas of local SGD: the configuration must
-        let DeepSpeed choose the accumulation steps."""
+        let DeepSpeed choose the accumulation steps. Not with MoE, whose expert groups would be others."""
+        if getattr(self.engine, "has_moe_layers", False):
+            return False
         if self._shards is not None and replicas % len(self._shards.inner):
             return False
         settings = self.engine._config._param_dict
@@ -236,7 +241,8 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
-        self.counted.restored(small.get("loop"), small.get("position", {}))
+        trained = [one for role, one in small.get("position", {}).items() if role.startswith("train")]
+        self.counted.restored(small.get("loop"), any(one.get("read") for one in trained))
         self._restore_counters(small)
         self._restore_optimizer(small)
         self._rates = None
@@ -254,8 +260,7 @@ class DeepSpeedHost(DeepSpeedStepping):
     def _restore_counters(self, small: Mapping[str, Any]) -> None:
         for name in _COUNTERS:
             setattr(self.engine, name, small["counters"][name])
-        if small.get("curriculum") is not None:
-            curriculum(self.engine)[DIFFICULTY] = small["curriculum"]
+        restore_schedules(self.engine, small["schedules"])
 
     def _require_same_client(self, small: Mapping[str, Any]) -> None:
         captured = (small.get("client") or {}).get("name")
@@ -278,8 +283,10 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore_position(self, small: Mapping[str, Any]) -> None:
         if self._positions is not None:
             self._positions.write(small["position"])
-        write_modes(self.engine.module, small["modes"], training=not self.silent)
+        if self.checkpoint_lacks:  # its loop has called functions of the script since
+            self._restore_optimizer(small)
         self._numbers.restore(small["numbers"])
+        write_modes(self.engine.module, small["modes"], training=not self.silent)
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
             restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
             restore_groups(state.inner(self.engine.optimizer), small["groups"])

@@ -44,11 +44,16 @@ def loader_of(source: Any) -> Any:
     return source.loader if isinstance(source, LoaderPass) or hasattr(source, "data_iter") else source
 
 
+def is_curriculum(source: Any) -> bool:
+    """Whether a sampler of data efficiency chooses whole batches: by a curriculum, on one rank for all."""
+    return bool(getattr(source, "curriculum_learning_enabled", False))
+
+
 def restart_method(source: Any) -> str | None:
     """How `restart` handles this source; None if it cannot."""
     if isinstance(source, LoaderPass):
         return "pass" if is_sampled(source.loader) else None
-    if hasattr(source, "_create_dataloader") and not getattr(source, "curriculum_learning_enabled", False):
+    if hasattr(source, "_create_dataloader"):
         return "deepspeed"
     if is_sampled(getattr(source, "loader", None)):
         return "torch"
@@ -66,7 +71,7 @@ def restart(source: Any, epoch: LoaderEpoch) -> bool:
             return bool(source.skip_to(epoch))
         case "deepspeed":
             sampler = source.data_sampler
-            started = StartedSampler(sampler, epoch.read * source.batch_size)
+            started = StartedSampler(sampler, epoch.read * (1 if is_curriculum(source) else source.batch_size))
             source.data_sampler = started
             try:
                 iter(source)

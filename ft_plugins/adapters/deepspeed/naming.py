@@ -48,6 +48,8 @@ def _description(engine: Any, items: Sequence[StateItem], group: Sequence[int]) 
             f"DeepSpeed {deepspeed.__version__} cannot load its own checkpoints of bf16 without ZeRO: its engine gives "
             "BF16_Optimizer one state instead of those of all ranks; ZeRO-1 trains the same and can be exported"
         )
+    if getattr(engine, "has_moe_layers", False):
+        raise UnsupportedError("DeepSpeed saves experts by the ranks of expert groups, whose files are not described")
     tensors = _TensorIndex(engine, items)
     try:
         files = {path: to_plain(content, tensors.plain) for path, content in _saved(engine).items()}

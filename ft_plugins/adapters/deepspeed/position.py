@@ -25,7 +25,7 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from ...errors import ResumeError
+from ...errors import ResumeError, UnsupportedError
 from ...events import say
 from ..data.loaders import (
     LoaderEpoch,
@@ -42,6 +42,7 @@ from ..script.script_hooks import replace_in_deepspeed as replace
 from .data_sources import (
     EPOCH,
     epoch_of,
+    is_curriculum,
     loader_of,
     own_epoch,
     position_holder,
@@ -55,7 +56,11 @@ _RESHUFFLED = (
     "restore will be refused: pass the loader itself, deepspeed's RepeatingLoader around it, or an iterator with "
     "state_dict and load_state_dict, or shuffle with the loader's own torch.Generator"
 )
-_EARLY = "__ft_read_early__"  # attribute of a source
+_CONTINUED = (
+    "a second pass over the loader goes on where the sampler of data efficiency was, in the middle of a batch: read "
+    "all in one pass (data_sampling.num_epochs)"
+)
+_EARLY, _AGAIN = "__ft_read_early__", "__ft_read_again__"  # attributes of a source, of a loader
 
 
 class Positions:
@@ -76,8 +81,10 @@ class Positions:
         self._reshuffled: set[str] = set()  # roles whose order was shuffled again after the first read
         self._pending: dict[str, Any] = {}
         self._unplaced: list[LoaderPass] = []
+        self._newest: tuple[Callable[[], Any], LoaderEpoch] | None = None  # what training read last
 
     def _finished(self, source: LoaderPass, was_read: bool) -> None:
+        self._newest = None
         if was_read:
             self.found_end()
 
@@ -102,6 +109,8 @@ class Positions:
     def _beginning(self, original: Callable[..., Any], source: Any, loader: Any = None) -> Any:
         """A loader is iterated, or, if it is given, `source` is made to repeat it."""
         inner = source if loader is None else loader
+        if is_curriculum(inner) and getattr(inner.data_sampler, "curriculum_step", None):
+            setattr(inner, _AGAIN, True)
         setattr(source, EPOCH, LoaderEpoch.of(inner))
         self._passes.shuffled += draws(inner)
         with self._passes.within():
@@ -142,9 +151,19 @@ class Positions:
                 set_generator_states(late.epoch.began)
             self.restart_unplaced()
             set_generator_states(before)
-        if own_epoch(source) is None:
+        epoch = own_epoch(source)
+        if epoch is None:
             loader = loader_of(source)
             self._epochs.setdefault(role, LoaderEpoch.of(loader)).reading(loader)
+        elif role.startswith("train"):
+            self._newest = reference(source), epoch
+
+    def has_left(self) -> bool:
+        """Whether the script left the pass that training read last, which did not find its end."""
+        if self._newest is None:
+            return False
+        source, epoch = self._newest
+        return source() is None or own_epoch(source()) is not epoch
 
     @contextmanager
     def around(self, role: str, source: Any) -> Iterator[None]:
@@ -222,6 +241,8 @@ class Positions:
 
     def _state(self, role: str, source: Any) -> dict[str, Any]:
         loader = self._loaders[role]
+        if hasattr(loader, _AGAIN):
+            raise UnsupportedError(f"data position of '{role}': {_CONTINUED}")
         if is_stateful(loader):
             return {"kind": "state", "state": loader.state_dict()}
         now = generator_states(loader)["own"]

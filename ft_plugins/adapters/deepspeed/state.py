@@ -33,6 +33,10 @@ from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item
 from ..optimizer_state import create_state
 from ..rules.deepspeed import CPU_ADAM
 
+OWN_MOMENTS = {  # what DeepSpeed's own optimizers keep of a tensor from their first update on, and 'step'
+    **dict.fromkeys(("FusedAdam", CPU_ADAM, "FusedLamb", "DeepSpeedCPULion"), ("exp_avg", "exp_avg_sq")),
+    **{"FusedLion": ("exp_avg",), "DeepSpeedCPUAdagrad": ("exp_avg_sq",)},
+}
 _COUNTS_FROM = "__ft_counts_from__"  # attribute of one
 _MODEL_GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")  # attributes of optimizers with masters
 
@@ -71,6 +75,11 @@ def inner(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that computes updates, inside DeepSpeed's wrapper if there is one."""
     unwrapped: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return unwrapped
+
+
+def is_own(updating: Any) -> bool:
+    """Whether DeepSpeed made the class of an inner optimizer."""
+    return type(updating).__module__.startswith("deepspeed.")
 
 
 def updated_tensors(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
@@ -159,9 +168,10 @@ def create_optimizer_state(optimizer: Any) -> None:
     """Give the inner optimizer the state that its first update would. Idempotent. Raises UnsupportedError."""
     updating, groups = inner(optimizer), inner(optimizer).param_groups
     updated = updated_tensors(optimizer)
-    adam = isinstance(updating, torch.optim.Adam | torch.optim.AdamW)
-    known = type(updating).__name__ in ("FusedAdam", CPU_ADAM) or (adam and not any(one["amsgrad"] for one in groups))
-    if not known:
+    adam = isinstance(updating, torch.optim.Adam | torch.optim.AdamW) and not any(one["amsgrad"] for one in groups)
+    name = CPU_ADAM if adam else type(updating).__name__
+    moments = OWN_MOMENTS.get(name, ()) if adam or is_own(updating) else ()
+    if not moments:
         own = [[main for place, main in updated if place == index] for index in range(len(groups))]
         create_state(updating, [{**group, "params": mains} for group, mains in zip(groups, own, strict=True)])
         return
@@ -169,8 +179,8 @@ def create_optimizer_state(optimizer: Any) -> None:
         created = updating.state[main]
         if not created:
             created["step"] = first_step(groups[index], main) if adam else groups[index].get("step", 0)
-            created["exp_avg"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
-            created["exp_avg_sq"] = torch.zeros_like(main.detach(), memory_format=torch.preserve_format)
+            dtype = torch.float32 if getattr(updating, "fp32_optimizer_states", False) else main.dtype
+            created.update({key: torch.zeros_like(main.detach(), dtype=dtype) for key in moments})
 
 
 def state_items(
@@ -194,7 +204,7 @@ def state_items(
                 "does not have: build the optimizer from engine.module.parameters()"
             )
         updated.add(one.parameter)
-        own_replicas = (sharers or (rank,)) if one.sharded else replicas
+        own_replicas = (sharers or (rank,)) if one.sharded else replicas_of(engine, one.parameter, replicas)
         items.extend(_of_fragment(one, names[one.parameter], inner(optimizer), own_replicas, first))
     elsewhere = set(derived(optimizer))  # may have all elements on other ranks
     for parameter, name in names.items():
@@ -205,8 +215,17 @@ def state_items(
                 f"rank {rank}: parameter '{name}' requires a gradient, but no optimizer updates it: "
                 "freeze it, or give it to the optimizer"
             )
-        items.append(_frozen(name, parameter, sharers or (rank,), replicas, first))
+        holders = replicas_of(engine, parameter, replicas)
+        items.append(_frozen(name, parameter, sharers or (rank,), holders, first))
     return [*items, *_buffers(engine.module, rank)]
+
+
+def replicas_of(engine: Any, parameter: torch.nn.Parameter, replicas: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that hold a whole parameter: of an expert those with the same experts, of others the `replicas`."""
+    if getattr(parameter, "allreduce", True):
+        return replicas
+    group = engine.expert_data_parallel_group[parameter.group_name]  # type: ignore[attr-defined]
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))
 
 
 def layer_of(name: str) -> int | None:

@@ -47,7 +47,13 @@ class DeepSpeedStepping(DeepSpeedReduction):
         return "" if low or not engine.gradient_clipping() else "DeepSpeed clips by the mean of all replicas' norms"
 
     def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
-        """Only for a pipeline: what a script computes between the engine's calls is unknown."""
+        """Only for a pipeline: what a script computes between the engine's calls is unknown. Raises UnsupportedError
+        for MoE."""
+        if getattr(self.engine, "has_moe_layers", False):
+            raise UnsupportedError(
+                f"rank {self.rank}: MoE layers: copies and gradients of experts have other replicas than the rest of "
+                "the model, and are not compared apart; drop --paft"
+            )
         if not hasattr(self.engine, "train_batch"):
             self.no_recompute_reason = _PLAIN
             return

@@ -13,8 +13,8 @@ import torch
 
 from ...errors import UnsupportedError
 from ..rules import DEEPSPEED, findings, line
-from ..rules.deepspeed import ADAMS, CPU_ADAM, OTHERWISE
-from .state import inner
+from ..rules.deepspeed import CPU_ADAM, OTHERWISE, OWN_OPTIMIZERS
+from .state import inner, is_own
 
 _ENGINES = ("DeepSpeedEngine", "PipelineEngine")
 _WRAPPERS = (
@@ -59,6 +59,7 @@ def as_built(engine: Any) -> dict[str, Any]:
         "optimizer": None,  # the one that was built counts
         "zero_optimization": _zero(engine),
         "compile": {"deepcompile": _asked(engine, "is_deepcompile_enabled", False)},
+        "expert_parallel": vars(getattr(engine._config, "expert_parallel_config", None) or _NOTHING),
         "managed_gradient_accumulation": _asked(engine, "managed_gradient_accumulation", True),
         "progressive_layer_drop": {"enabled": _asked(engine, "pld_enabled", False)},
         "eigenvalue": {"enabled": _asked(engine, "eigenvalue_enabled", False)},
@@ -85,7 +86,7 @@ def _facts(engine: Any) -> dict[str, Any]:
     cycles = getattr(getattr(engine, "lr_scheduler", None), "cycle_momentum", False)
     return {
         "engine": "" if kind in _ENGINES else kind,
-        "moe": getattr(engine, "has_moe_layers", False),
+        "moe_pipeline": getattr(engine, "has_moe_layers", False) and kind == "PipelineEngine",
         "tensor_parallel_pipeline": _asked(engine, "autotp_size", 0) > 1 and kind == "PipelineEngine",
         "own_scaler": getattr(engine, "torch_autocast_z0_gradscaler", None) is not None,
         "compression": [name for name, method in methods.items() if method.get("enabled")],
@@ -101,9 +102,9 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) and kind not in _WRAPPERS:
         return {"optimizer": kind}
-    updating = type(inner(optimizer))
-    if updating.__module__.startswith("deepspeed.") and updating.__name__ not in ADAMS:
-        return {"own_optimizer": updating.__name__}
+    updating = inner(optimizer)
+    if is_own(updating) and type(updating).__name__ not in OWN_OPTIMIZERS:
+        return {"own_optimizer": type(updating).__name__}
     scaled = getattr(optimizer, "torch_autocast_gradscaler", None) is not None
     return {"own_scaler": True} if scaled else {}
 

@@ -41,9 +41,9 @@ from .configuration import (
     resolve,
     settings_of,
 )
-from .continuing import NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
+from .continuing import CARRIED, CUT, NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
 from .position import Positions
-from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
+from .read_ahead import ADVICE, DRAWN, LEAVING, LEFT, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
 
 Leave = Callable[[bool], None]  # with whether training ended in order
@@ -91,6 +91,9 @@ class EngineHooks:
         bound = inspect.signature(original).bind_partial(*args, **kwargs)
         given = configuration_argument(bound.arguments)
         known = resolve(given, context)  # before DeepSpeed acts on it
+        client = self.clients.current
+        if client is not None and known.sync is not None:
+            raise UnsupportedError(f"local SGD is not supported with the loop of {client.name}: drop --sync-policy")
         if known.systems:  # before anything is built, if that is known by now
             require_supported_settings(settings_of(given), bound.arguments.get("optimizer"), known.systems)
         build = replica_build(known, bound.arguments.get("model"))
@@ -112,9 +115,6 @@ class EngineHooks:
             context, leave = self._join(config, context)
         shards = None if build is None else build.groups
         try:
-            client = self.clients.current
-            if client is not None and config.sync is not None:
-                raise UnsupportedError(f"local SGD is not supported with the loop of {client.name}: drop --sync-policy")
             self.loop = DeepSpeedLoop(engine, config, context, self.positions, leave, shards, client)
             self.loop.resume()
         except BaseException:
@@ -229,15 +229,15 @@ class DeepSpeedLoop:
         restored, continues = self.engine.global_steps, self._counters.end()
         problem = self._host.counted.begin(self._host.restored, ignored_names())
         if not self._host.restored:
-            if self._captured and not continues:
-                self._say_once(NOTICE)
+            if self._captured and (not continues or self._host.counted.cuts):
+                self._say_once(CUT if continues else NOTICE)
         elif not continues and self._loaded != restored:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
         elif problem is not None:
             raise ResumeError(elsewhere(self._host.rank, restored, problem))
         self._host.schedule.require_unchanged(self._host.rank)
         if self._host.counted.remark and self._host.rank == 0:
-            say(self._host.counted.remark, alarm=True)
+            say(f"{self._host.counted.remark}; {CARRIED}", alarm=True)
 
     # PipelineEngine
 
@@ -284,7 +284,7 @@ class DeepSpeedLoop:
         if self.engine.module.training:  # engine.train() and eval() set the module's flag only
             self._guessed = 0
             self._tracked = True
-            self._reads.reading()
+            self._reads.reading(left=self._positions.has_left())
             if self._positions.was_read_early(loader):
                 self._require_followed(READ_EARLY)
             self._positions.expect("train", loader)
@@ -339,7 +339,9 @@ class DeepSpeedLoop:
         outcome = original(*args, **kwargs)
         if self.engine.global_steps != before:
             self._updated = self.engine.global_steps
-            self._host.pace = self._reads.updated(self._host.silent)
+            pace = self._host.pace = self._reads.updated(self._host.silent)
+            if pace is not None and pace.left and self._captured:
+                self._say_once(f"{LEFT}, so a restart will be refused: {LEAVING}")
             self._drawn = None if self._tracked or self._host.silent else numbers_drawn()
             if self._host.silent:  # whatever comes next belongs to the next iteration
                 self._end()

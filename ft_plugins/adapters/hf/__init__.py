@@ -6,15 +6,19 @@ In: the process. Out: Trainers over plain torch that are protected as ft-run is 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ...config import launch_context
+from ...errors import UnsupportedError
 from ...events import say
 from ..script.script_hooks import on_import, wrap
 from ..script.undeclared_search import has_hosts
+from .own_checkpoint import own_checkpoint
+from .refusals import TWICE
 from .trainer_run import TrainerProtection, TrainerRun
 
 TRAINER = "transformers.trainer"
@@ -62,13 +66,22 @@ def _report_unprotected(module: ModuleType) -> None:
 
 def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Callable[[], TrainerProtection]) -> None:
     """Hook `Trainer.train` of transformers.trainer, for Trainers to which this kind of protection applies."""
+    followed: list[Any] = []
     version = str(getattr(sys.modules["transformers"], "__version__", "unknown"))
 
     def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if applies(trainer):
-            trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
-            TrainerRun(trainer, module, protection(), version, trial)
-        return original(trainer, *args, **kwargs)
+        if not applies(trainer):
+            return original(trainer, *args, **kwargs)
+        if followed:
+            raise UnsupportedError(TWICE)
+        followed.append(trainer)
+        given = inspect.signature(original).bind(trainer, *args, **kwargs)
+        own = own_checkpoint(
+            given.arguments.get("resume_from_checkpoint"), lambda: module.get_last_checkpoint(trainer.args.output_dir)
+        )
+        TrainerRun(trainer, module, protection(), version, given.arguments.get("trial"), own.incomplete)
+        given.arguments["resume_from_checkpoint"] = own.load
+        return original(*given.args, **given.kwargs)
 
     wrap(module.Trainer, "train", train)  # type: ignore[attr-defined]
 

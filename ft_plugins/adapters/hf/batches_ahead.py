@@ -4,11 +4,9 @@ Invariant: after `write` and restoring the generators the next batch is the one 
 all later ones. A batch that was read ahead is read again, with the random numbers that it was read with.
 
     sampled     the pass begins with its original random numbers, behind the batches that the loop has taken: nothing is
-                loaded twice
+                loaded twice, unless worker processes draw or count themselves: then the pass is read again up to there
     iterable    the pass is read again up to there. Refused if its data set draws from the process's generators: what
                 training drew in between is not repeated
-
-What a data set's worker processes draw themselves is not restored.
 
 In: a loader that `Accelerator.prepare` has made; the batches that the loop takes. Out: plain values, and back."""
 
@@ -37,6 +35,7 @@ from ..data.loaders import (
     set_generator_states,
     set_source_generators,
 )
+from ..data.worker_draws import WorkerDraws
 from ..rng import numbers_drawn
 from ..script.script_hooks import replace
 
@@ -46,6 +45,7 @@ _DRAWN = (
 )
 
 
+_DISPATCHER = "DataLoaderDispatcher"
 AHEAD = "__ft_batches_ahead__"  # attribute of a loader that is counted
 
 
@@ -87,7 +87,7 @@ class BatchesAhead:
                 "prepared: return accelerator.prepare(loader) from get_train_dataloader"
             )
         self._shard, self._loader = loader, loader.base_dataloader
-        if type(loader).__name__ == "DataLoaderDispatcher" and is_sampled(self._loader):
+        if type(loader).__name__ == _DISPATCHER and is_sampled(self._loader):
             raise UnsupportedError(
                 "cannot protect this job: with dispatch_batches rank 0 reads the batches of all ranks from a sampled "
                 "data set: leave out dispatch_batches"
@@ -113,6 +113,8 @@ class BatchesAhead:
         self._resuming: tuple[Any, float] | None = None  # generators and time, while a pass is read again
         self._before: Callable[[], None] = lambda: None
         self._skipped = 0  # batches that the loader of the next pass skips
+        self._first = 0  # those that the pass under way has skipped
+        self._workers = WorkerDraws(self._loader)
         self.watches = not is_sampled(self._loader) and not self._loader.num_workers
         hook_iteration(self._loader, self._begin)
         if is_sampled(self._loader):
@@ -122,6 +124,13 @@ class BatchesAhead:
     def is_pending(self) -> bool:
         """Whether the next pass begins where the restored one was."""
         return self._pending is not None
+
+    @property
+    def ahead(self) -> int:
+        """How many batches of the pass under way were read, but not taken; 0 between passes, or if that is unknown."""
+        current = self._current()
+        unknown = self._resuming is not None or type(self._shard).__name__ == _DISPATCHER  # rank 0 reads for others
+        return 0 if current is None or unknown else current.epoch.read - self._taken
 
     def skipping(self, loader: Any, batches: int) -> None:
         """The next pass is over `loader`, which skips the first `batches` of the same data."""
@@ -164,12 +173,18 @@ class BatchesAhead:
         saved = self._pending
         skipped, self._skipped = self._skipped, 0
         self._taken, self._last, self._began = skipped, None, self.values.changed()
+        self._first = skipped
         at = LoaderEpoch(generator_states(self._loader), read=0)
         at.reused_workers = getattr(source, "_iterator", None) is not None
         if saved is not None and not is_sampled(self._loader):
             return self._begin_again(source, original, saved)
         now = generator_states()
-        begun = _Pass(source, original, self._passes)
+
+        def watched(loader: Any) -> Any:
+            with self._workers.watched(loader):
+                return original(loader)
+
+        begun = _Pass(source, watched, self._passes)
         begun.owner, begun.loader, begun.epoch = self, self._loader, at
         if skipped:
             begun.epoch.first, begun.epoch.read = generator_states(self._loader), skipped
@@ -183,8 +198,13 @@ class BatchesAhead:
         self._pending, at = None, saved["pass"]
         self.values.put(at["values"])
         _put_generators(self._loader, at["began"]["own"])
-        begun.skip_to(LoaderEpoch(at["began"], at["first"], at["taken"], at["again"]))
-        self._taken, self._began = at["taken"], dict(at["values"])
+        kept = at["skipped"] if at["workers"] else at["taken"]  # what is not loaded
+        begun.skip_to(LoaderEpoch(at["began"], at["first"], kept, at["again"]))
+        self._taken, self._began, self._first = at["taken"], dict(at["values"]), at["skipped"]
+        if at["workers"] and at["taken"] > kept:
+            started = time.perf_counter()
+            begun.drop(at["taken"] - kept)
+            self._say_read_again(at["taken"] - kept, f"whose worker processes {at['workers']}", started)
         set_generator_states(now)
         _put_generators(self._loader, saved["own"])
         self.values.put(saved["values"])
@@ -214,11 +234,12 @@ class BatchesAhead:
 
     def _end_reading_again(self, now: Mapping[str, Any], began: float) -> None:
         set_generator_states(now)
-        say(
-            f"data position: {self._shard.skip_batches} batches of an iterable data set were read again and dropped in "
-            f"{time.perf_counter() - began:.1f} s"
-        )
+        self._say_read_again(self._shard.skip_batches, "that is iterable", began)
         self._shard.skip_batches, self._pending, self._resuming = 0, None, None
+
+    def _say_read_again(self, batches: int, why: str, began: float) -> None:
+        seconds = time.perf_counter() - began
+        say(f"data position: {batches} batches of a data set {why} were read again and dropped in {seconds:.1f} s")
 
     # ---- the position ----
 
@@ -232,6 +253,7 @@ class BatchesAhead:
             place = {
                 "began": at.began, "first": at.first, "read": at.read, "again": at.reused_workers,
                 "taken": self._taken, "last": self._last, "values": self._began, "draws": self.draws,
+                "skipped": self._first, "workers": self._workers.changes,
             }  # fmt: skip
         return {
             "own": generator_states(self._loader)["own"],

@@ -7,16 +7,17 @@ In: objects by name. Out: encoded values by path, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ...events import say
 from ...snapshot.capture import codec
-from ..data.loader_values import assign, encoding, mark_of
+from ..data.loader_values import assign, deep_mark, encoding
 
 LIMIT = 1 << 16  # bytes of a value
+_TOGETHER = 4 * LIMIT  # of all of them
 
 
 class PlainAttributes:
@@ -27,20 +28,28 @@ class PlainAttributes:
         self._owners, self._ours, self._speaks = owners, ours, speaks
         self._marks: dict[str, Any] = {}
         self._built: dict[str, bytes] = {}  # before training begins
-        self._built = self.read()
+        self._built = dict(self._changed())
 
     def read(self) -> dict[str, bytes]:
         """The encoded values that have changed since the construction, by path."""
-        values: dict[str, bytes] = {}
-        for path, value, captured in self._places():
+        values = dict(self._changed())
+        while sum(map(len, values.values())) > _TOGETHER:
+            path = max(values, key=lambda path: len(values[path]))
+            self._name(path, codec.decode(values.pop(path)))
+        return values
+
+    def _changed(self) -> Iterator[tuple[str, bytes]]:
+        places = list(self._places())
+        known = {id(one) for one in self._owners().values()} | {id(value) for _, value, captured in places if captured}
+        for path, value, _ in places:
             encoded = encoding(_on_the_cpu(value), LIMIT) if not callable(value) else None
             if encoded is not None:
-                self._marks[path] = ()
+                if self._marks.get(path, ()) is not None:
+                    self._marks[path] = ()
                 if encoded != self._built.get(path):
-                    values[path] = encoded
-            elif not captured:
-                self._watch(path, value)
-        return values
+                    yield path, encoded
+            elif id(value) not in known:
+                self._watch(path, value, known)
 
     def write(self, values: Mapping[str, bytes]) -> None:
         """Set the captured values, and all others as they were at the construction; of an owner that is gone none."""
@@ -60,17 +69,21 @@ class PlainAttributes:
                 if not (ours and isinstance(value, torch.nn.Module)):
                     yield f"{owner}.{name}", value, ours
 
-    def _watch(self, path: str, value: Any) -> None:
-        mark = mark_of(value)
-        known = self._marks.setdefault(path, mark)
-        if known is not None and known != mark:
-            self._marks[path] = None
-            if self._speaks:
-                say(
-                    f"{path} (a {type(value).__name__}) changes, but is not captured, being an object or too large: if "
-                    "training depends on it, keep it as plain values and tensors in attributes, or let its callback "
-                    "be an ExportableState"
-                )
+    def _watch(self, path: str, value: Any, known: Collection[int]) -> None:
+        mark = deep_mark(value, known)
+        before = self._marks.setdefault(path, mark)
+        if before is not None and before != mark:
+            self._name(path, value)
+
+    def _name(self, path: str, value: Any) -> None:
+        """Say once that a value is not captured."""
+        if self._marks.get(path) is not None and self._speaks:
+            say(
+                f"{path} (a {type(value).__name__}) changes, but is not captured, being an object or too large: if "
+                "training depends on it, keep it as plain values and tensors in attributes, or let its callback "
+                "be an ExportableState"
+            )
+        self._marks[path] = None
 
 
 def _on_the_cpu(value: Any) -> Any:

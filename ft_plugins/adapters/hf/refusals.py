@@ -22,6 +22,12 @@ LOCAL_SGD = (
 )
 
 
+TWICE = (
+    "Trainer.train was called twice, and a second training cannot be protected: train once in a job, or start the "
+    "second training as a job of its own (--ftp-job)"
+)
+
+
 def require_loop(trainer: Any, version: str) -> None:
     """Raises UnsupportedError if the Trainer of this version of transformers has another loop."""
     missing = [name for name in HOOKED if not callable(getattr(trainer, name, None))]

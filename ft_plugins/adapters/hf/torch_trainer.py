@@ -7,16 +7,20 @@ In: `TrainerRun`, the configuration of ft-run. Out: a session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from ...config import Config, LaunchContext
 from ...errors import UnsupportedError
 from ...session import Session, attach
 from ..host_parts import local_part
+from ..script.undeclared import Undeclared
 from ..torch.fsdp import FsdpHost
 from ..torch.torch_loop import TorchHost
+from .own_checkpoint import LACKING
 from .refusals import LOCAL_SGD
 from .trainer_run import TrainerRun
 
@@ -28,16 +32,12 @@ class TorchTrainer:
         self._config, self._context = config, context
         self._session: Session | None = None
         self._run: TrainerRun | None = None
+        self._host: TorchHost | None = None
         self._begun = 0  # the iteration that has begun last
         self._completed = 0
 
     @contextmanager
     def building(self, run: TrainerRun) -> Iterator[None]:
-        if self._run is not None:
-            raise UnsupportedError(
-                "Trainer.train was called twice, and a second training cannot be protected: train once in a job, or "
-                "start the second training as a job of its own (--ftp-job)"
-            )
         if self._config.sync is not None:
             raise UnsupportedError(LOCAL_SGD)
         self._run = run
@@ -58,6 +58,8 @@ class TorchTrainer:
             fingerprint={"trainer": settings}, ignored=[trainer.optimizer, trainer.lr_scheduler, run.loader],
             **(mesh or {}),
         )  # fmt: skip
+        host.of_a_library(LACKING, remedy)
+        self._host = host
         self._session = attach(host, self._config, self._context)
         self._begun = self._completed = self._session.resume(run.iteration)
 
@@ -72,6 +74,10 @@ class TorchTrainer:
         if scaler is not None and saved["scaler"] is not None:
             scaler.load_state_dict(saved["scaler"])
         self._run.restore(saved["trainer"])
+
+    def tensors(self) -> list[torch.Tensor]:
+        assert self._host is not None and self._run is not None
+        return [*self._run.trainer.model.parameters(), *self._host.tensors().values()]
 
     def begin(self) -> None:
         assert self._session is not None and self._run is not None
@@ -96,6 +102,15 @@ class TorchTrainer:
         """The script's orderly end."""
         if self._session is not None:
             self._session.shutdown()
+
+
+def remedy(lost: Sequence[Undeclared]) -> str:
+    """What to do in a script with a Trainer about `lost` state; about any, if it is empty."""
+    ignored = ", ".join(one.expression for one in lost) or "..."
+    return (
+        "make it a part of the model, as a submodule whose parameters require no gradients, before the Trainer is "
+        f"built; what a restart need not restore, name by `import ft_plugins; ft_plugins.ignore({ignored})`"
+    )
 
 
 def inner(wrapper: Any, name: str = "optimizer") -> Any:

@@ -8,26 +8,35 @@ epoch) belongs to the update before.
     _init_training_state      returns where to begin, which is known only once the state is restored
     _prepare_for_training     builds the engine or the wrapped model; protection begins; state is restored
     _run_epoch                enters the captured epoch behind the updates that were made
-    get_batch_samples         the previous iteration ends, the next one begins; the batches that the loop takes
+    get_batch_samples         the previous iteration ends, the next one begins; the batches that the loop takes. What
+                              callbacks have changed since the restore, as they did when training and its epoch began,
+                              is set again; tensors are compared
     _finalize_training        the last iteration ends
 
-A checkpoint that the Trainer itself loads is replaced by what was restored, if that is newer.
+A checkpoint that the Trainer itself loads is replaced by what was restored: see `own_checkpoint`.
 
 In: a Trainer, and what protects it. Out: calls of `TrainerProtection`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol
 
+import torch
+
+from ...errors import ResumeError, UnsupportedError
+from ...events import say
 from ..script.script_hooks import replaced, wrap
+from ..script.script_state import Marks
 from ..script.undeclared_search import ignore_alone
 from .batches_ahead import BatchesAhead
 from .refusals import require_followed, require_loop
 from .trainer_state import TrainerProgress
+
+_TO_ENTER = ("ignore_data_skip", "eval_on_start")  # what would keep the loop from where it is entered
 
 
 class TrainerProtection(Protocol):
@@ -36,6 +45,9 @@ class TrainerProtection(Protocol):
     def building(self, run: TrainerRun) -> AbstractContextManager[None]:
         """Around the function that builds the wrapped model. In it, or at its end, `run.protected` is called if the job
         is protected, then `run.restore` if it was restored."""
+
+    def tensors(self) -> Collection[torch.Tensor]:
+        """Those that are restored, and that callbacks may not change before the first iteration."""
 
     def begin(self) -> None:
         """The next iteration begins, the previous one has ended. The first call restores generators, last."""
@@ -61,10 +73,13 @@ class TrainerRun:
     """One call of `train`."""
 
     def __init__(
-        self, trainer: Any, module: ModuleType, protection: TrainerProtection, version: str, trial: Any
-    ) -> None:
-        """`module` is transformers.trainer. Raises UnsupportedError if its loop has another shape."""
+        self, trainer: Any, module: ModuleType, protection: TrainerProtection, version: str, trial: Any,
+        incomplete: str = "",
+    ) -> None:  # fmt: skip
+        """`module` is transformers.trainer. `incomplete`: a checkpoint of its own that it does not load, and why.
+        Raises UnsupportedError if its loop has another shape."""
         require_loop(trainer, version)
+        self._incomplete = incomplete
         self.trainer, self._module, self._protection = trainer, module, protection
         self._trial = trial
         self._given: Any = None  # the loader that the Trainer has built
@@ -75,6 +90,7 @@ class TrainerRun:
         self._batches: BatchesAhead | None = None
         self._epoch = 0
         self._over = False  # whether training has ended
+        self._marks = Marks()  # of what was restored
         wrap(trainer, "_init_training_state", self._initializing)
         wrap(trainer, "_prepare_for_training", self._preparing)
 
@@ -110,8 +126,9 @@ class TrainerRun:
         self._saved = self._restored = saved
         self._progress.write_state(saved["progress"])
         self._batches.write(saved["position"])
-        args = self.trainer.args
-        args.ignore_data_skip = args.eval_on_start = False
+        self._marks = Marks()
+        self._marks.mark(self._protection.tensors())
+        vars(self.trainer.args).update(dict.fromkeys(_TO_ENTER, False))  # until `_progress.write`
 
     # ---- the loop ----
 
@@ -135,7 +152,18 @@ class TrainerRun:
         self._given = train_dataloader
         with self._protection.building(self):
             prepared = original(max_steps, train_dataloader, *args, **kwargs)
+        if self._incomplete:
+            self._require_restored()
         return prepared
+
+    def _require_restored(self) -> None:
+        """Raises ResumeError if nothing takes the place of a checkpoint that cannot be loaded."""
+        if self._restored is None:
+            raise ResumeError(
+                f"{self._incomplete}, and nothing newer of this job was restored: remove it, or name a complete one"
+            )
+        if self.trainer.is_world_process_zero():
+            say(f"{self._incomplete}: it is not loaded; iteration {self.iteration} was restored")
 
     def protected(self) -> None:
         """The state of this job is captured: follow the loop. Called once, when the model is wrapped."""
@@ -176,6 +204,12 @@ class TrainerRun:
         self._place()
         taken = original(*args, **kwargs)
         self.loader.taking(len(taken[0]))
+        if self.loader.ahead not in (0, 1):
+            raise UnsupportedError(
+                f"cannot protect this job: the get_batch_samples of {type(self.trainer).__name__} has returned "
+                f"{len(taken[0])} batches in iteration {self.iteration + 1}, but {self.loader.ahead} more are read "
+                "than were returned: return every batch that it reads, once"
+            )
         return taken
 
     def _place(self) -> None:
@@ -185,6 +219,14 @@ class TrainerRun:
             ignore_alone(self.trainer, self.trainer.accelerator, self.trainer.lr_scheduler)
         if self._saved is not None and self._progress is not None:
             saved, self._saved = self._saved, None
+            if any(map(self._marks.changed, self._protection.tensors())):
+                raise ResumeError(
+                    f"rank {self.trainer.args.process_index}: a callback has changed parameters, buffers or the "
+                    f"optimizer's tensors after iteration {self.iteration} was restored, in on_train_begin or "
+                    "on_epoch_begin, which are called again after a restart: change them before Trainer.train, or at "
+                    "the end of a step or an epoch"
+                )
+            self.loader.write(saved["position"])
             self._progress.write(saved["progress"])
 
     def _loading_generators(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,11 +25,13 @@ def prepare(device_count: int = 1) -> bool:
     """Patch torch and Megatron for the CPU if no CUDA device is visible. Call it in your own script, before it imports
     megatron; omit it in a script that is meant for GPUs.
 
-    `device_count` is what torch.cuda.device_count() returns then: the number of local ranks. Returns whether patches
-    were applied by this call. Raises PatchError, naming file, symbol and version, if one does not apply.
+    `device_count` is what torch.cuda.device_count() returns then: the number of local ranks. Returns whether torch.cuda
+    stands for the CPU in this process, so that its backend is gloo. Raises PatchError, naming file, symbol and version,
+    if a patch does not apply.
     """
     on_import("megatron.training.arguments", _extend_flags)
-    return apply_cpu(on_import, load_below, device_count)
+    apply_cpu(on_import, load_below, device_count)
+    return is_applied()
 
 
 def prepare_launched(context: LaunchContext, arguments: Sequence[str]) -> None:

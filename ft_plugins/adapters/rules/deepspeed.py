@@ -9,8 +9,10 @@ from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, some
 
 OTHERWISE = "remove the block ft_plugins from the DeepSpeed configuration"
 CPU_ADAM = "DeepSpeedCPUAdam"
-ADAMS = ("FusedAdam", CPU_ADAM)  # of DeepSpeed's own optimizers
-_OWN_OPTIMIZERS = ("lamb", "lion", "muon", "onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
+OWN_OPTIMIZERS = (  # of DeepSpeed, that are followed
+    *("FusedAdam", CPU_ADAM, "FusedLamb", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"),
+)
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
 _ZERO = "zero_optimization"
 _DEPRECATED = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 _OWN_COUNTERS = "it keeps its own counters"
@@ -53,12 +55,22 @@ _DEVICE, _RATIO, _SUPER = (f"{_ZERO}.offload_optimizer.{name}" for name in ("dev
 _PARAM = f"{_ZERO}.offload_param.device"
 _AUTOCAST = ("torch_autocast.dtype", "built.own_scaler")
 
+_OPTIMIZER = ("optimizer.type", "built.own_optimizer")
+
 _REFUSED = (
     Rule(
-        "DeepSpeed's own optimizer", ("optimizer.type", "built.own_optimizer"),
-        some(equals("optimizer.type", *_OWN_OPTIMIZERS), on("built.own_optimizer")),
-        f"its state is unknown; supported: its {' and '.join(ADAMS)}, and torch's optimizers",
-        "optimizer.type", "Lamb, Lion, ...",
+        "a 1-bit optimizer", _OPTIMIZER, some(*(equals(key, *_ONE_BIT) for key in _OPTIMIZER)),
+        "it averages compressed gradients, with what compression left out on each rank and in engine and optimizer",
+        "optimizer.type", "OneBitAdam, OneBitLamb, ZeroOneAdam",
+    ),
+    Rule(
+        "Muon", _OPTIMIZER, some(*(equals(key, "muon", "muonwithauxadam") for key in _OPTIMIZER)),
+        "it updates whole matrices, of which ranks have parts", "optimizer.type", "Muon",
+    ),
+    Rule(
+        "another of DeepSpeed's own optimizers", ("built.own_optimizer",),
+        every(on("built.own_optimizer"), lambda settings: not equals("built.own_optimizer", *_ONE_BIT)(settings)),
+        f"its state is unknown; followed: its {', '.join(OWN_OPTIMIZERS)}, and torch's optimizers",
     ),
     Rule(
         "offload to NVMe", (_DEVICE,), equals(_DEVICE, "nvme"), "its state is in files", _DEVICE, "nvme",
@@ -105,17 +117,15 @@ _REFUSED = (
         lambda settings: at(settings, "managed_gradient_accumulation") is False, "what it accumulates is unknown",
         "managed_gradient_accumulation", "false",
     ),
-    _enabled("progressive_layer_drop", "progressive layer drop"),
     _enabled("eigenvalue", "eigenvalues"),
-    _enabled("data_efficiency.data_routing.random_ltd", "random-LTD"),
-    _enabled("data_efficiency.data_sampling.curriculum_learning", "a curriculum of data efficiency"),
     Rule(
         "compression", ("built.compression",), _compressed, _OWN_COUNTERS, "compression_training",
     ),
     _built("moq", "MoQ (compression_training.weight_quantization)", _OWN_COUNTERS),
     _enabled("hybrid_engine", "the hybrid engine", "it generates between updates"),
     _built("engine", "an engine of its own kind", "its step is unknown"),
-    _built("moe", "MoE layers", "the replica sets of experts are unknown"),
+    _enabled("expert_parallel", "AutoEP", "it replaces layers and their experts"),
+    _built("moe_pipeline", "MoE layers in a pipeline", "expert groups of stages are untested"),
     _built("tensor_parallel_pipeline", "AutoTP with pipelines (tensor_parallel.autotp_size)", "its layout is unknown"),
     _built("no_optimizer", "no optimizer", "there is nothing to protect", remedy="pass one to deepspeed.initialize"),
     _built("optimizer", "an optimizer of its own kind", "its state is unknown"),
@@ -149,6 +159,12 @@ _FOLLOWED = (
     ),
     _on("scheduler.type", "a scheduler of DeepSpeed", "it is captured by its own state_dict"),
     _enabled("curriculum_learning", "a curriculum of sequence lengths", "its difficulty is captured"),
+    _enabled("progressive_layer_drop", "progressive layer drop", "its rate is captured"),
+    _enabled("data_efficiency.data_routing.random_ltd", "random-LTD", "its length is captured"),
+    _enabled(
+        "data_efficiency.data_sampling.curriculum_learning", "a curriculum of data efficiency",
+        "its sampler is captured by its own state_dict",
+    ),
 )  # fmt: skip
 
 DEEPSPEED = (*_REFUSED, *treated_as(Treatment.FOLLOWED, _FOLLOWED))

@@ -6,39 +6,57 @@
         if best.age > patience: break       ends by `best.age`, `patience`
 
         if number % 100 == 0: evaluate()    decides by `number`, which does not end it
-        seen += 1                           carries `seen` on
+        best = min(best, loss)              carries `best` on
+        losses.append(loss)                 carries `losses` on
+        meter.update(loss)                  calls `meter.update(loss)`, which may carry something on (`loop_calls`)
 
 Invariant: a target of a `for` whose next element is only being fetched has a value of the element before, so it does
 not count. An `if` ends a loop if it leaves it in order, skips the rest of its body, or sets a flag by which one ends.
 
-In: a module's syntax tree, the line at which a function of it is. Out: `LoopCode`.
+In: a module's syntax tree, the line at which a function of it is. Out: `LoopCode`, `FunctionCode`.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _LEAVING = (ast.Break, ast.Continue, ast.Return)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_CHANGING = ("add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "remove", "update")
+EACH = "[...]"  # in an expression: any element
 _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends with the data that they receive
 
 
 @dataclass(frozen=True)
 class LoopCode:
     """Expressions of all loops around a line, as the script writes them. `bounds`: of what is iterated, literal numbers
-    included. `deciding`: of other `if`s, and what is carried on. `indices`: of them, what `enumerate` counts from zero,
-    as it is fetching. `cut`: literal numbers included, what ends the pass of a loop that is fetching, if that is
-    counted from where it begins: `for ... in islice(loader, n)` in another loop, `for i, ... in enumerate(loader): if
-    i == n: break`."""
+    included. `deciding`: of other `if`s, and what is `carried` on: what the loops change. `indices`: what `enumerate`
+    counts from zero, as it is fetching, and an `if` tests. `cut`: literal numbers included, what ends the pass of a
+    loop that is fetching, if that is counted from where it begins: `for ... in islice(loader, n)` in another loop,
+    `for i, ... in enumerate(loader): if i == n: break`. `calls`: what loops call; `ending`: by what they end."""
 
     counters: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
     deciding: tuple[str, ...] = ()
     indices: tuple[str, ...] = ()
     cut: tuple[str, ...] = ()
+    carried: tuple[str, ...] = field(default=(), compare=False)
+    calls: tuple[str, ...] = field(default=(), compare=False)
+    ending: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class FunctionCode:
+    """Of a function: its parameters, and expressions of what outlives its call: what it changes, what it tests or
+    returns. What it calls."""
+
+    parameters: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    deciding: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
 
 
 def loops_around(tree: ast.Module, line: int) -> LoopCode:
@@ -47,17 +65,72 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     inside = [loop for loop in loops if isinstance(loop, ast.While) or line >= loop.body[0].lineno]
     targets = [name for loop in inside for name in _targets(loop)]
     stale = {name for loop in loops for one in ast.walk(loop) for name in _targets(one)} - {*targets}
-    counters = targets + [text for loop in loops for text in _ending(loop) if text not in stale]
+    ends = [test for loop in loops for test in _ending(loop)]
+    counters = targets + [text for test in ends for text in _values(test) if text not in stale]
     bounds = [text for loop in loops if isinstance(loop, ast.For | ast.AsyncFor) for text in _bounds(loop.iter)]
     tested = [text for loop in loops for test, ends in _tests(loop) if not ends for text in _values(test)]
-    carried = [
-        ast.unparse(one.target) for loop in loops for one in _same_scope(loop.body) if isinstance(one, ast.AugAssign)
-    ]
+    carried = [text for loop in loops for one in _same_scope(loop.body) for text in _changed(one) if text not in stale]
+    calls = [*_calls(ends), *_calls([one for loop in loops for one in loop.body])]
     deciding = [text for text in tested + carried if text not in stale and text not in counters]
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
-    indices = [text for text in tested if text in fetching]
+    indices = [text for loop in loops for test, _ in _tests(loop) for text in _values(test) if text in fetching]
     cut = [text for loop in loops if loop not in inside for text in _cut(loop, loop is not loops[0])]
-    return LoopCode(*(tuple(dict.fromkeys(found)) for found in (counters, bounds, deciding, indices, cut)))
+    cut += [text for one in _statement(tree, line) if inside for text in _sliced(one)]
+    found = counters, bounds, deciding, indices, cut, carried, calls, _calls(ends)
+    return LoopCode(*(tuple(dict.fromkeys(each)) for each in found))
+
+
+def function_at(tree: ast.Module, line: int, name: str) -> FunctionCode:
+    """The function of that name whose first line, decorators included, is `line`."""
+    named = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == name)
+    found = (one for one in named if line == min([one.lineno, *(each.lineno for each in one.decorator_list)]))
+    return next(map(_function, found), FunctionCode())
+
+
+def _function(node: ast.FunctionDef) -> FunctionCode:
+    parameters = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+    inside = [*_same_scope(node.body)]
+    outer = {name for one in inside if isinstance(one, ast.Nonlocal | ast.Global) for name in one.names}
+    changed = [text for one in inside for text in _changed(one)]
+    read = [one.test for one in inside if isinstance(one, ast.If | ast.While | ast.IfExp)]
+    read += [one.value for one in inside if isinstance(one, ast.Return) and one.value is not None]
+    local = {text for text in changed if text.isidentifier()} - outer
+    found = changed, [text for one in read for text in _values(one)]
+    carried, deciding = (
+        [text for text in texts if text not in parameters and root_of(text) not in local] for texts in found
+    )
+    calls = _calls(node.body)
+    return FunctionCode(tuple(parameters), *(tuple(dict.fromkeys(each)) for each in (carried, deciding, calls)))
+
+
+def root_of(text: str) -> str:
+    """The variable that an expression begins with."""
+    return text.partition(".")[0].partition("[")[0]
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """What a statement assigns, or changes by a method of a container."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
+        targets = [node.target]
+    for target in targets:
+        several = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        yield from (ast.unparse(one) for one in several if isinstance(one, ast.Name | ast.Attribute | ast.Subscript))
+    call = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGING:
+        yield ast.unparse(call.func.value)
+
+
+def _calls(nodes: Sequence[ast.AST]) -> list[str]:
+    """The calls in nodes; what a `for` calls for each element of a list as `container[...]`."""
+    found = [ast.unparse(one) for one in _same_scope(nodes) if isinstance(one, ast.Call)]
+    for loop in _same_scope(nodes):
+        over = loop.iter if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) else None
+        if isinstance(loop, ast.For) and isinstance(over, ast.Name | ast.Attribute | ast.Subscript):
+            target, each = ast.unparse(loop.target), f"{ast.unparse(over)}{EACH}"
+            inside = [text for text in _calls(loop.body) if root_of(text.partition("(")[0]) == target]
+            found += [each + text[len(target) :] for text in inside]
+    return found
 
 
 def _path(tree: ast.Module, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
@@ -83,15 +156,15 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt | ast.excepthandler]:
 
 def _targets(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.For | ast.AsyncFor):
-        yield from (one.id for one in ast.walk(node.target) if isinstance(one, ast.Name))
+        for one in ast.walk(node.target):
+            if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Store):
+                yield ast.unparse(one)
 
 
-def _ending(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[str]:
+def _ending(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[ast.expr]:
     if isinstance(loop, ast.While):
-        yield from _values(loop.test)
-    for test, ends in _tests(loop):
-        if ends:
-            yield from _values(test)
+        yield loop.test
+    yield from (test for test, ends in _tests(loop) if ends)
 
 
 def _tests(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.expr, bool]]:
@@ -120,10 +193,21 @@ def _cut(loop: ast.For | ast.AsyncFor | ast.While, is_inner: bool) -> Iterator[s
     for test, ends in _tests(loop):
         if ends and _counts(loop) and targets & {*_values(test)}:
             yield from (text for text in (*_values(test), *_literals(test)) if text not in targets)
-    calls = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call)]
-    for call in calls:
-        if is_inner and ast.unparse(call.func).split(".")[-1] in ("islice", "zip"):
+    if is_inner:
+        yield from _sliced(loop.iter)
+
+
+def _sliced(node: ast.AST) -> Iterator[str]:
+    """What ends the calls of `islice` and `zip` in an expression or a statement."""
+    for call in (one for one in _same_scope([node]) if isinstance(one, ast.Call)):
+        if ast.unparse(call.func).split(".")[-1] in ("islice", "zip"):
             yield from (*_values(call), *_literals(call))
+
+
+def _statement(tree: ast.Module, line: int) -> list[ast.stmt]:
+    """The one without a body that is executed at a line."""
+    simple = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return
+    return [one for one in ast.walk(tree) if isinstance(one, simple) and one.lineno <= line <= (one.end_lineno or line)]
 
 
 def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:

@@ -8,9 +8,10 @@ same code.
     version   when the version was captured: right before the next iteration
     now       right before the first iteration after the restore
 
-Invariant: nothing of the script is called or changed; what cannot be read is not compared: expressions that are not
-integers, code without source, counters in calls. A counter that has not moved since the job's first iteration (a total,
-which a restart may change) is not compared.
+Invariant: nothing of the script is called or changed; what cannot be read (`loop_values`), and code without source, is
+not compared, and what of it the loop carries on is named. Only integers end a job: what else decides something, or is
+carried on, is named. A counter that has not moved since the job's first iteration (a total, which a restart may change)
+is not compared.
 
 In: the stack. Out: `LoopCounters`, plain values, and what is wrong, or None.
 """
@@ -21,25 +22,37 @@ import ast
 import linecache
 import sysconfig
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
+from types import FunctionType
 from typing import Any
 
-from .loop_code import LoopCode, loops_around
-from .script_names import stack
+import torch
 
+from .loop_calls import carried_by
+from .loop_code import FunctionCode, LoopCode, function_at, loops_around
+from .loop_values import comparable, parsed, value_of
+from .script_names import is_of_library, stack
+
+_SHOWN, _MOST = 8, 64  # counters in a message, of each kind
+LEAVING = (
+    "end a pass behind the training on its last batch, as a restart can: `if engine.global_steps % n == 0: break` "
+    "after engine.step(); and look at samples of the data set, not at a batch of the loader"
+)
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
 class LoopCounters:
-    """The integers in the expressions of `LoopCode`, of the loops that run, by "`name` in function()"."""
+    """The values in the expressions of `LoopCode`, of the loops that run, by "`name` in function()". `unread`: the
+    kinds of what they carry on and cannot be compared."""
 
     counters: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
-    deciding: Mapping[str, int] = field(default_factory=dict)
+    deciding: Mapping[str, int | str] = field(default_factory=dict)
     indices: Mapping[str, int] = field(default_factory=dict)
     cut: Mapping[str, int] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -55,8 +68,7 @@ def not_continued(
     `within`: it was captured in the middle of a pass over the data, whose rest comes next.
     """
     if within and version.cut and now.cut == version.cut == first.cut:
-        names = ", ".join(version.cut)
-        return f"its pass over the data, of which only the rest comes now, ends as a whole one does, by {names}"
+        return rest_ends_as_a_whole(version.cut, LEAVING)
     changed = _changed(first.counters, version.counters, now.counters, ended, ignored)
     if changed:
         return changed
@@ -64,6 +76,12 @@ def not_continued(
     if bounds and not now.counters.keys() & version.counters.keys() and bounds == version.bounds == first.bounds:
         return f"it runs as often as at the job's start ({', '.join(bounds)}), and has no counter"
     return None
+
+
+def rest_ends_as_a_whole(cut: Collection[str], remedy: str) -> str:
+    """What is wrong with a pass that is ended by a count from its beginning, if only its rest comes."""
+    rest = "its pass over the data, of which only the rest comes now, ends as a whole one does"
+    return f"{rest}, by {', '.join(cut)}: {remedy}"
 
 
 def decided_otherwise(
@@ -75,19 +93,25 @@ def decided_otherwise(
     for name, was in version.indices.items() if within else ():
         if not _is_in(name, ignored):
             changed.append(f"{name} begins at 0, and was {was} when that version was captured")
+    unread = [f"{name} ({kind})" for name, kind in version.unread.items() if now.unread.get(name) == kind]
+    unread = [one for one in unread if not _is_in(one, ignored)]
+    if unread:
+        changed.append(f"what cannot be compared is what the script has set: {', '.join(unread)}")
     return "; ".join(filter(None, changed)) or None
 
 
 def _changed(
-    first: Mapping[str, int], version: Mapping[str, int], now: Mapping[str, int], ended: bool, ignored: Collection[str]
+    first: Mapping[str, Any], version: Mapping[str, Any], now: Mapping[str, Any], ended: bool, ignored: Collection[str]
 ) -> str:
     """The counters that have moved since the job began, and are not what they were; '' for none."""
-    return "; ".join(
+    moved = [
         f"{name} is {now[name]}, and was {was} when that version was captured"
         for name, was in version.items()
         if name in now and was not in (first.get(name), now[name]) and not _is_in(name, ignored)
         and (not ended or now[name] == first.get(name))
-    )  # fmt: skip
+    ]  # fmt: skip
+    more = [f"so are {len(moved) - _SHOWN} more"] if len(moved) > _SHOWN else []
+    return "; ".join([*moved[:_SHOWN], *more])
 
 
 def _is_in(name: str, ignored: Collection[str]) -> bool:
@@ -97,7 +121,8 @@ def _is_in(name: str, ignored: Collection[str]) -> bool:
 def loop_counters() -> LoopCounters:
     """The counters of the loops that run in the main thread. Of loops in installed packages (a progress bar) only those
     that end them."""
-    found: dict[str, dict[str, int]] = {name: {} for name in vars(LoopCode())}
+    found: dict[str, dict[str, Any]] = {one.name: {} for one in fields(LoopCounters)}
+    seen: set[Any] = set()  # functions that loops call
     inside = False  # a function of the script
     for frame, variables in stack():
         if inside and _is_installed(frame.f_code.co_filename):
@@ -105,13 +130,40 @@ def loop_counters() -> LoopCounters:
         inside = inside or not _is_installed(frame.f_code.co_filename)
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
+        code, spaces = _loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
         installed = frame.f_code.co_filename.startswith(_INSTALLED)
-        for kind, expressions in vars(_loops_at(frame.f_code.co_filename, frame.f_lineno)).items():
-            for expression in () if installed and kind != "counters" else expressions:
-                value = _value(_parsed(expression), (variables, frame.f_globals))
-                if type(value) is int:
-                    found[kind].setdefault(f"`{expression}`{place}", value)
+        for kind in ("counters", *(() if installed else ("bounds", "deciding", "indices", "cut"))):
+            for expression in getattr(code, kind):
+                value = value_of(parsed(expression), spaces)
+                _note(found, kind, f"`{expression}`{place}", value, expression in code.carried)
+        tested = {text: value_of(parsed(text), spaces) for text in code.counters}
+        flags = {_owner_of(text) for text, value in tested.items() if isinstance(value, bool)} - {""}
+        for call in () if installed else code.calls:
+            for text, value, carried in carried_by(call, spaces, _function_code, seen):
+                ends = call in code.ending or _owner_of(text) in flags
+                _note(found, "counters" if ends else "deciding", f"`{text}`{place}", value, carried)
     return LoopCounters(**found)
+
+
+def _owner_of(expression: str) -> str:
+    """Of `stopper.stop`, a flag by which a loop ends: what sets it."""
+    return expression.rpartition(".")[0]
+
+
+def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, carried: bool) -> None:
+    """Integers count wherever they are; what else is carried on decides something."""
+    if type(value) is int:
+        if kind == "deciding" and name in found["counters"]:
+            return
+        noted: Any = value
+    elif carried and kind in ("counters", "deciding"):
+        noted, kind = comparable(value), "deciding"
+        if noted is None and isinstance(value, torch.Tensor):
+            noted, kind = type(value).__name__, "unread"
+    else:
+        return
+    if noted is not None and len(found[kind]) < _MOST:
+        found[kind].setdefault(name, noted)
 
 
 @cache
@@ -137,20 +189,8 @@ def _tree(file: str) -> ast.Module | None:
 
 
 @cache
-def _parsed(expression: str) -> ast.expr:
-    return ast.parse(expression, mode="eval").body
-
-
-def _value(node: ast.expr, spaces: tuple[Mapping[str, Any], ...]) -> Any:
-    """The value of a name, an attribute or an element, without a call of anything; None if there is none."""
-    match node:
-        case ast.Constant(value=number):
-            return number
-        case ast.Name(id=name):
-            return next((space[name] for space in spaces if name in space), None)
-        case ast.Attribute(value=owner, attr=name):
-            return getattr(_value(owner, spaces), "__dict__", {}).get(name)
-        case ast.Subscript(slice=ast.Constant(value=key)):
-            container = _value(node.value, spaces)
-            return container.get(key) if type(container) is dict else None
-    return None
+def _function_code(function: FunctionType) -> FunctionCode | None:
+    """None for a function of an installed package, or without source."""
+    code, module = function.__code__, str(function.__globals__.get("__name__"))
+    tree = None if is_of_library(module) or _is_installed(code.co_filename) else _tree(code.co_filename)
+    return None if tree is None else function_at(tree, code.co_firstlineno, code.co_name)

@@ -41,12 +41,17 @@ class Named:
     direct: bool = True
 
 
+def is_of_library(module: str) -> bool:
+    """Whether a module is never the script's."""
+    return module.split(".")[0] in _LIBRARIES
+
+
 def stack() -> Iterator[tuple[FrameType, Mapping[str, Any]]]:
     """The script's functions that run in the main thread, with their local variables, the innermost first."""
     thread = threading.main_thread().ident
     frame: FrameType | None = sys._current_frames().get(-1 if thread is None else thread)
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).split(".")[0] not in _LIBRARIES:
+        if not is_of_library(str(frame.f_globals.get("__name__"))):
             yield frame, _variables(frame)
         frame = frame.f_back
 

@@ -96,7 +96,12 @@ class UndeclaredSearch:
         self._given, self._remedy, self._place, self._speaks = given, remedy, place, speaks
         self._marks = Marks()
         self._frozen: list[_Frozen] | None = None  # None: not searched yet
+        self._reports = False  # what changes later, instead of raising an error
         _searches.add(self)
+
+    def only_report(self, remedy: Callable[[list[Undeclared]], str]) -> None:
+        """What has seemed frozen and changes later does not end the job. `remedy` replaces the given one."""
+        self._remedy, self._reports = remedy, True
 
     def begin(self) -> None:
         """Training begins: remember the contents of what could be trained."""
@@ -107,12 +112,15 @@ class UndeclaredSearch:
         """The version point, with what `get_state` returned; `functions` are `get_state` and `set_state`. Raises
         StateChangedError."""
         if self._frozen is not None:
-            for one in self._frozen:
-                if one.changed(self._marks):
-                    raise StateChangedError(
-                        f"{self._place}: iteration {iteration}: {one.who} has changed, but belongs to nothing that "
-                        f"is captured, and a restart would lose that: {self._remedy([])}"
-                    )
+            for one in [one for one in self._frozen if one.changed(self._marks)]:
+                problem = (
+                    f"{self._place}: iteration {iteration}: {one.who} has changed, but belongs to nothing that is "
+                    f"captured, and a restart would lose that: {self._remedy([])}"
+                )
+                if not self._reports:
+                    raise StateChangedError(problem)
+                self._frozen.remove(one)
+                say(problem, alarm=True)
             return
         state = Returned(returned, *functions)
         found = self._search(state)

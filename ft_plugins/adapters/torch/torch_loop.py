@@ -32,7 +32,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,10 +53,11 @@ from ..data.loader_position import DataPosition, position_of
 from ..data.observed_inputs import ObservedForwards, digest_of_gradients
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
-from ..module_modes import read_modes, require_encodable_modes, write_modes
+from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
-from ..script.loop_counters import LoopCounters, decided_otherwise, loop_counters, not_continued
+from ..script.own_counters import OwnCounters
+from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .early_update import EarlyUpdate, early_refusal
 from .plain import PlainLoop
@@ -93,6 +93,8 @@ class TorchHost(PlainLoop, ReducingHost):
     """
 
     fault_points = {"update.begin": (), "update.end": ()}
+    checkpoint_lacks = ""
+    _sets_again = False
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class TorchHost(PlainLoop, ReducingHost):
         self._hooks: Hooks | None = None
         self._observer: Observer | None = None
         self._searched = False  # for schedulers that were not given
-        self._first = LoopCounters()  # of the script's loops, in the job's first iteration
+        self._counted = OwnCounters(bounded=False)  # what the session's own loop runs over is the same in every start
         self._updated = 0  # the iteration of the newest update
         self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
         self._early: EarlyUpdate | None = None
@@ -131,6 +133,7 @@ class TorchHost(PlainLoop, ReducingHost):
         require_known_parameters(self._module, self._optimizers, f"rank {rank}")
         self._require_scheduler()
         require_encodable_modes(self._module, rank)
+        self._numbers = ModuleNumbers(self._module)
         self._optimizers.create_state()
         self._known = dict(self._present())
         updated = {id(one) for group in self._optimizers.param_groups for one in group["params"]}
@@ -250,8 +253,7 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        counted = {"first": vars(self._first), "last": vars(loop_counters())} if self._iteration else None
-        return {"caller": values, "loop": counted, **self.generators()}
+        return {"caller": values, "loop": self._counted.captured(), **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -261,6 +263,7 @@ class TorchHost(PlainLoop, ReducingHost):
             **self._optimizers.values(self._names()),
             "members": self._packed_groups,
             "modes": read_modes(self._module),
+            "numbers": self._numbers.captured(self.rank == 0),
             "graded": with_gradient(dict(self._module.named_parameters())),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "position": None if self._position is None else self._position.read(),
@@ -279,31 +282,39 @@ class TorchHost(PlainLoop, ReducingHost):
                 f"rank {self.rank}: only one of this job and the captured job passed TorchHost a sampler: resume "
                 "with the sampler of the captured job, or start with --ftp-resume fresh"
             )
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(saved["scheduler"])
-        self._optimizers.restore(saved, self._names())
-        write_modes(self._module, saved["modes"])
+        self._set_values(saved)
         set_zero_gradients(dict(self._module.named_parameters()), saved["graded"])
         self._caller_state[1](saved["caller"])
 
+    def _set_values(self, saved: Mapping[str, Any]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(saved["scheduler"])
+        self._optimizers.restore(saved, self._names())
+
     def restore_position(self, small: Mapping[str, Any]) -> None:
+        if self._sets_again:
+            self._set_values(small["caller"])
         if self._position is not None:
             self._position.write(small["caller"]["position"])
+        self._numbers.restore(small["caller"]["numbers"])
+        write_modes(self._module, small["caller"]["modes"])
         super().restore_position(small)
-        if small.get("loop") is not None:
-            self._first = LoopCounters(**small["loop"]["first"])
-            self._compare_counters(LoopCounters(**small["loop"]["last"]))
+        self._counted.restored(small.get("loop"), within=False)
+        self._compare_counters()
 
-    def _compare_counters(self, version: LoopCounters) -> None:
+    def loop_begins(self) -> None:
+        self._counted.begin(False, ())
+
+    def _compare_counters(self) -> None:
         """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
         script carries on are named."""
-        first, now = self._first, loop_counters()
-        names = frozenset(one for one in self._ignored if isinstance(one, str))
-        if problem := not_continued(first, version, now, ignored=names):
+        if problem := self._counted.begin(True, self._ignored_names()):
             raise ResumeError(f"rank {self.rank}: the loop does not continue: {problem}; {_CARRY}")
-        changed = decided_otherwise(first, version, now, within=False, ignored=names)
-        if changed is not None and self.rank == 0:
-            say(f"after the restore {changed}: if training depends on it, results differ; {_CARRY}", alarm=True)
+        if self._counted.remark and self.rank == 0:
+            say(f"{self._counted.remark}: if training depends on it, results differ; {_CARRY}", alarm=True)
+
+    def _ignored_names(self) -> frozenset[str]:
+        return frozenset(one for one in self._ignored if isinstance(one, str))
 
     def scalars(self) -> bytes:
         """Parameter groups, and the numbers and 0-dimensional tensors of the optimizer's state."""
@@ -313,6 +324,13 @@ class TorchHost(PlainLoop, ReducingHost):
         self._optimizers.restore(codec.decode(encoded), self._names())
 
     # ---- hooks ----
+
+    def of_a_library(self, lacks: str, remedy: Callable[[list[Undeclared]], str]) -> None:
+        """A library's loop calls functions of the script, also between a restore and the first iteration: values are
+        set again then. `lacks`: what its own checkpoints lack. `remedy`: of `UndeclaredSearch`, which only reports
+        what changes later."""
+        self.checkpoint_lacks, self._sets_again = lacks, True
+        self._undeclared.only_report(remedy)
 
     def install(self, hooks: Hooks) -> None:
         self._hooks = hooks
@@ -359,8 +377,6 @@ class TorchHost(PlainLoop, ReducingHost):
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The fence, at the first step of an iteration."""
         assert (hooks := self._hooks) is not None
-        if not self._first:  # what the session's own loop runs over is the same in every start
-            self._first = replace(loop_counters(), bounds={})
         again = hooks.iteration == self._updated
         if again and hooks.iteration and self._optimizers.several:
             self._watch.check_gradients(hooks.iteration, self._used[optimizer])

@@ -14,7 +14,7 @@ of the bucket and of its sources.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,19 +69,20 @@ class CudaCopier:
     """Copies from device memory on a side stream. The parts of the segment that are used are pinned memory, so copies
     are asynchronous DMA."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """`cuda`: what has the streams, events and registered memory of torch.cuda."""
+        self._device, self._cuda = device, cuda
         self._addresses: list[int] = []
-        self._stream = torch.cuda.Stream(device)
-        self._event = torch.cuda.Event()
+        self._stream = cuda.Stream(device)
+        self._event = cuda.Event()
 
     def ready(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._device))
+        self._event.record(self._cuda.current_stream(self._device))
 
     def use(self, address: int, nbytes: int) -> None:
         """Register `nbytes` at `address` with the CUDA runtime."""
-        with torch.cuda.device(self._device):
-            status = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        with self._cuda.device(self._device):
+            status = self._cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(status) != 0:
             raise InventoryError(
                 f"{self._device}: the segment cannot be registered as pinned memory (CUDA error {int(status)})"
@@ -89,7 +90,7 @@ class CudaCopier:
         self._addresses.append(address)
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._cuda.stream(self._stream):
             self._stream.wait_event(self._event)
             for destination, source in zip(destinations, sources, strict=True):
                 destination.copy_(source, non_blocking=True)
@@ -97,7 +98,7 @@ class CudaCopier:
 
     def close(self) -> None:
         for address in self._addresses:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            self._cuda.cudart().cudaHostUnregister(address)
         self._addresses.clear()
 
 

@@ -99,7 +99,8 @@ class ReftRecovery:
         ResumeError."""
         before = iteration_bound(mode)
         plan = agree_on_version(segment, self._collective, self._reports.damage, nodes, before)
-        plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1))
+        lacking = getattr(self._host, "checkpoint_lacks", "")
+        plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1), lacking=lacking)
         storage, job = self._capture_plan.storage, self._run_dir.parent.name
         try:
             if storage is None:

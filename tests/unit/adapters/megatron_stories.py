@@ -197,6 +197,8 @@ def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group() -> None:
     inner.step()
     host_parts.restore_groups(wrapped, captured)
     assert inner.param_groups[0]["step"] == 1 and inner.param_groups[0]["params"] == [parameter]
+    host_parts.restore_groups(wrapped, [{"lr": 0.5, "betas": (0.9, 0.95)}])  # of an optimizer that has none there
+    assert host_parts.groups(wrapped) == [{"lr": 0.5, "betas": (0.9, 0.95)}]
 
 
 def it_refuses_by_name_what_it_cannot_follow() -> None:

@@ -16,10 +16,10 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients, lightning  # noqa: E402
-from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
+from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
@@ -115,6 +115,20 @@ def test_a_client_that_does_not_count_must_read_the_engines_counters(events: lis
     assert loop.engine.global_steps == 5
     reading.begin()
     assert events == ["begin 6"]
+
+
+def test_local_sgd_with_a_client_is_refused_by_its_name_before_its_engine_is_built() -> None:
+    hooks = training.EngineHooks()
+    block = {"reft": {}, "sync": {"policy": "edit"}}
+
+    def build(model: Any, config: Any) -> Any:
+        raise AssertionError("nothing is built")
+
+    refused = pytest.raises(UnsupportedError, match="local SGD .* loop of Counter: drop --sync-policy")
+    with hooks.clients.setting_up(Counting()), refused:
+        hooks.initialize(build, nn.Linear(1, 1), {"train_batch_size": 2, "ft_plugins": block})
+    with pytest.raises(AssertionError, match="nothing is built"):
+        hooks.initialize(build, nn.Linear(1, 1), {"train_batch_size": 2})
 
 
 def test_the_last_iteration_ends_where_a_client_says_that_training_has(events: list[str]) -> None:

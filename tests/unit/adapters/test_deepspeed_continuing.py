@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
-from ft_plugins.adapters.deepspeed.continuing import CounterReads, OwnCounters  # noqa: E402
+from ft_plugins.adapters.deepspeed.continuing import CounterReads  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
 from ft_plugins.adapters.script import undeclared_search  # noqa: E402
+from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
@@ -95,10 +96,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         engine = Counting(restored) if engine is None else engine
         begun: list[int] = []
         counted = OwnCounters()
-        counted.restored((versions or {}).get(restored), {"train": {"read": restored % EPOCH}})
+        counted.restored((versions or {}).get(restored), within=restored % EPOCH > 0)
         of_host = {"rank": 0, "restored": False, "silent": False, "pace": None, "counted": counted}
         host = SimpleNamespace(**of_host, find_tensors=lambda loaded: None, schedule=SchedulerRestore(None))
         ended: dict[int, Any] = {}  # what each version has of the loop
+        paces: dict[int, Any] = {}
 
         def resume(loaded: int) -> Any:
             host.restored = restored > 0
@@ -106,7 +108,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return vars(engine)["global_steps"]
 
         def iteration_end(iteration: int) -> None:
-            ended[iteration] = counted.captured()
+            ended[iteration], paces[iteration] = counted.captured(), host.pace
 
         at_the_end = {"iteration_end": iteration_end, "shutdown": lambda: None}
         session = SimpleNamespace(resume=resume, iteration_begin=begun.append, **at_the_end)
@@ -115,7 +117,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         config: Any = Config.from_json({"reft": {}} if captured else {"paft": {}})
         loop = DeepSpeedLoop(engine, config, None, positions or Positions(), lambda in_order: None)  # type: ignore[arg-type]
         loop.resume()
-        return SimpleNamespace(engine=engine, begun=begun, loop=loop, versions=ended)
+        return SimpleNamespace(engine=engine, begun=begun, loop=loop, versions=ended, paces=paces)
 
     return start
 
@@ -384,7 +386,7 @@ def test_what_a_loop_decides_by_counters_that_are_not_restored_is_named(
     loop(job.engine, loader())
     said = capsys.readouterr().err
     named = loop is evaluating_by_own_steps or at % EPOCH > 0
-    assert said.count("comes at other iterations than without a failure") == named
+    assert said.count("is not that of a run without a failure") == named
     assert job.begun[0] == at + 1
 
 
@@ -487,12 +489,6 @@ def only_some(engine: Any, batches: Any) -> None:
             train(engine, batch)
 
 
-def a_look_first(engine: Any, batches: Any) -> None:
-    next(iter(batches))
-    for batch in batches:
-        train(engine, batch)
-
-
 @pytest.mark.parametrize(
     ("loop", "at", "why"),
     [
@@ -502,7 +498,6 @@ def a_look_first(engine: Any, batches: Any) -> None:
         (by_a_thread, 1, "a thread other than the one that trains has read a batch"),
         (only_some, 2, "it read 2 batches for 1 micro-steps, but an earlier one 1 for 1"),
         (drawn_by_the_script, 2, "random numbers were drawn after the last update, but no batch was read"),
-        (a_look_first, 2, "it read 1 batches for 1 micro-steps, but an earlier one 2 for 1"),
     ],
 )
 def test_a_loop_whose_data_position_is_not_that_of_training_is_refused_when_it_shows(
@@ -513,6 +508,78 @@ def test_a_loop_whose_data_position_is_not_that_of_training_is_refused_when_it_s
         loop(job.engine, loader())
     advised = "Draw them in" if loop is drawn_by_the_script else "Read each batch after engine.step() of the one before"
     assert advised in str(refused.value)
+
+
+def a_look_first(engine: Any, batches: Any) -> None:
+    print(engine.global_steps)
+    next(iter(batches))
+    for batch in batches:
+        train(engine, batch)
+
+
+def ended_before_training(engine: Any, batches: Any) -> None:
+    for _ in range(engine.global_steps // 3, 3):
+        for number, batch in enumerate(batches):
+            if number >= 3:
+                break
+            train(engine, batch)
+
+
+def is_enough(number: int) -> bool:
+    return number >= 3
+
+
+def ended_by_a_function(engine: Any, batches: Any) -> None:
+    for _ in range(engine.global_steps // 3, 3):
+        for number, batch in enumerate(batches):
+            if is_enough(number):
+                break
+            train(engine, batch)
+
+
+def ended_by_the_engine(engine: Any, batches: Any) -> None:
+    for _ in range(engine.global_steps // 3, 3):
+        for batch in batches:
+            train(engine, batch)
+            if engine.global_steps % 3 == 0:
+                break
+
+
+@pytest.mark.parametrize(("loop", "left"), [(a_look_first, 1), (ended_before_training, 4), (ended_by_a_function, 4)])
+def test_a_pass_that_is_left_with_a_batch_ends_no_job_but_no_later_version_is_restored(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop, left: int
+) -> None:
+    job = start(0)
+    loop(job.engine, loader())
+    said = capsys.readouterr().out
+    assert said.count("a restart will be refused: end a pass behind the training on its last batch") == 1
+    assert job.begun[:9] == list(range(1, job.engine.global_steps + 1))
+    assert [at for at, pace in job.paces.items() if not pace.left] == list(range(1, left))
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("loop", [ended_before_training, ended_by_a_function])
+def test_before_that_it_is_refused_or_named_where_its_pass_has_begun(
+    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop, at: int
+) -> None:
+    first = start(0)
+    loop(first.engine, loader())
+    job = start(at, versions=first.versions)
+    if loop is ended_before_training:
+        with pytest.raises(ResumeError, match="ends as a whole one does, by `3`.*end a pass behind the training"):
+            loop(job.engine, loader())
+    else:
+        loop(job.engine, loader())
+        assert "`number` in ended_by_a_function() begins at 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_pass_that_is_ended_where_the_engine_is_goes_on(start: Callable[..., Any], at: int) -> None:
+    first = start(0)
+    ended_by_the_engine(first.engine, loader())
+    job = start(at, versions=first.versions)
+    ended_by_the_engine(job.engine, loader())
+    assert first.begun == list(range(1, 10)) and job.begun == list(range(at + 1, 10))
 
 
 def test_a_loader_of_accelerate_reads_ahead(start: Callable[..., Any]) -> None:

@@ -10,14 +10,10 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
-from ft_plugins.adapters.module_modes import (  # noqa: E402
-    ModuleNumbers,
-    read_modes,
-    require_encodable_modes,
-    write_modes,
-)
+from ft_plugins.adapters.module_modes import ModuleNumbers  # noqa: E402
+from ft_plugins.adapters.schedulers import schedules  # noqa: E402
+from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
 
@@ -84,70 +80,6 @@ def test_a_version_whose_reads_do_not_fit_its_micro_steps_is_not_restored() -> N
         host.restore(small)
 
 
-class Counted(torch.nn.Module):
-    """A module with extra state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Any = 0
-
-    def get_extra_state(self) -> Any:
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls = state["calls"]
-
-
-def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_again() -> None:
-    trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), Counted()) for _ in range(2))
-    for one in (trained, again):
-        one[0].requires_grad_(False)  # as the script builds it
-    trained[0].requires_grad_(True)
-    trained[1].eval()
-    trained[2].calls = 7
-    write_modes(again, codec.decode(codec.encode(read_modes(trained))))
-    assert all(one.requires_grad for one in again.parameters())
-    assert again.training and not again[1].training and again[2].calls == 7
-
-
-def test_a_number_of_a_module_that_changes_in_training_is_restored() -> None:
-    trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)) for _ in range(2))
-    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
-    assert numbers.changed() == {}
-    trained[1].p, trained.tau = 0.05, 3
-    trained.eval()
-    assert numbers.changed() == {"": {"tau": 3}, "1": {"p": 0.05}}
-    others.restore(codec.decode(codec.encode(numbers.changed())))
-    assert again[1].p == 0.05 and again.tau == 3 and again.training and others.changed() == numbers.changed()
-
-
-def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> None:
-    """The script sets it right after the engine is built, as in its first start; in iteration 100 it set it back."""
-    trained, again = (torch.nn.Sequential(torch.nn.Dropout(0.1)) for _ in range(2))
-    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
-    again[0].p = 0.5
-    others.restore(numbers.changed())
-    assert again[0].p == 0.1
-
-
-def test_numbers_that_describe_a_cache_are_left_to_it() -> None:
-    """As a module that makes a table for the longest sequence so far, and keeps its length."""
-    trained, again = (torch.nn.Sequential(torch.nn.Identity()) for _ in range(2))
-    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
-    trained[0].table, trained[0].length = torch.zeros(8), 8
-    assert numbers.changed() == {}
-    again[0].table, again[0].length = torch.zeros(4), 4
-    others.restore({"0": {"length": 8}})
-    assert again[0].length == 4
-
-
-def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
-    module = torch.nn.Sequential(Counted())
-    module[0].calls = {1, 2}
-    with pytest.raises(UnsupportedError, match=r"rank 2: the extra state of '0' \(Counted\) cannot be captured"):
-        require_encodable_modes(module, 2)
-
-
 def test_what_a_client_loads_after_a_restore_is_replaced_before_its_loop_begins() -> None:
     """Megatron-DeepSpeed loads an older checkpoint of its own, and counts from 0, after the engine was restored."""
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
@@ -156,7 +88,8 @@ def test_what_a_client_loads_after_a_restore_is_replaced_before_its_loop_begins(
     host._client = SimpleNamespace(name="Counter", restore=lambda state: calls.append(state))
     host._restore_optimizer = lambda small: calls.append(small["groups"])
     counters = dict.fromkeys(("global_samples", "skipped_steps", "micro_steps"), 0) | {"global_steps": 5}
-    small = {"counters": counters, "groups": "rate", "client": {"name": "Counter", "state": {"at": 5}}}
+    small: dict[str, Any] = {"counters": counters, "groups": "rate", "client": {"name": "Counter", "state": {"at": 5}}}
+    small["schedules"] = schedules(host.engine)
     host._unsettled = small
     host.settle()
     host.settle()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler  # noqa: E402
 from ft_plugins.adapters.data.loaders import generator_states, set_generator_states
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.script.script_hooks import around  # noqa: E402
-from ft_plugins.errors import ResumeError  # noqa: E402
+from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
 from tests.unit.adapters.test_deepspeed_loaders import Numbers  # noqa: E402
 
@@ -213,3 +213,20 @@ def test_an_iterator_around_a_loader_that_is_shuffled_again_is_refused(
     other.positions.write(saved)
     if kind != "shuffled" and kind != "repeating":
         assert batches(other, again, 3) == batches(one, it, 3)
+
+
+def test_a_sampler_of_data_efficiency_that_a_second_pass_goes_on_with_is_refused() -> None:
+    """Its state belongs to no pass: what a pass drops of a batch, the next one begins with."""
+    followed = Followed()
+    source = followed.module.DeepSpeedDataLoader(
+        followed.data, 4, False, 0, None, data_sampler=[[4, 5], [1, 2], [3, 0]], num_local_io_workers=0
+    )
+    source.curriculum_learning_enabled, source.len = True, 3
+    source.data_sampler = type("Sampler", (list,), {"curriculum_step": 0})(source.data_sampler)
+    iter(source)
+    assert followed.read(source, 2) == [[4, 5], [1, 2]]
+    assert followed.positions.read()["train"]["read"] == 2
+    source.data_sampler.curriculum_step = 2
+    iter(source)
+    with pytest.raises(UnsupportedError, match="data position of 'train': a second pass .*num_epochs"):
+        followed.positions.read()

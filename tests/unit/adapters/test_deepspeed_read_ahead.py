@@ -1,6 +1,7 @@
 """Batches that are read ahead are noticed by what an iteration reads; letters stand for what a script does.
 
-r: it reads a batch; s: a micro-step; a space: the update, and so the next iteration.
+r: it reads a batch; R: the first one of another pass, whose last one it has left; s: a micro-step; a space: the update,
+and so the next iteration.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ def refused(story: str, usual: ReadPace | None = None) -> int:
     reads = IterationReads(usual)
     for number, iteration in enumerate(story.split(), 1):
         for letter in iteration:
-            if letter == "r":
-                reads.reading()
+            if letter in "rR":
+                reads.reading(left=letter == "R")
             else:
                 reads.computing()
         if reads.problem() is not None:
@@ -35,6 +36,10 @@ def refused(story: str, usual: ReadPace | None = None) -> int:
         "rrs rrs",  # two batches joined, or of two loaders
         "rsrs rs rsrsrs",  # accumulation that changes
         "s s s",  # from no loader
+        "rs rs rRs rs",  # a batch at which the script ends a pass
+        "rRs rs rs",  # a look at a batch
+        "rs Rs rs",  # a pass that is left behind its last micro-step
+        "rrss rRss",  # all batches of an iteration first, of two passes
     ],
 )
 def test_a_loop_that_reads_what_it_trains_on_is_followed(story: str) -> None:
@@ -93,3 +98,17 @@ def test_an_iteration_whose_reads_are_not_counted_has_no_pace() -> None:
     reads = IterationReads()
     reads.computing()
     assert reads.updated(silent=True) is None and reads.usual is None
+
+
+@pytest.mark.parametrize(("first", "lost"), [("rs", False), ("rRs", True)])
+def test_once_a_batch_was_left_no_later_version_is_restored(first: str, lost: bool) -> None:
+    reads = IterationReads()
+    for iteration in (first, "rs", "rs"):
+        for letter in iteration:
+            reads.reading(left=letter == "R") if letter in "rR" else reads.computing()
+        pace = reads.updated(silent=False)
+        assert pace is not None and pace.left == lost
+        assert (unproven(pace) is not None) == lost
+        reads = IterationReads(pace)  # the next one may be that of another incarnation
+    if lost:
+        assert "end a pass behind the training on its last batch" in str(unproven(pace))

@@ -38,11 +38,13 @@ def control(**facts: Any) -> Any:
 
 def test_what_is_in_the_way_of_local_gradients_is_refused_by_name() -> None:
     host = control(
-        kind="BF16_Optimizer", sequence_parallel_size=2, gradient_average=False, zero_quantized_gradients=lambda: True
+        kind="BF16_Optimizer", sequence_parallel_size=2, gradient_average=False, zero_quantized_gradients=lambda: True,
+        has_moe_layers=True,
     )
     with pytest.raises(UnsupportedError, match="rank 3: local SGD") as error:
         host.prepare_reduction()
-    for words in ("sequence parallelism", "'sum'", "zero_quantized_gradients", "BF16_Optimizer was built over all"):
+    words_of_each = ("sequence parallelism", "'sum'", "MoE layers", "zero_quantized_gradients", "was built over all")
+    for words in words_of_each:
         assert words in str(error.value)
 
 

@@ -6,18 +6,28 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("deepspeed")
 
+from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler  # noqa: E402
+
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
-from ft_plugins.adapters.deepspeed.continuing import OwnCounters  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
-from ft_plugins.adapters.schedulers import SchedulerRestore, own_schedulers, restore_own  # noqa: E402
+from ft_plugins.adapters.schedulers import (  # noqa: E402
+    SchedulerRestore,
+    own_schedulers,
+    restore_own,
+    restore_schedules,
+    schedules,
+)
+from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
-from ft_plugins.errors import ResumeError  # noqa: E402
+from ft_plugins.errors import ResumeError, StateChangedError  # noqa: E402
+from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
 class Adding:
@@ -172,13 +182,91 @@ def test_a_scheduler_that_the_script_steps_itself_is_found_and_restored() -> Non
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
 
     (trained, lost), (optimizer, again) = built(), built()
-    assert own_schedulers(trained) == {"CosineAnnealingLR": lost}
+    assert own_schedulers(trained, 4) == {"CosineAnnealingLR": lost}
     for _ in range(3):
         trained.step()
         lost.step()
     restore_own(optimizer, {"CosineAnnealingLR": lost.state_dict()}, 0)
     assert again.last_epoch == 3 and again.state_dict() == lost.state_dict()
-    other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    assert own_schedulers(optimizer) == {} and other, "which one is not known"
-    with pytest.raises(ResumeError, match="rank 4: the captured job stepped a CosineAnnealingLR of its own"):
+    optimizer, other = built()
+    del other
+    with pytest.raises(ResumeError, match="rank 4: the captured job stepped a CosineAnnealingLR of its own .* is none"):
         restore_own(optimizer, {"CosineAnnealingLR": lost.state_dict()}, 4)
+
+
+def stepped(kind: str, steps: int) -> tuple[Any, list[Any]]:
+    """An optimizer, and two schedulers of one class over it, as the script has them."""
+    from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    schedules = [ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.9)]
+    if kind == "inside":
+        schedules = [SequentialLR(optimizer, [ConstantLR(optimizer, 0.5), ConstantLR(optimizer, 0.25)], [2])]
+    for step in range(steps):
+        optimizer.step()
+        for one in schedules[: 1 + step % 2]:
+            one.step()
+    return optimizer, schedules
+
+
+@pytest.mark.parametrize("kind", ["list", "inside"])
+def test_several_of_one_class_are_told_apart_by_the_names_that_the_script_has_for_them(kind: str) -> None:
+    def captured(optimizer: Any, schedules: list[Any], restored: Any = None) -> Any:
+        if restored is not None:
+            restore_own(optimizer, restored, 0)
+        return schedules, {name: one.state_dict() for name, one in own_schedulers(optimizer, 0).items()}
+
+    _, first = captured(*stepped(kind, 3))
+    schedules, again = captured(*stepped(kind, 0), first)
+    assert again == first and len(again) == len(schedules)
+    if kind == "list":
+        assert [one.last_epoch for one in schedules] == [3, 1]
+        assert {*again} == {f"ExponentialLR 'schedules[{at}]' (a variable of captured())" for at in range(2)}
+
+
+def test_several_of_one_class_that_no_variable_holds_are_refused_by_name() -> None:
+    optimizer, schedules = stepped("list", 1)
+    holder = iter(schedules)  # does not show what it holds
+    del schedules
+    with pytest.raises(StateChangedError, match="rank 2: the script has 2 schedulers of class ExponentialLR") as error:
+        own_schedulers(optimizer, 2)
+    assert "keep each in a variable" in str(error.value) and holder
+
+
+def test_one_whose_state_cannot_be_captured_is_refused_by_name() -> None:
+    class Odd(torch.optim.lr_scheduler.ConstantLR):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    odd = Odd(optimizer)
+    with pytest.raises(StateChangedError, match=r"rank 1: the script's own scheduler Odd .*\['seen'\]"):
+        own_schedulers(optimizer, 1)
+    assert odd
+
+
+def test_an_engines_own_schedules_are_where_they_were() -> None:
+    """A curriculum up to DeepSpeed 0.18, the length of random-LTD, and the rate of a progressive layer drop."""
+
+    def built() -> Any:
+        length = {"min_value": 8, "max_value": 64, "schedule_type": "fixed_linear"}
+        length["schedule_config"] = {"require_steps": 10, "seq_per_step": 8}
+        config = {"total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_schedule": length}
+        config |= {"global_batch_size": 2, "layer_token_lr_schedule": {"enabled": False}}
+        return SimpleNamespace(
+            curriculum_scheduler_legacy=SimpleNamespace(state={"current_difficulty": 8, "max_difficulty": 64}),
+            progressive_layer_drop=SimpleNamespace(current_theta=1.0),
+            random_ltd_scheduler=RandomLTDScheduler(config),
+        )
+
+    trained, again = built(), built()
+    trained.curriculum_scheduler_legacy.state["current_difficulty"] = 24
+    trained.progressive_layer_drop.current_theta = np.float64(0.7)
+    for step in range(7):
+        trained.random_ltd_scheduler.update_seq(step)
+    assert schedules(trained) != schedules(again)
+    restore_schedules(again, codec.decode(codec.encode(schedules(trained))))
+    assert schedules(again) == schedules(trained)
+    assert again.random_ltd_scheduler.state == trained.random_ltd_scheduler.state
+    assert set(schedules(SimpleNamespace()).values()) == {None}
+    restore_schedules(SimpleNamespace(), schedules(SimpleNamespace()))

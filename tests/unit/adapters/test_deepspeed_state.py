@@ -5,8 +5,10 @@ And what scales the loss: it goes on as it would have.
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -56,12 +58,57 @@ def test_the_fragments_of_all_ranks_make_up_every_parameter(
         assert all(left[1] == right[0] for left, right in zip(pieces, pieces[1:], strict=False))
 
 
+# ---- what DeepSpeed's own optimizers keep ----
+
+
+def without_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> type[torch.optim.Optimizer]:
+    """DeepSpeed's optimizer of that name, whose compiled part does nothing."""
+    module = import_module(OWN[name])
+    builders = [each for each in vars(module) if each.endswith("Builder")]
+    for each in builders:
+        monkeypatch.setattr(module, each, lambda: SimpleNamespace(load=MagicMock))
+    found: type[torch.optim.Optimizer] = getattr(module, name)
+    return found
+
+
+OWN = {
+    "FusedAdam": "deepspeed.ops.adam.fused_adam",
+    "FusedLamb": "deepspeed.ops.lamb.fused_lamb",
+    "FusedLion": "deepspeed.ops.lion.fused_lion",
+    "DeepSpeedCPUAdam": "deepspeed.ops.adam.cpu_adam",
+    "DeepSpeedCPULion": "deepspeed.ops.lion.cpu_lion",
+    "DeepSpeedCPUAdagrad": "deepspeed.ops.adagrad.cpu_adagrad",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"fp32_optimizer_states": False}], ids=["", "low"])
+@pytest.mark.parametrize("name", OWN)
+def test_deepspeeds_own_optimizers_have_early_what_their_first_update_makes(
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    kind = without_kernel(monkeypatch, name)
+    own = settings if name.startswith("DeepSpeedCPU") else {}
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
+    first, early = kind([parameters[0]], lr=0.1, **own), kind([parameters[1]], lr=0.1, **own)
+    parameters[0].grad = torch.zeros_like(parameters[0])
+    first.step()
+    state.create_optimizer_state(early)
+    made, expected = (one.state[each] for one, each in ((early, parameters[1]), (first, parameters[0])))
+    assert set(made) == set(expected) == {"step", *state.OWN_MOMENTS[name]}
+    assert (made["step"], expected["step"]) == (0, 1)
+    for key in state.OWN_MOMENTS[name]:
+        assert made[key].dtype == expected[key].dtype and torch.equal(made[key], expected[key])
+
+
 # ---- what updates in host memory ----
 
 
 class DeepSpeedCPUAdam(torch.optim.Optimizer):
     """As DeepSpeed's, whose compiled part keeps powers of the betas in fp32: multiplied from step to step, computed
     again if steps are left out."""
+
+    __module__ = "deepspeed.ops.adam.cpu_adam"
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0})

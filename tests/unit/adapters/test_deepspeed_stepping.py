@@ -232,6 +232,9 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {  # by a part
     "ZeRO-3 gathers parameters only while they are used: between two updates a single rank holds each element, and": (
         {"stage": 3, "bf16": True}, lambda host: (host.gradients() == {} and host.copies()),
     ),
+    "MoE layers: copies and gradients of experts have other replicas": (
+        FP32, lambda host: (setattr(host.engine, "has_moe_layers", True), host.keep_iterations()),
+    ),
 }  # fmt: skip
 
 

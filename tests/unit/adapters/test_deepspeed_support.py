@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.deepspeed.support import require_supported
+from ft_plugins.adapters.deepspeed.support import require_supported, require_supported_settings
 from ft_plugins.errors import UnsupportedError
 
 
@@ -19,14 +19,17 @@ class OnebitAdam(torch.optim.Adam):
 
 
 def engine(
-    kind: str = "DeepSpeedEngine", optimizer: Any = None, zero: dict[str, Any] | None = None, **answers: Any
-) -> Any:
+    kind: str = "DeepSpeedEngine", optimizer: Any = None, zero: dict[str, Any] | None = None,
+    has_moe_layers: bool = False, expert_parallel: bool = False, **answers: Any,
+) -> Any:  # fmt: skip
     """An engine of class `kind`, whose methods answer `answers`."""
     methods = {name: (lambda self, value=value: value) for name, value in answers.items()}
     found = type(kind, (), methods)()
     parameter = torch.nn.Parameter(torch.zeros(2))
     found.optimizer = torch.optim.AdamW([parameter]) if optimizer is None else optimizer(parameter)
-    found._config = SimpleNamespace(zero_config=SimpleNamespace(**(zero or {})))
+    experts = SimpleNamespace(enabled=expert_parallel)
+    found._config = SimpleNamespace(zero_config=SimpleNamespace(**(zero or {})), expert_parallel_config=experts)
+    found.has_moe_layers = has_moe_layers
     return found
 
 
@@ -34,7 +37,7 @@ def test_what_is_followed_passes() -> None:
     for kind in ("DeepSpeedEngine", "PipelineEngine"):
         offload = {"offload_optimizer": SimpleNamespace(device="cpu", ratio=1.0, super_offload=False)}
         require_supported(engine(kind, zero=offload, zero_hpz_partition_size=1, autotp_size=0), 0)
-    require_supported(engine(optimizer=lambda one: torch.optim.SGD([one], 0.1)), 0)
+    require_supported(engine(optimizer=lambda one: torch.optim.SGD([one], 0.1), has_moe_layers=True), 0)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,8 @@ def test_what_is_followed_passes() -> None:
         ({"kind": "DualPipeVEngine"}, "DualPipeV"),
         ({"kind": "DeepSpeedHybridEngine"}, "an engine of its own kind (DeepSpeedHybridEngine)"),
         ({"kind": "PipelineEngine", "autotp_size": 2}, "AutoTP with pipelines"),
+        ({"kind": "PipelineEngine", "has_moe_layers": True}, "MoE layers in a pipeline"),
+        ({"has_moe_layers": True, "expert_parallel": True}, "AutoEP (expert_parallel)"),
         ({"zero": {"offload_optimizer": SimpleNamespace(device="nvme")}}, "offload_optimizer.device nvme"),
         ({"zero": {"offload_param": SimpleNamespace(device="cpu")}}, "zero_optimization.offload_param.device cpu"),
         ({"zero": {"offload_optimizer": SimpleNamespace(device="cpu", ratio=0.5)}}, "offload_optimizer.ratio"),
@@ -51,8 +56,8 @@ def test_what_is_followed_passes() -> None:
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"is_deepcompile_enabled": True}, "DeepCompile"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
-        ({"random_ltd_enabled": True}, "random-LTD"),
-        ({"optimizer": lambda one: OnebitAdam([one])}, "DeepSpeed's own optimizer (optimizer.type OnebitAdam)"),
+        ({"eigenvalue_enabled": True}, "eigenvalues"),
+        ({"optimizer": lambda one: OnebitAdam([one])}, "1-bit optimizer (optimizer.type OnebitAdam)"),
     ],
 )
 def test_what_cannot_be_followed_is_named(refused: dict[str, Any], words: str) -> None:
@@ -80,3 +85,9 @@ def test_compression_is_refused_where_it_is_on() -> None:
 def test_all_of_it_is_named_at_once() -> None:
     with pytest.raises(UnsupportedError, match="hpZ.*DualPipeV"):
         require_supported(engine("DualPipeVEngine", zero_hpz_partition_size=2), 0)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD"])
+def test_optimizers_that_are_followed_pass_by_their_settings(kind: str) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    require_supported_settings({"optimizer": {"type": kind}, "zero_optimization": zero}, None)

@@ -87,8 +87,12 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, None, "offload_optimizer.device nvme"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, None, "offload_param.device nvme"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, None, "(optimizer.type OneBitAdam)"),
-        ({"progressive_layer_drop": {"enabled": True}}, None, "progressive layer drop (progressive_layer_drop)"),
+        ({"optimizer": {"type": "OneBitLamb"}}, None, "(optimizer.type OneBitLamb): it averages compressed gradients"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, None, "a 1-bit optimizer (optimizer.type ZeroOneAdam)"),
+        ({"optimizer": {"type": "Muon"}}, None, "Muon (optimizer.type Muon): it updates whole matrices"),
+        ({"eigenvalue": {"enabled": True}}, None, "eigenvalues (eigenvalue)"),
         ({"compile": {"deepcompile": True}}, None, "DeepCompile"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, None, "AutoEP (expert_parallel)"),
     ],
 )
 def test_settings_that_cannot_be_protected_are_refused_before_an_engine_is_built(
@@ -103,7 +107,11 @@ def test_settings_that_cannot_be_protected_are_refused_before_an_engine_is_built
     with pytest.raises(UnsupportedError, match=re.escape(named) + ".*Drop the option, or remove the block"):
         EngineHooks().initialize(initialize, config={"ft_plugins": {"reft": {}}, **settings}, optimizer=optimizer)
     assert built == []
-    harmless = {"offload_optimizer": {"device": "none"}}
+    harmless = {
+        "zero_optimization": {"offload_optimizer": {"device": "none"}},
+        "progressive_layer_drop": {"enabled": True},
+        "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}},
+    }
     with pytest.raises(TypeError):  # it goes on to what this function does not return
-        EngineHooks().initialize(initialize, config={"ft_plugins": {"reft": {}}, "zero_optimization": harmless})
+        EngineHooks().initialize(initialize, config={"ft_plugins": {"reft": {}}, **harmless})
     assert built == ["engine"]

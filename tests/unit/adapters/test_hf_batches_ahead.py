@@ -42,10 +42,39 @@ class Stream(IterableDataset):
             yield [float(index), float(torch.rand(())) if self.draws else 0.0]
 
 
-def shuffled() -> Any:
+class Counted(Augmented):
+    """Counts, and draws nothing."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        self.read += 1
+        return [float(index), float(self.read)]
+
+
+class Plain(Augmented):
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index)]
+
+
+class Seeded(Augmented):
+    """Draws from a generator of its own, which each worker seeds."""
+
+    generator: Any = None
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), float(torch.rand((), generator=self.generator))]
+
+
+def seeding(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    if isinstance(info.dataset, Seeded):
+        info.dataset.generator = torch.Generator().manual_seed(info.seed)
+
+
+def shuffled(data: Any = None, workers: int = 0) -> Any:
     """As Accelerator.prepare makes it: its sampler makes a generator when it is first iterated."""
-    data = Augmented()
-    plain = DataLoader(data, batch_size=2, sampler=RandomSampler(data))
+    data = Augmented() if data is None else data
+    init = seeding if workers else None
+    plain = DataLoader(data, batch_size=2, sampler=RandomSampler(data), num_workers=workers, worker_init_fn=init)
     return data_loader.prepare_data_loader(plain, num_processes=1, process_index=0, use_seedable_sampler=True)
 
 
@@ -112,6 +141,28 @@ def test_a_second_kill_in_the_same_pass_is_restored_too() -> None:
     random.seed(3), torch.manual_seed(3)
     third = Loop(shuffled()).restored(twice).iterate(8, 2 * BATCHES)
     assert first.trace + second.trace + third.trace == golden
+
+
+@pytest.mark.parametrize("kind", [Augmented, Counted, Seeded, Plain])
+def test_what_worker_processes_draw_and_count_goes_on_and_is_read_again_only_then(
+    kind: type[Augmented], capsys: pytest.CaptureFixture[str]
+) -> None:
+    random.seed(3), torch.manual_seed(3)
+    golden = Loop(shuffled(kind(), 2)).iterate(0, 2 * BATCHES).trace
+    trace, captured, last = [], None, 0
+    for killed_after in (1, 4, 5, 8, 2 * BATCHES):  # twice in a pass, at its end, once more
+        random.seed(3), torch.manual_seed(3)
+        loop = Loop(shuffled(kind(), 2))
+        if captured is not None:
+            loop.restored(captured)
+        trace += loop.iterate(last, killed_after).trace
+        captured, last = loop.captured(), killed_after
+    assert trace == golden
+    said = capsys.readouterr().out
+    words = {Counted: "count in their copies of the data set", Augmented: "draw random numbers and count in"}
+    assert said.count("whose worker processes") == (0 if kind is Plain else 3)
+    assert said.count(words.get(kind, "draw random numbers")) == (0 if kind is Plain else 3)
+    assert ("data position: 4 batches of a data set whose" in said) is (kind is not Plain)
 
 
 @pytest.mark.parametrize("killed_after", [2, 5, 8])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 data_loader = pytest.importorskip("accelerate.data_loader")
+from ft_plugins.adapters import hf  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients import EngineClients, hf_trainer  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients.accelerate_loop import AccelerateClient, skipping  # noqa: E402
 from ft_plugins.adapters.deepspeed.clients.hf_trainer import TrainerClient  # noqa: E402
-from ft_plugins.adapters.hf.refusals import LOCAL_SGD  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
@@ -150,6 +151,33 @@ def test_a_trainer_is_followed_once_its_engine_is_protected_and_carries_the_sche
     again.follow(engine(), lambda: None)
     again.restore(saved)
     assert its.calls == ["restore {'place': 3}"] and other.last_epoch == 1
+    other.step()  # by a callback, when training begins
+    again.begin()
+    assert other.last_epoch == 1
+    other.step()
+    again.begin()
+    assert other.last_epoch == 2, "only before the first iteration"
+
+
+def test_a_second_training_is_refused_by_name_and_an_unprotected_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trainer:
+        def train(self, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
+            return resume_from_checkpoint, trial
+
+    module: Any = ModuleType("transformers.trainer")
+    module.Trainer = Trainer
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.setattr(hf, "TrainerRun", lambda *given: made.append(given))
+    made: list[Any] = []
+    hf.follow(module, lambda trainer: trainer.protected, lambda: object())  # type: ignore[arg-type,return-value]
+    trainer: Any = Trainer()
+    trainer.protected = False
+    assert [trainer.train(), trainer.train("checkpoint-4")] == [(None, None), ("checkpoint-4", None)] and not made
+    trainer.protected = True
+    assert trainer.train(False, trial="a trial") == (False, "a trial")
+    assert [given[4:] for given in made] == [("a trial", "")]
+    with pytest.raises(UnsupportedError, match=r"Trainer.train was called twice.*\(--ftp-job\)"):
+        trainer.train()
 
 
 def test_an_engines_own_scheduler_is_left_to_it() -> None:
@@ -158,15 +186,6 @@ def test_an_engines_own_scheduler_is_left_to_it() -> None:
     its.lr_scheduler = object()
     client.follow(its, lambda: None)
     assert client.state()["scheduler"] is None
-
-
-def test_local_sgd_with_a_trainer_is_refused_by_name() -> None:
-    client, _ = trainer_client(None)
-    its = engine()
-    its._config._param_dict = {"ft_plugins": {"sync": {"policy": "edit"}}}
-    with pytest.raises(UnsupportedError) as refused:
-        client.follow(its, lambda: None)
-    assert str(refused.value) == LOCAL_SGD
 
 
 def test_batches_that_a_restored_loader_leaves_out_by_itself_are_not_skipped_twice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,59 @@ def test_memory_is_claimed_for_the_history_of_the_whole_run() -> None:
     assert len(codec.encode(LogHistory().read(history))) < expected_bytes(1000, 2, 20)
 
 
+def test_a_history_that_callbacks_trim_and_edit_comes_back_as_it_is() -> None:
+    known, history = LogHistory(), [{"loss": float(n), "per class": [1.0], "step": n} for n in range(6)]
+    edits: list[Callable[[], Any]] = [
+        lambda: history.__delitem__(slice(0, 2)),
+        lambda: history.append({"loss": 9.0}),
+        lambda: history.__setitem__(1, {"loss": 0.5}),
+        lambda: history[0].update(best=True),
+        lambda: history[0]["per class"].append(2.0),  # type: ignore[attr-defined]
+        lambda: history.append({"scores": np.zeros(3), "nan": float("nan")}),
+        lambda: history.append({"loss": 7.0}),
+        history.clear,
+    ]
+    for edit in edits:
+        known.read(history)
+        edit()
+        restored: list[dict[str, Any]] = []
+        known.write(codec.decode(codec.encode(known.read(history))), restored)
+        assert readable(restored) == readable(history)
+
+
+def test_a_restored_history_is_encoded_as_it_was_also_if_the_trainer_has_loaded_an_equal_one() -> None:
+    """With its keys in another order, as a Trainer's own checkpoint has them."""
+    saved, known = LogHistory().read(LOGGED), LogHistory()
+    history = [dict(sorted(entry.items())) for entry in LOGGED]
+    assert known.read(history) != saved
+    known.write(saved, history)
+    assert known.read(history) == saved
+
+
+def test_a_history_that_outgrows_its_room_loses_its_oldest_entries_which_is_named_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    history = [{"confusion": "x" * 1000, "step": n} for n in range(20)]
+    known = LogHistory(room=5000)
+    restored: list[dict[str, Any]] = []
+    for _ in range(2):
+        saved = known.read(history)
+        assert len(codec.encode(saved)) < 5200
+        known.write(saved, restored)
+        assert restored == history[-4:]
+    said = capsys.readouterr().err
+    assert said.count("log_history has outgrown the 5000 bytes that are reserved: its oldest entries are not cap") == 1
+
+
+def test_values_of_a_history_that_cannot_be_encoded_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    known = LogHistory()
+    history = [{"loss": 1.0, "seen": {3}}, {"loss": 2.0, "seen": {4}}]
+    restored: list[dict[str, Any]] = []
+    known.write(known.read(history), restored)
+    assert restored == [{"loss": 1.0}, {"loss": 2.0}]
+    assert capsys.readouterr().err.count("log_history: values of 'seen' (") == 1
+
+
 # ---- attributes ----
 
 
@@ -105,6 +159,50 @@ def test_an_attribute_that_changes_and_cannot_be_captured_is_named_once(capsys: 
         attributes.read()
     said = capsys.readouterr().out
     assert said.count("callbacks[0] Mine.seen (a set) changes, but is not captured") == 1
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sums = {"loss": [SimpleNamespace(total=0.0)]}
+        self.itself = self
+
+
+def test_what_changes_within_an_object_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    one = SimpleNamespace(meter=Meter(), other=Meter(), ours=Meter())
+    attributes = PlainAttributes(lambda: {"mine": one}, lambda owner, name: name == "ours", speaks=True)
+    attributes.read()
+    for each in (one.meter, one.ours):
+        each.sums["loss"][0].total += 0.5
+    attributes.read()
+    said = capsys.readouterr().out
+    assert said.count("mine.meter (a Meter) changes, but is not captured") == 1 == said.count("changes")
+
+
+def test_what_a_callback_keeps_of_what_is_captured_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Most keep the Trainer, or its optimizer."""
+    optimizer = Meter()
+    trainer = SimpleNamespace(steps=0, optimizer=optimizer)
+    one = SimpleNamespace(trainer=trainer, optimizer=optimizer, kept=[optimizer, trainer])
+    owners = {"trainer": trainer, "mine": one}
+    attributes = PlainAttributes(lambda: owners, lambda owner, name: owner == "trainer", speaks=True)
+    trainer.steps += 1
+    optimizer.sums["loss"][0].total += 1
+    attributes.read()
+    assert capsys.readouterr().out == ""
+
+
+def test_attributes_that_are_too_large_together_are_named_and_the_others_captured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = SimpleNamespace(steps=0, **{f"text{n}": "x" for n in range(6)})
+    attributes = PlainAttributes(lambda: {"mine": one}, lambda owner, name: False, speaks=True)
+    assert attributes.read() == {}
+    for name in vars(one):
+        setattr(one, name, 1 if name == "steps" else "y" * 60_000)
+    for _ in range(2):
+        captured = attributes.read()
+        assert sum(map(len, captured.values())) <= 4 * LIMIT and "mine.steps" in captured
+    assert capsys.readouterr().out.count("(a str) changes, but is not captured") == 2
 
 
 # ---- refusals ----

@@ -39,7 +39,7 @@ def at_the_mark(source: str) -> LoopCode:
             (),
         ),
         ("while not done:\n    if step == 9:\n        done = True\n    train()  # HERE", ("done", "step"), (), ()),
-        ("while True:\n    if now > last:\n        saved = True\n    train()  # HERE", (), (), ("now", "last")),
+        ("while True:\n    if now > last:\n        kept = True\n    train()  # HERE", (), (), ("now", "last", "kept")),
         ("while True:\n    if nans > 10:\n        raise E\n    train()  # HERE", (), (), ("nans",)),
         ("while True:\n    if step % 9 == 0:\n        print(step)\n    train()  # HERE", (), (), ("step",)),
         ("while True:\n    train()  # HERE\n    self.seen += 1", (), (), ("self.seen",)),
@@ -93,7 +93,7 @@ def test_a_pass_that_is_cut_as_a_whole_one_is_refused_where_only_its_rest_comes(
     there = LoopCounters(counters={"`epoch`": 1}, cut={"`size`": 6})
     assert not_continued(there, there, there) is None, "captured where a pass ends"
     said = not_continued(there, there, there, within=True)
-    assert said is not None and said.endswith("ends as a whole one does, by `size`")
+    assert said is not None and "ends as a whole one does, by `size`: end a pass behind the training" in said
     assert not_continued(there, there, LoopCounters(there.counters, cut={"`size`": 4}), within=True) is None
 
 
@@ -116,11 +116,12 @@ def test_what_a_progress_bar_counts_is_its_own_matter(monkeypatch: pytest.Monkey
     seen, shown = [], 0
     for at in range(2):
         monkeypatch.setattr(loop_counters_module, "_INSTALLED", () if at else (__file__,))
-        seen.append(loop_counters())
+        seen += [loop_counters()]
         shown += 2
     name = "test_what_a_progress_bar_counts_is_its_own_matter()"
     assert [one.counters for one in seen] == [{f"`at` in {name}": 0}, {f"`at` in {name}": 1}]
-    assert seen[0].deciding == {} and seen[1].deciding == {f"`shown` in {name}": 2}
+    assert seen[0].deciding == {}
+    assert seen[1].deciding == {f"`shown` in {name}": 2, f"`seen` in {name}": "a list of 1"}
 
 
 FIRST = LoopCounters({"`step`": 0, "`total`": 9}, {"`n`": 9}, {"`age`": 0})

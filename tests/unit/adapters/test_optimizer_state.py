@@ -62,6 +62,12 @@ class Lion(optim.Optimizer):
                 state["exp_avg"].lerp_(one.grad, 0.01)
 
 
+class Compiled(Lion):
+    """One that frees its compiled part, which a copy of it would free as well."""
+
+    def __del__(self) -> None: ...
+
+
 def network() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
@@ -108,6 +114,7 @@ def test_it_is_what_the_first_update_would_create(kind: Any, settings: dict[str,
         *REFUSED,
         (Lion, {"counts": True}, "Lion keeps counters in attributes"),
         (Lion, {"keeps": ["a"]}, "Lion keeps a list as 'kept'"),
+        (Compiled, {}, "Compiled has a compiled part"),
     ],
 )
 def test_what_cannot_be_created_exactly_is_refused_by_name(kind: Any, settings: dict[str, Any], words: str) -> None:

@@ -24,7 +24,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: settings with which it is found
-    "optimizer.type": (nested("optimizer.type", "OneBitAdam"), nested("optimizer.type", "Lamb")),
+    "optimizer.type": (nested("optimizer.type", "OneBitAdam"), nested("optimizer.type", "Muon")),
     f"{ZERO}.offload_optimizer.device": tuple(
         nested(f"{ZERO}.offload_optimizer.device", one) for one in ("cpu", "nvme")
     ),
@@ -47,7 +47,8 @@ GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: set
     "scheduler.type": (nested("scheduler.type", "WarmupLR"),),
 }  # fmt: skip
 BLOCKS = (
-    *("progressive_layer_drop", "eigenvalue", "hybrid_engine", "bf16", "fp16", "curriculum_learning"),
+    *("progressive_layer_drop", "eigenvalue", "expert_parallel", "hybrid_engine", "bf16", "fp16"),
+    "curriculum_learning",
     *("data_efficiency.data_routing.random_ltd", "data_efficiency.data_sampling.curriculum_learning"),
 )
 

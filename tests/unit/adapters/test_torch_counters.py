@@ -44,3 +44,50 @@ def test_counters_that_end_a_loop_must_be_restored_and_others_are_named(capsys: 
         counted(2, 0, version)
     counted(0, 0, version, ignored=("seen", "bad"))
     assert "after the restore" not in capsys.readouterr().err
+
+
+def averaged(total: float, age: int, version: Any = None) -> list[Any]:
+    """The same with an average that a closure carries on, and an age in an object with slots that ends the loop."""
+    small, versions, own = Small(), [], Aged(age)
+    begin = small.session.iteration_begin
+
+    def iteration_begin(step: int) -> None:
+        begin(step)
+        if step == 1 and version is not None:
+            small.host.restore_position(version)
+
+    def train() -> None:
+        nonlocal total
+        small.backward()
+        small.optimizer.step()
+        small.optimizer.zero_grad()
+        total += 0.5
+
+    small.session.iteration_begin = iteration_begin  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step: versions.append(small.host.small_state())  # type: ignore[method-assign]
+    for _step in small.session.iterations(3):
+        train()
+        if own.is_old():
+            break
+    return versions
+
+
+class Aged:
+    __slots__ = ("age",)
+
+    def __init__(self, age: int) -> None:
+        self.age = age
+
+    def is_old(self) -> bool:
+        self.age += 1
+        return self.age > 9
+
+
+def test_what_is_counted_in_functions_and_slots_is_compared_too(capsys: pytest.CaptureFixture[str]) -> None:
+    _, version, _ = averaged(0.0, 0)
+    averaged(1.0, 2, version)
+    assert "after the restore" not in capsys.readouterr().err
+    averaged(0.0, 2, version)
+    assert "after the restore `total` in averaged() is 0.0, and was 1.0 when" in capsys.readouterr().err
+    with pytest.raises(ResumeError, match=r"the loop does not continue: `own.age` in averaged\(\) is 0, and was 2"):
+        averaged(1.0, 0, version)

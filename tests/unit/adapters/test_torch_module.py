@@ -21,6 +21,23 @@ def test_which_parameters_are_trained_and_the_mode_of_modules_are_handed_over() 
     assert [one.training for one in second.model.modules()] == [True, True, False]
 
 
+@pytest.mark.parametrize("of_a_library", [True, False])
+def test_what_a_librarys_loop_has_changed_since_a_restore_is_set_again_before_the_first_iteration(
+    of_a_library: bool,
+) -> None:
+    """A callback of it may be called when training begins, again in each start."""
+    first, second = Small(), Small()
+    if of_a_library:
+        second.host.of_a_library("what callbacks keep", lambda lost: "")
+    small, tensors = handed_over(first.host)
+    take_over(second.host, small, tensors)
+    second.optimizer.param_groups[0]["lr"] *= 0.5
+    second.model[0].requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    second.host.restore_position(small)
+    assert second.optimizer.param_groups[0]["lr"] == (0.1 if of_a_library else 0.05)
+    assert next(second.model.parameters()).requires_grad, "modes are set there in any case"
+
+
 class Counting(torch.nn.Linear):
     """Keeps what is no tensor."""
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+import ft_plugins
+from ft_plugins.adapters.hf.torch_trainer import remedy
 from ft_plugins.adapters.script import undeclared_search
 from ft_plugins.errors import StateChangedError
 from tests.unit.adapters.torch_small import Small
@@ -122,6 +124,41 @@ def test_an_average_in_a_dict_that_is_filled_in_training_is_named_as_soon_as_its
             small.run(body)
     else:
         small.run(body)
+
+
+def test_an_average_that_begins_late_in_a_librarys_loop_is_named_once_and_does_not_end_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Such a loop has no line to which get_state could be added."""
+    small = Given()
+    small.host.of_a_library("what callbacks keep", remedy)
+    ema: dict[str, torch.Tensor] = {}
+
+    def body(step: int) -> None:
+        small.iterate()
+        for name, one in small.model.named_parameters():
+            ema[name] = ema[name] * 0.9 + one.detach() * 0.1 if step > 3 else torch.zeros_like(one)
+
+    small.run(body)
+    said = capsys.readouterr().err
+    assert said.count("iteration 4: 'ema' (dict, a variable of") == 1 == said.count("belongs to nothing that is capt")
+    assert "as a submodule whose parameters require no gradients" in said and "ft_plugins.ignore(...)" in said
+
+
+def test_what_is_trained_from_the_start_in_a_librarys_loop_is_refused_with_its_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(undeclared_search, "_ignored", [])
+    average = AveragedModel(Given().model)
+    for ignored in (False, True):
+        small = Given()
+        small.host.of_a_library("what callbacks keep", remedy)
+        if ignored:
+            ft_plugins.ignore(average)
+            small.run(lambda step, small=small: small.iterate())
+        else:
+            with pytest.raises(StateChangedError, match=r"'average' .*a submodule .*ft_plugins.ignore\(average\)"):
+                small.run(lambda step, small=small: small.iterate())
 
 
 def test_what_may_matter_is_listed_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,21 +9,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ft_plugins.base import faults
 from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, SegmentError, StateChangedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.snapshot.capture.capture import Capture
-from ft_plugins.snapshot.capture.copiers import HostCopier, flat_bytes
+from ft_plugins.snapshot.capture.copiers import CudaCopier, HostCopier, flat_bytes
 from ft_plugins.snapshot.capture.layout import Layout, plan_layout
 from ft_plugins.snapshot.segment.claims import CaptureOwner
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Commit, Pin, SlotState, Version
+from harness.late_device import LateDevice, LateEvent, LateStream
 
 BUCKET = 256
 SECONDS = 90  # bound of every wait
@@ -611,3 +615,76 @@ def test_a_tensor_that_gets_other_memory_while_it_is_copied_is_captured_as_it_wa
     capture.wait()
     rig.tensors["w"].data = own
     assert rig.held(rig.restorable()[Version(1, 1)]) == before
+
+
+# ---- from a device ----
+
+LATE_ITERATIONS = 4
+
+
+class NoSamples:
+    """Nothing is sampled in the memory of a device."""
+
+    def take(self) -> None: ...
+
+    def require_unchanged(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def captured_on(device: LateDevice, path: Path) -> tuple[dict[Version, Any], dict[Version, Any]]:
+    """Train on `device`, a version per iteration. Returns what is sealed, and the state at the version points."""
+    rig = Rig(path)
+    capture = rig.capture()
+    capture._copiers[CPU] = CudaCopier(CPU, device)
+    capture._samples = NoSamples()  # type: ignore[assignment]
+    for index in (*rig.segment.claimed, *rig.segment.shape.parity_indices):
+        capture._use(index)
+    assert sum(device.registered.values()) >= 2 * rig.layout.nbytes
+    expected: dict[Version, Any] = {}
+    try:
+        for iteration in range(1, LATE_ITERATIONS + 1):
+            version = Version(1, iteration)
+            device.training.give(rig.train)
+            device.training.give(lambda version=version: expected.__setitem__(version, contents(rig.tensors)))
+            capture.start(version, b"")
+            capture.wait()
+        device.training.synchronize()
+        return {version: rig.held(index) for version, index in rig.restorable().items()}, expected
+    finally:
+        capture.close()
+        assert device.registered == {}, "memory stays registered"
+
+
+PACES = st.lists(st.integers(0, 4), min_size=1, max_size=40)
+
+
+@given(PACES)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_the_delays_what_is_sealed_is_the_state_at_its_version_point(tmp_path: Path, pace: list[int]) -> None:
+    path = tmp_path / f"segment-{len(list(tmp_path.iterdir()))}"
+    found, expected = captured_on(LateDevice(pace), path)
+    path.unlink()
+    assert sorted(found)[-1] == Version(1, LATE_ITERATIONS)
+    for version, held in found.items():
+        assert held == expected[version], version
+
+
+@pytest.mark.parametrize("missing", ["wait_event", "synchronize", "record"])
+def test_a_wait_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """On a device that does nothing until it must."""
+    monkeypatch.setattr(LateEvent if missing == "record" else LateStream, missing, lambda *_: None)
+    monkeypatch.setattr(LateDevice, "tick", lambda self: self.streams[-1].run(9))  # the side stream is never late
+    device = LateDevice([0])
+    if missing == "synchronize":
+        monkeypatch.setattr(LateDevice, "tick", lambda self: None)
+        device.training.synchronize = lambda: None  # type: ignore[method-assign]
+    found, expected = captured_on(device, tmp_path / "segment")
+    assert any(held != expected.get(version) for version, held in found.items())
+
+
+def test_memory_that_cannot_be_registered_is_an_error_with_its_number() -> None:
+    device = LateDevice([0])
+    device.status = 712
+    with pytest.raises(InventoryError, match=r"cannot be registered as pinned memory \(CUDA error 712\)"):
+        CudaCopier(CPU, device).use(4096, 4096)

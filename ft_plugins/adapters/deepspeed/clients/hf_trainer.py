@@ -13,12 +13,12 @@ from typing import Any
 
 from ....config import launch_context
 from ....config.deepspeed_json import BLOCK
-from ....errors import UnsupportedError
 from ...hf import follow as follow_trainers
-from ...hf.refusals import LOCAL_SGD
+from ...hf.own_checkpoint import LACKING
 from ...hf.trainer_run import TrainerRun
 from ...schedulers import SchedulerRestore
-from ..configuration import resolve
+from ...script.script_state import optimizer_tensors
+from .. import state
 from . import EngineClients
 
 
@@ -42,6 +42,7 @@ class TrainerClient:
 
     name = "Hugging Face's Trainer"
     places_data = True
+    checkpoint_lacks = LACKING
 
     def __init__(self, clients: EngineClients) -> None:
         self._clients = clients
@@ -49,6 +50,7 @@ class TrainerClient:
         self._begin: Callable[[], None] | None = None
         self._engine: Any = None
         self._followed = False
+        self._restored: Any = None  # the scheduler's state, until the first iteration
 
     # ---- of a Trainer ----
 
@@ -61,16 +63,27 @@ class TrainerClient:
     def begin(self) -> None:
         if self._begin is not None:
             self._begin()
+        self._place()
+
+    def tensors(self) -> list[Any]:
+        """What the ranks hold of parameters, and the optimizer's tensors."""
+        held = [getattr(one, "ds_tensor", one) for one in self._engine.module.parameters()]
+        inner = state.inner(self._engine.optimizer)
+        return [*held, *(one for group in inner.param_groups for one in group["params"]), *optimizer_tensors(inner)]
 
     def end(self) -> None:
         self._clients.trained(self)
+        self._place()
+
+    def _place(self) -> None:
+        """Callbacks may have changed the scheduler since it was restored."""
+        saved, self._restored = self._restored, None
+        self._load_scheduler(saved)
 
     # ---- of an engine ----
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         self._engine, self._begin = engine, begin
-        if resolve(engine._config._param_dict, launch_context()).sync is not None:
-            raise UnsupportedError(LOCAL_SGD)
 
     def iteration(self) -> int | None:
         return None if self._run is None else self._run.iteration
@@ -88,9 +101,13 @@ class TrainerClient:
     def restore(self, state: Mapping[str, Any]) -> None:
         assert self._run is not None
         self._run.restore(state["trainer"])
+        self._restored = state["scheduler"]
+        self._load_scheduler(self._restored)
+
+    def _load_scheduler(self, saved: Any) -> None:
         scheduler = self._scheduler()
-        if scheduler is not None:
-            SchedulerRestore(scheduler).load(state["scheduler"], int(self._run.trainer.args.process_index))
+        if scheduler is not None and saved is not None and self._run is not None:
+            SchedulerRestore(scheduler).load(saved, int(self._run.trainer.args.process_index))
 
     def _scheduler(self) -> Any:
         """The scheduler that the Trainer steps itself; None if the engine does."""

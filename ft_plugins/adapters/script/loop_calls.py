@@ -1,0 +1,116 @@
+"""What the functions that a loop calls carry on: counters in methods, closures and globals.
+
+    def step(self, loss):               a loop's `stopper.step(loss)` carries `stopper.bad` on
+        self.bad += 1
+
+    for callback in callbacks:          `callbacks[...](loss)`, for each of them
+        callback(loss)
+
+Invariant: nothing is called. Only functions of the script are followed, to a depth, and as many as one reads quickly.
+
+In: a call as the script writes it, the namespaces that it is in. Out: what it carries on, by the caller's names.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+from ..data.loaders import GENERATORS
+from .loop_code import EACH, FunctionCode, root_of
+from .loop_values import NOTHING, Spaces, attribute, parsed, value_of
+
+_DEPTH, _MOST, _EACH = 3, 48, 16  # of calls in calls; functions of a loop; elements of a list that are called
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function that is called, and the objects that the call gives it, by parameter, with the caller's names."""
+
+    function: FunctionType
+    given: Mapping[str, tuple[str, Any]]
+
+    def in_caller(self, expression: str) -> str:
+        """An expression of the function as the caller would write it."""
+        root = root_of(expression)
+        return self.given[root][0] + expression[len(root) :] if root in self.given else expression
+
+
+CodeOf = Callable[[FunctionType], FunctionCode | None]  # None for a function that is not the script's
+
+
+def carried_by(
+    call: str, spaces: Spaces, code_of: CodeOf, seen: set[Any], depth: int = _DEPTH
+) -> Iterator[tuple[str, Any, bool]]:
+    """What a call changes, or decides by: names, objects, and whether it changes them. `seen`: what was followed."""
+    if EACH in call:
+        container = value_of(parsed(call.partition(EACH)[0]), spaces)
+        for number in range(min(len(container), _EACH) if isinstance(container, list | tuple) else 0):
+            yield from carried_by(call.replace(EACH, f"[{number}]", 1), spaces, code_of, seen, depth)
+        return
+    node = parsed(call)
+    yield from ((text, one, True) for text, one in _generators(node, spaces))
+    called = _resolved(node, spaces, code_of) if isinstance(node, ast.Call) and depth else None
+    code = None if called is None or len(seen) >= _MOST else code_of(called.function)
+    if called is None or code is None:
+        return
+    identity = (called.function.__code__, *(id(one) for _, one in called.given.values()))
+    if identity in seen:
+        return
+    seen.add(identity)
+    inner = {name: one for name, (_, one) in called.given.items()}, _cells(called.function), called.function.__globals__
+    for expressions, changes in ((code.carried, True), (code.deciding, False)):
+        for expression in expressions:
+            if root_of(expression) in called.given or root_of(expression) not in code.parameters:
+                yield called.in_caller(expression), value_of(parsed(expression), inner), changes
+    for each in code.calls:
+        for text, value, changes in carried_by(each, inner, code_of, seen, depth - 1):
+            yield called.in_caller(text), value, changes
+
+
+def _generators(node: ast.expr, spaces: Spaces) -> Iterator[tuple[str, Any]]:
+    """The random number generators that a call draws from: its receiver, its arguments."""
+    if isinstance(node, ast.Call):
+        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        for part in (*receiver, *node.args, *(one.value for one in node.keywords)):
+            value = value_of(part, spaces)
+            if isinstance(value, GENERATORS):
+                yield ast.unparse(part), value
+
+
+def _resolved(node: ast.Call, spaces: Spaces, code_of: CodeOf) -> Called | None:
+    function = value_of(node.func, spaces)
+    text, owner = "", None
+    if isinstance(function, MethodType):  # in a variable
+        text, owner, function = ast.unparse(node.func), function.__self__, function.__func__
+    elif isinstance(function, FunctionType) and isinstance(node.func, ast.Attribute):
+        owner, text = value_of(node.func.value, spaces), ast.unparse(node.func.value)
+        if attribute(type(owner), node.func.attr) is not function:  # of a module, or in an attribute
+            owner = None
+    elif not isinstance(function, FunctionType | type):
+        text, owner, function = ast.unparse(node.func), function, attribute(type(function), "__call__")
+    if not isinstance(function, FunctionType):
+        return None
+    code = code_of(function)
+    if code is None:
+        return None
+    bound: list[tuple[str, Any]] = [] if owner is None else [(text, owner)]
+    bound += [(ast.unparse(one), value_of(one, spaces)) for one in node.args if not isinstance(one, ast.Starred)]
+    given = dict(zip(code.parameters, bound, strict=False))
+    for one in node.keywords:
+        if one.arg in code.parameters:
+            given[one.arg] = ast.unparse(one.value), value_of(one.value, spaces)
+    return Called(function, {name: pair for name, pair in given.items() if pair[1] is not NOTHING})
+
+
+def _cells(function: FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # empty
+            continue
+    return found

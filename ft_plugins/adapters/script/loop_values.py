@@ -1,0 +1,153 @@
+"""The value of an expression of a script, read without a call of anything of the script.
+
+Invariant: attributes are read from an object's own dictionary, its slots or its class, elements by the methods of
+Python's own containers; a property, a module's function, or an object of unknown kind has no value here.
+
+    int                      itself
+    other plain values       as text: floats, strings, True, None, a tensor of one element on the CPU
+    containers of those      as text: kind, length, and a digest if they are small; so are objects with such attributes
+    random number generators as text: kind, and a digest of their state
+
+In: an expression, the namespaces that it is in. Out: an int, a text, or None for what cannot be compared.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MemberDescriptorType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ...snapshot.capture import codec
+from ..data.loaders import GENERATORS, state_of
+from .script_names import is_of_library
+
+Spaces = tuple[Mapping[str, Any], ...]
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_MOST = 256  # values of a container that are compared
+_SHOWN = 40  # characters of a text
+NOTHING: Any = object()
+
+
+@cache
+def parsed(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
+
+
+def value_of(node: ast.expr, spaces: Spaces) -> Any:
+    """The object; NOTHING if there is none, or if it cannot be read."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return next((space[name] for space in spaces if name in space), NOTHING)
+        case ast.Attribute(value=owner, attr=name):
+            whole = value_of(owner, spaces)
+            return NOTHING if whole is NOTHING else attribute(whole, name)
+        case ast.Subscript(value=container, slice=key):
+            return _element(value_of(container, spaces), value_of(key, spaces))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            number = value_of(operand, spaces)
+            return -number if type(number) in (int, float) else NOTHING
+    return NOTHING
+
+
+def comparable(value: Any) -> int | str | None:
+    """The object as a value that a version can hold."""
+    if type(value) is int:
+        return value
+    if type(value) in _PLAIN:
+        return _short(repr(value))
+    if isinstance(value, torch.Tensor):
+        on_host = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1
+        return repr(value.detach().reshape(()).item()) if on_host and not value.is_sparse else None
+    if isinstance(value, GENERATORS):
+        return f"a {type(value).__name__} ({xxhash.xxh3_64_hexdigest(codec.encode(state_of(value)))[:8]})"
+    if isinstance(value, np.generic):
+        return repr(value.item())
+    if isinstance(value, _CONTAINERS):
+        plain = _leaves(value)
+        digest = "" if plain is None else f" ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
+        return f"a {type(value).__name__} of {len(value)}{digest}"
+    own = _attributes(value)
+    if own and not is_of_library(type(value).__module__) and not isinstance(value, type):
+        plain = _leaves(dict(own))
+        if plain is not None:
+            return f"a {type(value).__name__} ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
+    return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"
+
+
+def _leaves(value: Any) -> list[Any] | None:
+    """The plain values of a container in order; None if it holds others, or many."""
+    found: list[Any] = []
+    pending = [iter([value])]
+    while pending:
+        for one in pending[-1]:
+            if type(one) in _PLAIN:
+                found.append(one)
+            elif isinstance(one, _CONTAINERS) and len(one) <= _MOST and len(found) <= _MOST:
+                found.append(type(one).__name__)
+                pending.append(_parts(one))
+                break
+            else:
+                return None
+            if len(found) > _MOST:
+                return None
+        else:
+            pending.pop()
+    return found
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        return iter([*dict.keys(value), *dict.values(value)])
+    if isinstance(value, set | frozenset):
+        return iter(sorted(value, key=repr))
+    return iter(list(value))
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    try:
+        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+    except (AttributeError, TypeError):
+        return {}
+
+
+def attribute(value: Any, name: str) -> Any:
+    """An attribute of an object, or what its class has of that name."""
+    own = _attributes(value)
+    if name in own:
+        return own[name]
+    for kind in type.mro(value) if isinstance(value, type) and value is not type else type.mro(type(value)):
+        if name in vars(kind):
+            found = vars(kind)[name]
+            if not isinstance(found, MemberDescriptorType):
+                return found
+            try:
+                return found.__get__(value)
+            except AttributeError:  # not set yet
+                return NOTHING
+    return NOTHING
+
+
+def _element(container: Any, key: Any) -> Any:
+    try:
+        if isinstance(container, dict) and type(key) in _PLAIN:
+            return dict.get(container, key, NOTHING)
+        if isinstance(container, list | tuple) and type(key) is int:
+            kind: Any = list if isinstance(container, list) else tuple
+            return kind.__getitem__(container, key)
+    except IndexError:
+        pass
+    return NOTHING

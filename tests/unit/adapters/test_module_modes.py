@@ -1,0 +1,135 @@
+"""What modules have besides tensors is what it was: modes, numbers, lists of numbers, extra state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters.module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
+from ft_plugins.errors import UnsupportedError
+from ft_plugins.snapshot.capture import codec
+from tests.unit.adapters.torch_small import Small, handed_over, take_over
+
+
+class Counted(torch.nn.Module):
+    """A module with extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_again() -> None:
+    trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), Counted()) for _ in range(2))
+    for one in (trained, again):
+        one[0].requires_grad_(False)  # as the script builds it
+    trained[0].requires_grad_(True)
+    trained[1].eval()
+    trained[2].calls = 7
+    write_modes(again, codec.decode(codec.encode(read_modes(trained))))
+    assert all(one.requires_grad for one in again.parameters())
+    assert again.training and not again[1].training and again[2].calls == 7
+
+
+def test_a_number_of_a_module_that_changes_in_training_is_restored() -> None:
+    trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)) for _ in range(2))
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    assert numbers.changed() == {}
+    trained[1].p, trained.tau = 0.05, 3
+    trained.eval()
+    assert numbers.changed() == {"": {"tau": 3}, "1": {"p": 0.05}}
+    others.restore(codec.decode(codec.encode(numbers.changed())))
+    assert again[1].p == 0.05 and again.tau == 3 and again.training and others.changed() == numbers.changed()
+
+
+def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> None:
+    """The script sets it right after the engine is built, as in its first start; in iteration 100 it set it back."""
+    trained, again = (torch.nn.Sequential(torch.nn.Dropout(0.1)) for _ in range(2))
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    again[0].p = 0.5
+    others.restore(numbers.changed())
+    assert again[0].p == 0.1
+
+
+def test_numbers_that_describe_a_cache_are_left_to_it() -> None:
+    """As a module that makes a table for the longest sequence so far, and keeps its length."""
+    trained, again = (torch.nn.Sequential(torch.nn.Identity()) for _ in range(2))
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    trained[0].table, trained[0].length = torch.zeros(8), 8
+    assert numbers.changed() == {}
+    again[0].table, again[0].length = torch.zeros(4), 4
+    others.restore({"0": {"length": 8}})
+    assert again[0].length == 4
+
+
+def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
+    module = torch.nn.Sequential(Counted())
+    module[0].calls = {1, 2}
+    with pytest.raises(UnsupportedError, match=r"rank 2: the extra state of '0' \(Counted\) cannot be captured"):
+        require_encodable_modes(module, 2)
+
+
+class Scheduled(torch.nn.Module):
+    """A module with a curriculum of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates, self.seen, self.window = [0.1, 0.2], {"easy": 0, "hard": [0, 0]}, (1, 2)
+        self.history: list[Any] = []
+        self.group: Any = None
+
+
+def trained_and_again() -> tuple[Scheduled, ModuleNumbers, Scheduled, ModuleNumbers]:
+    trained, again = Scheduled(), Scheduled()
+    return trained, ModuleNumbers(trained), again, ModuleNumbers(again)
+
+
+def test_numbers_in_lists_tuples_and_dicts_are_restored_where_the_script_has_them() -> None:
+    trained, numbers, again, others = trained_and_again()
+    hard, rates = again.seen["hard"], again.rates  # a script's variables
+    trained.rates[1], trained.window, trained.history = 0.3, (3, 4), [1.5]
+    trained.seen["hard"][0], trained.seen["new"] = 7, None  # type: ignore[index, assignment]
+    others.restore(codec.decode(codec.encode(numbers.captured(False))))
+    assert (again.rates, again.seen, again.window) == ([0.1, 0.3], {"easy": 0, "hard": [7, 0], "new": None}, (3, 4))
+    assert again.history == [1.5] and again.rates is rates and again.seen["hard"] is hard
+    assert others.changed() == numbers.changed()
+
+
+def test_lists_that_are_back_at_what_they_were_built_with_are_restored_too() -> None:
+    _, numbers, again, others = trained_and_again()
+    again.rates[0], again.seen["more"] = 0.5, 2
+    others.restore(numbers.captured(False))
+    assert again.rates == [0.1, 0.2] and again.seen == {"easy": 0, "hard": [0, 0]}
+
+
+def test_what_a_library_has_put_in_place_of_nothing_is_left_there() -> None:
+    _, numbers, again, others = trained_and_again()
+    again.group = group = object()
+    others.restore(numbers.captured(False))
+    assert again.group is group
+
+
+@pytest.mark.parametrize("filled", [[1.0] * 257, [{2, 3}], [[[[[1]]]]]], ids=["many", "sets", "deep"])
+def test_a_list_that_cannot_be_captured_is_named_once(filled: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Sequential(Scheduled())
+    numbers = ModuleNumbers(model)
+    model[0].history += filled
+    for _ in range(2):
+        assert numbers.captured(True) == {}
+    assert capsys.readouterr().out.count("attributes of modules: 0.history; if training depends") == 1
+
+
+def test_numbers_of_a_module_in_a_loop_of_plain_torch_are_restored() -> None:
+    first, second = Small(), Small()
+    for small, rate in ((first, 0.05), (second, 0.1)):
+        small.model[0].rate, small.model[0].losses = rate, [rate]  # type: ignore[index, union-attr, operator]
+    take_over(second.host, *handed_over(first.host))
+    assert (second.model[0].rate, second.model[0].losses) == (0.05, [0.05])  # type: ignore[index, union-attr, operator]
