@@ -109,6 +109,7 @@ _REFUSED = (
     Rule(
         "a data loader of the script's own", ("dataloader_type",), equals("dataloader_type", "external"),
         "its data position is unknown", "--dataloader-type", "external",
+        remedy="choose --dataloader-type single or cyclic",
     ),
     _named("hybrid_context_parallel", "hybrid context parallelism", "its packing of samples keeps its own position"),
     _named("fim_data", "fill-in-the-middle data", "it draws from a random generator that cannot be restored"),
