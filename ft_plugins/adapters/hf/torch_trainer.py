@@ -77,7 +77,8 @@ class TorchTrainer:
 
     def tensors(self) -> list[torch.Tensor]:
         assert self._host is not None and self._run is not None
-        return [*self._run.trainer.model.parameters(), *self._host.tensors().values()]
+        sharded = [one for one in self._run.trainer.model.parameters() if local_part(one) is not one]
+        return [*sharded, *self._host.tensors().values()]  # each counts changes of its own
 
     def begin(self) -> None:
         assert self._session is not None and self._run is not None

@@ -47,7 +47,8 @@ class TrainerProtection(Protocol):
         is protected, then `run.restore` if it was restored."""
 
     def tensors(self) -> Collection[torch.Tensor]:
-        """Those that are restored, and that callbacks may not change before the first iteration."""
+        """Those that are restored, and that callbacks may not change before the first iteration. Called when the
+        wrapped model is built, and right before that iteration."""
 
     def begin(self) -> None:
         """The next iteration begins, the previous one has ended. The first call restores generators, last."""
@@ -90,7 +91,7 @@ class TrainerRun:
         self._batches: BatchesAhead | None = None
         self._epoch = 0
         self._over = False  # whether training has ended
-        self._marks = Marks()  # of what was restored
+        self._marks = Marks()  # of what callbacks may not change before the first iteration
         wrap(trainer, "_init_training_state", self._initializing)
         wrap(trainer, "_prepare_for_training", self._preparing)
 
@@ -126,8 +127,6 @@ class TrainerRun:
         self._saved = self._restored = saved
         self._progress.write_state(saved["progress"])
         self._batches.write(saved["position"])
-        self._marks = Marks()
-        self._marks.mark(self._protection.tensors())
         vars(self.trainer.args).update(dict.fromkeys(_TO_ENTER, False))  # until `_progress.write`
 
     # ---- the loop ----
@@ -154,6 +153,8 @@ class TrainerRun:
             prepared = original(max_steps, train_dataloader, *args, **kwargs)
         if self._incomplete:
             self._require_restored()
+        if self._progress is not None:
+            self._marks.mark(self._protection.tensors())
         return prepared
 
     def _require_restored(self) -> None:
@@ -216,18 +217,25 @@ class TrainerRun:
         """After the generators: what the loop and its callbacks count."""
         if self._progress is not None and not self._progress.begun:
             self._progress.begun = True
+            if any(map(self._marks.changed, self._protection.tensors())):
+                self._report_changed()
             ignore_alone(self.trainer, self.trainer.accelerator, self.trainer.lr_scheduler)
         if self._saved is not None and self._progress is not None:
             saved, self._saved = self._saved, None
-            if any(map(self._marks.changed, self._protection.tensors())):
-                raise ResumeError(
-                    f"rank {self.trainer.args.process_index}: a callback has changed parameters, buffers or the "
-                    f"optimizer's tensors after iteration {self.iteration} was restored, in on_train_begin or "
-                    "on_epoch_begin, which are called again after a restart: change them before Trainer.train, or at "
-                    "the end of a step or an epoch"
-                )
             self.loader.write(saved["position"])
             self._progress.write(saved["progress"])
+
+    def _report_changed(self) -> None:
+        """Raises ResumeError if what callbacks have changed was restored."""
+        rank = self.trainer.args.process_index
+        changed = (
+            f"rank {rank}: a callback has changed parameters, buffers or the optimizer's tensors in on_train_begin or "
+            "on_epoch_begin, which are called again after a restart"
+        )
+        remedy = "change them before Trainer.train, or at the end of a step or an epoch"
+        if self._restored is not None:
+            raise ResumeError(f"{changed}, as now, after iteration {self.iteration} was restored: {remedy}")
+        say(f"{changed}: a restart will be refused; {remedy}", alarm=True)
 
     def _loading_generators(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if self._restored is not None else original(*args, **kwargs)
