@@ -203,8 +203,6 @@ class Session:
         ends in order; an iteration left by `break` or an exception is not captured. Raises what the hooks raise.
         """
         step = self.resume(loaded, last)
-        if isinstance(self._host, Looping):
-            self._host.loop_begins()
         while self._continues(step, last):
             step += 1
             self.iteration_begin(step)
@@ -224,6 +222,8 @@ class Session:
 
     def iteration_begin(self, step: int) -> None:
         """An iteration begins. The first call restores data position and RNG."""
+        if not self.iteration and isinstance(self._host, Looping):
+            self._host.loop_begins()
         self.restore_position()
         self.iteration = step
         self.ledger.begin(step)

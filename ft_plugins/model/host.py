@@ -221,10 +221,10 @@ class Checking(Protocol):
 
 @runtime_checkable
 class Looping(Protocol):
-    """Implemented by a host whose loop runs over the session's iterations."""
+    """Implemented by a host that notes where its script's loop begins."""
 
     def loop_begins(self) -> None:
-        """Called once, before the first iteration of an incarnation and before `restore_position`."""
+        """The first iteration of an incarnation begins. Called once, before `restore_position`."""
 
 
 @runtime_checkable

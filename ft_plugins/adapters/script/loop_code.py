@@ -75,7 +75,7 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
     indices = [text for loop in loops for test, _ in _tests(loop) for text in _values(test) if text in fetching]
     cut = [text for loop in loops if loop not in inside for text in _cut(loop, loop is not loops[0])]
-    cut += [text for one in _statement(tree, line) if inside for text in _sliced(one)]
+    cut += [text for one in _yielding(tree, line) if inside for text in _sliced(one)]
     found = counters, bounds, deciding, indices, cut, carried, calls, _calls(ends)
     return LoopCode(*(tuple(dict.fromkeys(each)) for each in found))
 
@@ -204,10 +204,13 @@ def _sliced(node: ast.AST) -> Iterator[str]:
             yield from (*_values(call), *_literals(call))
 
 
-def _statement(tree: ast.Module, line: int) -> list[ast.stmt]:
-    """The one without a body that is executed at a line."""
-    simple = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return
-    return [one for one in ast.walk(tree) if isinstance(one, simple) and one.lineno <= line <= (one.end_lineno or line)]
+def _yielding(tree: ast.Module, line: int) -> list[ast.YieldFrom]:
+    """The `yield from` that is executed at a line."""
+    return [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.YieldFrom) and one.lineno <= line <= (one.end_lineno or line)
+    ]
 
 
 def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:

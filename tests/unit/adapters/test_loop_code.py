@@ -79,6 +79,9 @@ def test_a_target_whose_next_element_is_being_fetched_does_not_count() -> None:
     [
         ("for e in range(3):\n  for b in islice(loader, size):  # HERE\n    train()", ("islice", "loader", "size")),
         ("for e in range(3):\n  for b in zip(loader, range(5)):  # HERE\n    train()", ("zip", "loader", "range", "5")),
+        ("while True:\n  yield from islice(loader, size)  # HERE", ("islice", "loader", "size")),
+        ("yield from islice(loader, size)  # HERE", ()),
+        ("while True:\n  train(zip(batch[:3], weights))  # HERE", ()),
         ("for b in islice(loader, steps - start):  # HERE\n  train()", ()),
         ("for i, b in enumerate(loader):  # HERE\n  train()\n  if i + 1 == size: break", ("size", "1")),
         ("for i, b in enumerate(loader, start):  # HERE\n  train()\n  if i + 1 == size: break", ()),
