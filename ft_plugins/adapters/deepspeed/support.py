@@ -27,6 +27,7 @@ _NOT_FOLLOWED = {  # of DeepSpeed's own optimizers, by type in the configuration
 _OFFLOAD_NOWHERE = ("none", None)
 _NOTHING = SimpleNamespace()
 _AUTO_EP = "AutoEP (expert_parallel) replaces layers and their experts"
+_AMP = "apex.amp (amp) keeps masters and a loss scale of its own: use fp16 or bf16"
 _EIGENVALUES = "eigenvalues (eigenvalue) keeps its own counters"
 _OWN_SCALER = "torch_autocast in fp16 scales gradients by its own scaler"
 
@@ -71,6 +72,8 @@ def _of_engine(engine: Any) -> Iterator[str]:
         yield "AutoTP with pipelines (tensor_parallel.autotp_size)"
     if _asked(engine, "is_deepcompile_enabled", False):
         yield "DeepCompile replaces the step (compile.deepcompile)"
+    if _asked(engine, "amp_enabled", False):
+        yield _AMP
     if getattr(engine, "torch_autocast_z0_gradscaler", None) is not None:
         yield _OWN_SCALER
     if not _asked(engine, "managed_gradient_accumulation", True):
@@ -133,6 +136,8 @@ def _of_settings(settings: Mapping[str, Any]) -> Iterator[str]:
         yield _EIGENVALUES
     if _at(settings, "compile", "deepcompile") is True:
         yield "DeepCompile replaces the step (compile.deepcompile)"
+    if _at(settings, "amp", "enabled") is True:
+        yield _AMP
     if _at(settings, "expert_parallel", "enabled") is True:
         yield _AUTO_EP
 
