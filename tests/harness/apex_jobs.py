@@ -175,5 +175,5 @@ def megatron_example(argv: Sequence[str]) -> None:
 
     vars(in_megatron)["SGD"] = sgd
     if kind.__name__ == "FusedAdam":
-        vars(in_megatron)["Adam"] = kind
+        vars(in_megatron).update({"Adam": kind, "USING_PYTORCH_OPTIMIZER": False})
     import_module("megatron_gpt").main(words)
