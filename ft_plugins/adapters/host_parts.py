@@ -173,14 +173,22 @@ def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         if "step" not in values:  # Megatron's own load leaves its count there, also where torch counts per parameter
             group.pop("step", None)
-        group.update({key: _in_place(key, value, group.get(key)) for key, value in values.items()})
+        near = next(iter(group["params"]), None)
+        group.update(
+            {k: _in_place(k, value, group[k]) if k in group else _new(value, near) for k, value in values.items()}
+        )
+
+
+def _new(value: Any, near: torch.Tensor | None) -> Any:
+    """A copy of what updates put into a group, with its tensors on the device of the parameter `near`."""
+    return type(value)(_new(part, near) for part in value) if type(value) in (list, tuple) else own_copy(value, near)
 
 
 def _in_place(key: str, value: Any, present: Any) -> Any:
-    """Copy `value` into `present` if both are tensors (or tuples of tensors) of one shape and dtype; else return a new
-    one. A 'step' is always new: groups may share the present one."""
-    if isinstance(value, tuple) and isinstance(present, tuple) and len(value) == len(present):
-        return tuple(_in_place(key, *pair) for pair in zip(value, present, strict=True))
+    """Copy `value` into `present` if both are tensors (or tuples or lists of them) of one shape and dtype; else return
+    a new one. A 'step' is always new: groups may share the present one."""
+    if type(value) in (list, tuple) and type(present) is type(value) and len(value) == len(present):
+        return type(value)(_in_place(key, *pair) for pair in zip(value, present, strict=True))
     are_tensors = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor) and key != "step"
     if not are_tensors or (value.shape, value.dtype) != (present.shape, present.dtype):
         return own_copy(value, present)

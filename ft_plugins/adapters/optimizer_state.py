@@ -20,6 +20,7 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 
 from ..errors import UnsupportedError
 from .data.loaders import generator_states, set_generator_states
+from .host_parts import is_item
 
 Group = Mapping[str, Any]
 State = dict[str, Any]
@@ -37,7 +39,7 @@ _RATE = 0.0078125  # of the compared updates; differs from the groups' to detect
 _EXTENT = 3  # maximum of a stand-in in each dimension
 _IDLE = {"lr": 0.0, "weight_decay": 0.0, "maximize": False}
 _KNOWN = {"state", "param_groups", "defaults"}
-_SCRATCH = ("_dummy_overflow_buf", "_overflow_buf")  # of fused optimizers (apex, DeepSpeed): never read back
+_SCRATCH = ("_dummy_overflow_buf", "_overflow_buf", "lamb_coeffs")  # of fused optimizers: never read back
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -52,10 +54,10 @@ def create_state(optimizer: torch.optim.Optimizer, groups: Sequence[Group] | Non
     try:
         _require_complete(optimizer)
         create = _verified_method(optimizer, groups)
-        for group in groups:
+        for place, group in enumerate(groups):
             for parameter in group["params"]:
                 known = optimizer.state.get(parameter, {})
-                for key, value in create(_twin(optimizer), group, _stand_in(parameter)).items():
+                for key, value in create(_twin(optimizer, place), group, _stand_in(parameter)).items():
                     if not known or known.get(key, value) is None:  # torch's SGD saves state not yet created as None
                         optimizer.state[parameter][key] = value
     finally:
@@ -63,11 +65,16 @@ def create_state(optimizer: torch.optim.Optimizer, groups: Sequence[Group] | Non
 
 
 def _require_complete(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UnsupportedError if attributes other than `state` hold tensors, or a compiled part that is freed."""
+    """Raises UnsupportedError if anything but `state` holds some: attributes, a compiled part, apex.amp."""
     if hasattr(type(optimizer), "__del__"):
         raise UnsupportedError(
             f"{type(optimizer).__name__} has a compiled part that it frees when it ends (__del__), whose state cannot "
             "be captured; use one of torch's optimizers"
+        )
+    if hasattr(optimizer, "_amp_stash"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} was initialised by apex.amp, which keeps masters and the loss scale "
+            "elsewhere; use torch.amp"
         )
     for name, value in vars(optimizer).items():
         if name not in _KNOWN and name not in _SCRATCH and any(_has_tensors(part) for part in _parts(value)):
@@ -91,7 +98,7 @@ def _has_tensors(value: Any) -> bool:
 def _verified_method(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> _Method:
     try:
         for create in (_by_initialisation, _by_idle_update):
-            if all(_agrees(optimizer, create, group) for group in groups):
+            if all(_agrees(optimizer, create, place, group) for place, group in enumerate(groups)):
                 return create
         reason = "state created before the first update would not give the same numbers"
     except UnsupportedError:
@@ -104,14 +111,24 @@ def _verified_method(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) 
     )
 
 
-def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and settings, without state, parameters or hooks."""
+def _twin(optimizer: torch.optim.Optimizer, place: int) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings, without state, parameters or hooks, for its group at `place`: of a
+    list with an entry for each group it has that one."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name != "step":  # set by a scheduler that wraps the step of this one optimizer
-            twin.__dict__[name] = OrderedDict() if name.endswith("hooks") else value
+        if name == "step":  # set by a scheduler that wraps the step of this one optimizer
+            continue
+        if isinstance(value, list):
+            value = value[place : place + 1] if len(value) == len(optimizer.param_groups) else [*value]
+        twin.__dict__[name] = OrderedDict() if name.endswith("hooks") else value
     twin.state, twin.param_groups = defaultdict(dict), []
     return twin
+
+
+def _settings(group: Group) -> dict[str, Any]:
+    """The settings in a group, without what updates make: tensors with dimensions. None of them is shared."""
+    own = {key: value for key, value in group.items() if not any(map(is_item, _parts(value)))}
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
 
 
 def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
@@ -131,7 +148,7 @@ def _by_initialisation(twin: torch.optim.Optimizer, group: Group, parameter: tor
 
 
 def _by_idle_update(twin: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> State:
-    twin.param_groups = [{**group, "params": [parameter], **{k: v for k, v in _IDLE.items() if k in group}}]
+    twin.param_groups = [{**_settings(group), "params": [parameter], **{k: v for k, v in _IDLE.items() if k in group}}]
     _update(twin)
     state = twin.state.get(parameter, {})
     return {key: value * 0 if key == "step" and value == 1 else value for key, value in state.items()}
@@ -164,18 +181,21 @@ class _Bits:
         return [set(state) for state in self.state]
 
 
-def _agrees(optimizer: torch.optim.Optimizer, create: _Method, group: Group) -> bool:
+def _agrees(optimizer: torch.optim.Optimizer, create: _Method, place: int, group: Group) -> bool:
     """Whether `create` makes all state that updates of this group use, and stand-ins are trained to the same bits."""
     small = [torch.Size(min(extent, _EXTENT) for extent in one.shape) for one in group["params"]]
     kinds = list(dict.fromkeys((p.dtype, p.device, shape) for p, shape in zip(group["params"], small, strict=True)))
-    without = _trained(optimizer, group, kinds, lambda *args: {})
-    created = _trained(optimizer, group, kinds, create)
+    twins = partial(_twin, optimizer, place)
+    without = _trained(twins, group, kinds, lambda *args: {})
+    created = _trained(twins, group, kinds, create)
     if kinds and any(before.parameters == after.parameters for before, after in pairwise(without)):
         raise UnsupportedError(f"{type(optimizer).__name__}.step() changes no parameter of its groups")
     return created[0].keys == without[-1].keys and created[1:] == without[1:]
 
 
-def _trained(optimizer: torch.optim.Optimizer, group: Group, kinds: Sequence[Any], create: _Method) -> list[_Bits]:
+def _trained(
+    twins: Callable[[], torch.optim.Optimizer], group: Group, kinds: Sequence[Any], create: _Method
+) -> list[_Bits]:
     """The bits of stand-ins of these (dtype, device, shape) before the first update and after each."""
     generator = torch.Generator().manual_seed(1)
 
@@ -183,14 +203,14 @@ def _trained(optimizer: torch.optim.Optimizer, group: Group, kinds: Sequence[Any
         dtype, device, shape = kind
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
-    twin = _twin(optimizer)
+    twin = twins()
     parameters = [numbers(kind).requires_grad_() for kind in kinds]
-    settings = dict(group)
+    settings = _settings(group)
     if "lr" in group:
         settings["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
     twin.param_groups = [{**settings, "params": parameters}]
     for parameter in parameters:
-        created = create(_twin(optimizer), group, _stand_in(parameter))
+        created = create(twins(), group, _stand_in(parameter))
         if created:
             twin.state[parameter].update(created)
     numbers_before = _number_attributes(twin)
@@ -204,11 +224,11 @@ def _trained(optimizer: torch.optim.Optimizer, group: Group, kinds: Sequence[Any
     unknown = [key for key in twin.state if not any(key is one for one in parameters)]
     if unknown:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} keeps state under '{unknown[0]}', not under a parameter; use another optimizer"
+            f"{type(twin).__name__} keeps state under '{unknown[0]}', not under a parameter; use another optimizer"
         )
     if numbers_before != _number_attributes(twin):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} keeps counters in attributes, not in its state; use another optimizer"
+            f"{type(twin).__name__} keeps counters in attributes, not in its state; use another optimizer"
         )
     return bits
 

@@ -55,6 +55,7 @@ class DeepSpeedConfiguration:
     optimizer: str = "AdamW"  # the type in the configuration
     offload: str = ""  # optimizer state in host memory: updated by 'torch', or by DeepSpeed's 'own', which it compiles
     fp16: bool = False
+    untested: bool = False  # DeepSpeed accepts any optimizer with ZeRO
 
     def __str__(self) -> str:
         precision = "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
@@ -75,7 +76,7 @@ class DeepSpeedConfiguration:
             "train_batch_size": self.batch or (8 if 8 % self.ranks == 0 else 4 * self.ranks),
             "train_micro_batch_size_per_gpu": 1 if self.ranks == 4 and not self.pp else 2,
             "optimizer": {"type": self.optimizer, "params": parameters},
-            **({"zero_allow_untested_optimizer": True} if self.optimizer in ("SGD", "Lamb") else {}),
+            "zero_allow_untested_optimizer": self.untested or self.optimizer in ("SGD", "Lamb"),
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}},
             "gradient_clipping": self.clipping,
             "fp16": {"enabled": self.fp16, **_SKIPPING},

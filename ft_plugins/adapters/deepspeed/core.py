@@ -208,7 +208,14 @@ class DeepSpeedHost(DeepSpeedStepping):
             self.engine.skipped_steps = values["skipped_steps"]
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The small state of the first replica: optimizer scalars are equal on all, generators differ."""
+        """The small state of the first replica: optimizer scalars are equal on all, generators differ. Raises
+        ResumeError where groups are not: an optimizer keeps numbers of its shard in them."""
+        if any(codec.encode(part["groups"]) != codec.encode(parts[0]["groups"]) for part in parts):
+            kind = type(state.inner(self.engine.optimizer)).__name__
+            raise ResumeError(
+                f"rank {self.rank}: {kind} keeps other values in the groups of each rank, so they cannot be divided "
+                "over another number of ranks: resume with the captured job's, or start with --ftp-resume fresh"
+            )
         return dict(parts[0])
 
     def admits(self, replicas: int) -> bool:

@@ -59,6 +59,7 @@ def as_built(engine: Any) -> dict[str, Any]:
         "optimizer": None,  # the one that was built counts
         "zero_optimization": _zero(engine),
         "compile": {"deepcompile": _asked(engine, "is_deepcompile_enabled", False)},
+        "amp": {"enabled": _asked(engine, "amp_enabled", False)},
         "expert_parallel": vars(getattr(engine._config, "expert_parallel_config", None) or _NOTHING),
         "managed_gradient_accumulation": _asked(engine, "managed_gradient_accumulation", True),
         "progressive_layer_drop": {"enabled": _asked(engine, "pld_enabled", False)},

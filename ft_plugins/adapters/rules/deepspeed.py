@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, some, treated_as
+from .rule import DROP, Predicate, Rule, Treatment, above, at, equals, every, on, some, treated_as
 
 OTHERWISE = "remove the block ft_plugins from the DeepSpeed configuration"
 CPU_ADAM = "DeepSpeedCPUAdam"
@@ -124,6 +124,7 @@ _REFUSED = (
     _built("moq", "MoQ (compression_training.weight_quantization)", _OWN_COUNTERS),
     _enabled("hybrid_engine", "the hybrid engine", "it generates between updates"),
     _built("engine", "an engine of its own kind", "its step is unknown"),
+    _enabled("amp", "apex.amp", "it keeps masters and a loss scale of its own", remedy=f"{DROP} and use fp16 or bf16"),
     _enabled("expert_parallel", "AutoEP", "it replaces layers and their experts"),
     _built("moe_pipeline", "MoE layers in a pipeline", "expert groups of stages are untested"),
     _built("tensor_parallel_pipeline", "AutoTP with pipelines (tensor_parallel.autotp_size)", "its layout is unknown"),

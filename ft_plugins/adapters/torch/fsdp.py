@@ -37,7 +37,7 @@ from ..host_parts import local_part
 from .fsdp_layout import ShardLayout, layout_of, sharded_dimensions
 from .fsdp_reduction import FsdpReduction, fsdp_units
 from .torch_loop import TorchHost
-from .torch_module import require_equal_replicas, require_no_fsdp1
+from .torch_module import require_equal_replicas, require_known_wrappers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ class FsdpHost(TorchHost):
 
     def _require_parameters(self, place: str) -> None:
         """Raises ConfigError or UnsupportedError unless `fully_shard` has sharded parameters, all in the same way."""
-        require_no_fsdp1(self._module, place)
+        require_known_wrappers(self._module, place)
         self._units = fsdp_units(self._module)
         self._reshard()
         sharded = {name: one for name, one in self._module.named_parameters() if local_part(one) is not one}

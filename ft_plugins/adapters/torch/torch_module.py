@@ -114,7 +114,7 @@ def require_encodable_caller(state: Any, place: str) -> None:
 
 
 def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
-    require_no_fsdp1(module, place)
+    require_known_wrappers(module, place)
     for name, one in module.named_parameters():
         if local_part(one) is not one:
             raise UnsupportedError(
@@ -123,11 +123,16 @@ def require_whole_parameters(module: torch.nn.Module, place: str) -> None:
             )
 
 
-def require_no_fsdp1(module: torch.nn.Module, place: str) -> None:
+def require_known_wrappers(module: torch.nn.Module, place: str) -> None:
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
         raise UnsupportedError(
             f"{place}: parameters are sharded by FullyShardedDataParallel, which is not supported: use fully_shard "
             "(FSDP2) with ft_plugins.FsdpHost, DistributedDataParallel, DeepSpeed or Megatron"
+        )
+    if any(type(part).__module__.startswith("apex.parallel.distributed") for part in module.modules()):
+        raise UnsupportedError(
+            f"{place}: apex.parallel.DistributedDataParallel sums gradients in buckets that its first backward makes: "
+            "use torch's DistributedDataParallel"
         )
 
 

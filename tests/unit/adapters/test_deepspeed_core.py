@@ -105,3 +105,13 @@ def test_a_state_of_another_clients_loop_is_refused() -> None:
     host.rank = 1
     with pytest.raises(ResumeError, match="rank 1: the captured job's loop was that of gpt-neox, this one's is"):
         host._require_same_client({"client": {"name": "gpt-neox", "state": {}}})
+
+
+def test_groups_that_differ_between_ranks_are_not_divided_over_others() -> None:
+    """As those of an optimizer that keeps a norm of its own shard in them."""
+    host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
+    host.rank, host.engine = 2, SimpleNamespace(optimizer=optimizer())
+    one, other = ({"groups": [{"lr": 1.0, "norms": torch.full((2,), size)}]} for size in (1.0, 2.0))
+    assert host.merged([one, one]) == one
+    with pytest.raises(ResumeError, match="rank 2: SGD keeps other values in the groups of each rank"):
+        host.merged([one, one, other])

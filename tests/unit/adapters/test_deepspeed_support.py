@@ -55,6 +55,7 @@ def test_what_is_followed_passes() -> None:
         ({"zero_hpz_partition_size": 2}, "hpZ"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"is_deepcompile_enabled": True}, "DeepCompile"),
+        ({"amp_enabled": True}, "apex.amp (amp)"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"eigenvalue_enabled": True}, "eigenvalues"),
         ({"optimizer": lambda one: OnebitAdam([one])}, "1-bit optimizer (optimizer.type OnebitAdam)"),

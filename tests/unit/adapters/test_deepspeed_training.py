@@ -92,6 +92,7 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
         ({"optimizer": {"type": "Muon"}}, None, "Muon (optimizer.type Muon): it updates whole matrices"),
         ({"eigenvalue": {"enabled": True}}, None, "eigenvalues (eigenvalue)"),
         ({"compile": {"deepcompile": True}}, None, "DeepCompile"),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, None, "apex.amp (amp)"),
         ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, None, "AutoEP (expert_parallel)"),
     ],
 )

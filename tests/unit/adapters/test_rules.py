@@ -48,7 +48,7 @@ GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: set
 }  # fmt: skip
 BLOCKS = (
     *("progressive_layer_drop", "eigenvalue", "expert_parallel", "hybrid_engine", "bf16", "fp16"),
-    "curriculum_learning",
+    *("curriculum_learning", "amp"),
     *("data_efficiency.data_routing.random_ltd", "data_efficiency.data_sampling.curriculum_learning"),
 )
 
