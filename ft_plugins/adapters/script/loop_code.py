@@ -115,7 +115,11 @@ def _changed(node: ast.AST) -> Iterator[str]:
         targets = [node.target]
     for target in targets:
         several = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-        yield from (ast.unparse(one) for one in several if isinstance(one, ast.Name | ast.Attribute | ast.Subscript))
+        for one in several:
+            if isinstance(one, ast.Subscript) and not isinstance(one.slice, ast.Constant):
+                one = one.value  # any of its elements
+            if isinstance(one, ast.Name | ast.Attribute | ast.Subscript):
+                yield ast.unparse(one)
     call = node.value if isinstance(node, ast.Expr) else None
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGING:
         yield ast.unparse(call.func.value)

@@ -43,6 +43,7 @@ def at_the_mark(source: str) -> LoopCode:
         ("while True:\n    if nans > 10:\n        raise E\n    train()  # HERE", (), (), ("nans",)),
         ("while True:\n    if step % 9 == 0:\n        print(step)\n    train()  # HERE", (), (), ("step",)),
         ("while True:\n    train()  # HERE\n    self.seen += 1", (), (), ("self.seen",)),
+        ("while True:\n    train()  # HERE\n    last[step % 4] = at['loss'] = 1", (), (), ("last", "at['loss']")),
         ("while a:\n    pass\nelse:\n    train()  # HERE", (), (), ()),
         ("for i in x:\n    def inner():\n        train()  # HERE", (), (), ()),
         (
