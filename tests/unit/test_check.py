@@ -148,3 +148,18 @@ def test_a_yaml_file_of_a_data_set_does_not_make_a_job_of_megatron_one_of_gpt_ne
     code, said, _ = check("--", "ft-run", "train.py", *words, "--reft")
     assert (code, said.splitlines()[0], seen) == (0, "Megatron-LM", [words])
     assert check("--", "ft-run", "train.py", "job.yml", "--reft")[1].splitlines()[0] == "DeepSpeed"
+
+
+@pytest.mark.parametrize(("stages", "parameters", "said"), [(1, 1e6, False), (2, 1e6, True), (2, None, False)])
+def test_stages_that_are_all_taken_for_the_largest_are_named(
+    monkeypatch: pytest.MonkeyPatch, stages: int, parameters: float | None, said: bool
+) -> None:
+    values = argparse.Namespace(
+        optimizer="adam", tensor_model_parallel_size=1, pipeline_model_parallel_size=stages,
+        use_distributed_optimizer=False,
+    )  # fmt: skip
+    read = SimpleNamespace(version="9.9", values=values, unknown=(), problem="", ranks=4, parameters=parameters)
+    reading = SimpleNamespace(read_arguments=lambda folder, words, ranks: read)
+    monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.reading", reading)
+    notes = check_megatron(Path(), [], ("reft",), 4).notes
+    assert any("largest of 2 stages" in note for note in notes) is said

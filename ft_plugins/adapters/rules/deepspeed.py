@@ -13,6 +13,7 @@ OWN_OPTIMIZERS = (  # of DeepSpeed, that are followed
     *("FusedAdam", CPU_ADAM, "FusedLamb", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"),
 )
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
+_MUON = ("muon", "muonwithauxadam")
 _ZERO = "zero_optimization"
 _DEPRECATED = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 _OWN_COUNTERS = "it keeps its own counters"
@@ -75,12 +76,12 @@ _REFUSED = (
         "optimizer.type", "OneBitAdam, OneBitLamb, ZeroOneAdam",
     ),
     Rule(
-        "Muon", _OPTIMIZER, some(*(equals(key, "muon", "muonwithauxadam") for key in _OPTIMIZER)),
+        "Muon", _OPTIMIZER, some(*(equals(key, *_MUON) for key in _OPTIMIZER)),
         "it updates whole matrices, of which ranks have parts", "optimizer.type", "Muon",
     ),
     Rule(
         "another of DeepSpeed's own optimizers", ("built.own_optimizer",),
-        every(on("built.own_optimizer"), lambda settings: not equals("built.own_optimizer", *_ONE_BIT)(settings)),
+        every(on("built.own_optimizer"), lambda one: not equals("built.own_optimizer", *_ONE_BIT, *_MUON)(one)),
         f"its state is unknown; followed: its {', '.join(OWN_OPTIMIZERS)}, and torch's optimizers",
     ),
     Rule(

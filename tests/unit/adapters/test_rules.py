@@ -139,3 +139,8 @@ def test_an_offload_of_no_part_is_one_of_a_part() -> None:
     """DeepSpeed makes all updates with another optimizer then."""
     settings = nested(f"{ZERO}.offload_optimizer", {"device": "cpu", "ratio": 0.0})
     assert "offload of a part" in [one.rule.name for one in refused(findings(DEEPSPEED, settings))]
+
+
+@pytest.mark.parametrize("kind", ["MuonWithAuxAdam", "OnebitAdam"])
+def test_an_optimizer_that_has_a_reason_of_its_own_is_named_once(kind: str) -> None:
+    assert len(findings(DEEPSPEED, {"built": {"own_optimizer": kind}})) == 1
