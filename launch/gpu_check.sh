@@ -7,20 +7,25 @@
 #
 # Parts: copies (tests/gpu but for jobs), jobs (tests/gpu/test_jobs_cuda.py), snapshot (benchmarks/gpu_snapshot.py).
 # Uses .venv if launch/setup.sh made one, else PYTHON (default python3), whose torch must see the GPU; what that lacks is
-# installed from FOLDER into OUT/site. OUT (default build/gpu) gets log.txt and report.json. Status 1 if a part failed.
+# installed from FOLDER into OUT/site. OUT (default build/gpu) gets log.txt and report.json. Status 1 if a part failed,
+# if a wheel could not be installed, or if there is no report.
 set -uo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python out=build/gpu wheels='' skipped=' '
 [ -x $python ] || python=python3
 refuse() { echo "gpu_check: $*; see the first lines of $0" >&2 && exit 2; }
+of_caller() { case $1 in /*) printf %s "$1" ;; *) printf %s "$caller/$1" ;; esac }
 while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || refuse "$1 needs a value"
     case $1 in
-    --wheels) wheels=$2 ;;
-    --python) python=$2 ;;
-    --megatron-lm) export MEGATRON_LM_PATH=$2 ;;
-    --out) out=$2 ;;
-    --skip) skipped="$skipped$2 " ;;
+    --wheels) wheels=$(of_caller "$2") ;;
+    --python) case $2 in */*) python=$(of_caller "$2") ;; *) python=$2 ;; esac ;;
+    --megatron-lm) MEGATRON_LM_PATH=$(of_caller "$2") && export MEGATRON_LM_PATH ;;
+    --out) out=$(of_caller "$2") ;;
+    --skip)
+        case $2 in copies | jobs | snapshot) skipped="$skipped$2 " ;; *) refuse "unknown part '$2'" ;; esac
+        ;;
     *) refuse "unknown argument '$1'" ;;
     esac
     shift 2
@@ -32,12 +37,13 @@ log=$out/log.txt parts=$out/parts.jsonl
 : >"$parts"
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 
+failed=0
 if [ -n "$wheels" ]; then
-    "$python" -m pip install --quiet --no-index --no-deps --target "$out/site" "$wheels"/*.whl >>"$log" 2>&1
+    "$python" -m pip install --quiet --no-index --no-deps --target "$out/site" "$wheels"/*.whl >>"$log" 2>&1 ||
+        { failed=1 && echo "wheels: FAILED to install those of $wheels; see $log"; }
     export PYTHONPATH=$out/site:$PWD:$PYTHONPATH
 fi
 
-failed=0
 part() { # NAME SECONDS COMMAND...: run it, with its output in the log; a line for the report
     local name=$1 seconds=$2 code=0 began=$SECONDS
     shift 2
@@ -56,7 +62,7 @@ part jobs 330 "$python" -m pytest -v --tb short -rs -p no:cacheprovider tests/gp
 small=$("$python" -c 'import torch; print("" if torch.cuda.is_available() else "--smoke")' 2>>"$log") || small=--smoke
 part snapshot 190 "$python" benchmarks/gpu_snapshot.py $small # without a GPU: only that it runs
 
-"$python" - "$out" <<'PYTHON'
+"$python" - "$out" <<'PYTHON' || failed=1
 import json, pathlib, sys, torch
 
 out = pathlib.Path(sys.argv[1])

@@ -82,6 +82,11 @@ def check_megatron(folder: Path, words: Sequence[str], systems: Sequence[str], r
             f"taken for {read.ranks} ranks, the fewest of these parallel sizes; put ft-run's own arguments first"
         )
     values = read.values
+    if values.pipeline_model_parallel_size > 1 and read.parameters is not None:
+        notes.append(
+            "parameters are counted as if all stages held as many as the largest of "
+            f"{values.pipeline_model_parallel_size} stages: give --parameters if embeddings are a large part"
+        )
     size = ModelSize(
         read.parameters, _MOMENTS.get(str(at(values, "optimizer")).lower()), values.tensor_model_parallel_size,
         values.pipeline_model_parallel_size, read.ranks, bool(values.use_distributed_optimizer),

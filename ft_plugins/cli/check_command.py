@@ -22,6 +22,10 @@ from ..systems.reft.dry_claim import DryJob
 from .memory_plan_command import MemoryPlan, averages, plan_memory
 
 _LAUNCHERS = ("ft-run", "torchrun")
+_OF_NEOX = (  # a yml file with one of them configures a job of gpt-neox; others may be those of a data set
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "pipe_parallel_size"),
+    deepspeed_json.BLOCK,
+)
 _ON_A_NODE = 8  # ranks, where no launcher's arguments say
 
 
@@ -81,7 +85,8 @@ def _checked(words: Sequence[str], file: Path | None, ranks: int | None) -> tupl
     path = deepspeed_json.config_path(arguments)
     if path is not None:
         return check_deepspeed(_mapping(Path(path)), config.systems, world), config, named
-    if settings := settings_in_arguments(arguments, Path()):
+    settings = settings_in_arguments(arguments, Path())
+    if any(name in settings for name in _OF_NEOX):
         return check_deepspeed(settings, config.systems, world), config, named
     folder = Path(options.training_script).resolve().parent
     return check_megatron(folder, arguments, config.systems, world), config, named

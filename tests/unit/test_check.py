@@ -129,3 +129,37 @@ def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatc
         True, True, True,
     ]  # fmt: skip
     assert checked.size == job_check.ModelSize(1e6, ("fp32 master or parameter, and fp32 momentum", 8.0), 2, 1, 4, True)
+
+
+def test_a_yaml_file_of_a_data_set_does_not_make_a_job_of_megatron_one_of_gpt_neox(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def checked(folder: Path, words: list[str], systems: Any, ranks: int) -> job_check.JobCheck:
+        seen.append(words)
+        return job_check.JobCheck("Megatron-LM", (), "", (), job_check.ModelSize(None, None, 1, 1, 1, False))
+
+    monkeypatch.setattr("ft_plugins.cli.check_command.check_megatron", checked)
+    Path("train.py").write_text("")
+    Path("data.yaml").write_text("splits: {train: part}")
+    Path("job.yml").write_text("train-micro-batch-size-per-gpu: 4")
+    words = ["--data-path", "data.yaml"]
+    code, said, _ = check("--", "ft-run", "train.py", *words, "--reft")
+    assert (code, said.splitlines()[0], seen) == (0, "Megatron-LM", [words])
+    assert check("--", "ft-run", "train.py", "job.yml", "--reft")[1].splitlines()[0] == "DeepSpeed"
+
+
+@pytest.mark.parametrize(("stages", "parameters", "said"), [(1, 1e6, False), (2, 1e6, True), (2, None, False)])
+def test_stages_that_are_all_taken_for_the_largest_are_named(
+    monkeypatch: pytest.MonkeyPatch, stages: int, parameters: float | None, said: bool
+) -> None:
+    values = argparse.Namespace(
+        optimizer="adam", tensor_model_parallel_size=1, pipeline_model_parallel_size=stages,
+        use_distributed_optimizer=False,
+    )  # fmt: skip
+    read = SimpleNamespace(version="9.9", values=values, unknown=(), problem="", ranks=4, parameters=parameters)
+    reading = SimpleNamespace(read_arguments=lambda folder, words, ranks: read)
+    monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.reading", reading)
+    notes = check_megatron(Path(), [], ("reft",), 4).notes
+    assert any("largest of 2 stages" in note for note in notes) is said

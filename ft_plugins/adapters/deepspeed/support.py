@@ -52,18 +52,18 @@ def _refuse(who: str, settings: Mapping[str, Any], systems: Iterable[str] = ()) 
 def as_built(engine: Any) -> dict[str, Any]:
     """The settings as the engine has read them, in the form of a configuration, and the facts that only it shows."""
     given = getattr(engine._config, "_param_dict", None) or {}
-    random_ltd = {"random_ltd": {"enabled": _asked(engine, "random_ltd_enabled", False)}}
-    curriculum = {"curriculum_learning": {"enabled": _asked(engine, "curriculum_learning_enabled", False)}}
+    random_ltd = {"random_ltd": {"enabled": _is_on(engine, "random_ltd_enabled")}}
+    curriculum = {"curriculum_learning": {"enabled": _is_on(engine, "curriculum_learning_enabled")}}
     return {
         **given,
         "optimizer": None,  # the one that was built counts
         "zero_optimization": _zero(engine),
-        "compile": {"deepcompile": _asked(engine, "is_deepcompile_enabled", False)},
-        "amp": {"enabled": _asked(engine, "amp_enabled", False)},
+        "compile": {"deepcompile": _is_on(engine, "is_deepcompile_enabled")},
+        "amp": {"enabled": _is_on(engine, "amp_enabled")},
         "expert_parallel": vars(getattr(engine._config, "expert_parallel_config", None) or _NOTHING),
-        "managed_gradient_accumulation": _asked(engine, "managed_gradient_accumulation", True),
-        "progressive_layer_drop": {"enabled": _asked(engine, "pld_enabled", False)},
-        "eigenvalue": {"enabled": _asked(engine, "eigenvalue_enabled", False)},
+        "managed_gradient_accumulation": _is_on(engine, "managed_gradient_accumulation", True),
+        "progressive_layer_drop": {"enabled": _is_on(engine, "pld_enabled")},
+        "eigenvalue": {"enabled": _is_on(engine, "eigenvalue_enabled")},
         "data_efficiency": {"data_routing": random_ltd, "data_sampling": curriculum},
         "compression_training": None,  # the methods that the engine steps count
         "built": {**_facts(engine), **_of_optimizer(engine.optimizer)},
@@ -108,6 +108,11 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
         return {"own_optimizer": type(updating).__name__}
     scaled = getattr(optimizer, "torch_autocast_gradscaler", None) is not None
     return {"own_scaler": True} if scaled else {}
+
+
+def _is_on(engine: Any, name: str, usual: bool = False) -> bool:
+    """The same, of a switch: some versions answer with what the configuration holds, and ask whether it is empty."""
+    return bool(_asked(engine, name, usual))
 
 
 def _asked(engine: Any, name: str, usual: Any) -> Any:

@@ -49,9 +49,10 @@ def read_arguments(folder: Path, words: Sequence[str], ranks: int = 1) -> ReadAr
         with _quiet() as said:
             try:
                 values = module.parse_args(ignore_unknown_args=True)
-            except SystemExit as stop:
-                told = said.getvalue().strip().splitlines() or ["no message"]
-                raise ConfigError(f"Megatron-LM's own parser refuses these arguments: {told[-1]}") from stop
+            except (Exception, SystemExit) as stop:  # also what it reads a file of arguments with
+                told = str(stop) if isinstance(stop, Exception) else said.getvalue()
+                last = (told.strip().splitlines() or ["no message"])[-1]
+                raise ConfigError(f"Megatron-LM's own parser refuses these arguments: {last}") from stop
         known = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         unknown = tuple(word for word in known.parse_known_args(list(words))[1] if word.startswith("--"))
         values.world_size = max(ranks, _fewest(values))

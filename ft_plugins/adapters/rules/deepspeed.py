@@ -13,9 +13,11 @@ OWN_OPTIMIZERS = (  # of DeepSpeed, that are followed
     *("FusedAdam", CPU_ADAM, "FusedLamb", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"),
 )
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")  # types, in small letters
+_MUON = ("muon", "muonwithauxadam")
 _ZERO = "zero_optimization"
 _DEPRECATED = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 _OWN_COUNTERS = "it keeps its own counters"
+_TRUE = ("true", "t", "yes", "y", "on", "1")
 
 
 def _on(path: str, name: str, reason: str, **more: Any) -> Rule:
@@ -24,9 +26,19 @@ def _on(path: str, name: str, reason: str, **more: Any) -> Rule:
 
 
 def _enabled(block: str, name: str, reason: str = _OWN_COUNTERS, **more: Any) -> Rule:
-    """A rule about a block whose `enabled` is true."""
+    """A rule about a block whose `enabled` is on."""
     path = f"{block}.enabled"
-    return Rule(name, (path,), lambda settings: at(settings, path) is True, reason, block, **more)
+    return Rule(name, (path,), _switched(path), reason, block, **more)
+
+
+def _switched(path: str) -> Predicate:
+    """Whether a switch is on, in any spelling that DeepSpeed takes for true; 'auto' is not yet on."""
+
+    def applies(settings: Any) -> bool:
+        value = at(settings, path)
+        return value.lower() in _TRUE if isinstance(value, str) else bool(value)
+
+    return applies
 
 
 def _built(fact: str, name: str, reason: str, **more: Any) -> Rule:
@@ -47,7 +59,7 @@ def _device(settings: Any, name: str) -> str:
 def _compressed(settings: Any) -> bool:
     methods = at(settings, "compression_training")
     methods = methods.values() if isinstance(methods, Mapping) else ()
-    given = any(at(one, "shared_parameters.enabled") is True for one in methods)
+    given = any(map(_switched("shared_parameters.enabled"), methods))
     return given or bool(at(settings, "built.compression"))
 
 
@@ -64,12 +76,12 @@ _REFUSED = (
         "optimizer.type", "OneBitAdam, OneBitLamb, ZeroOneAdam",
     ),
     Rule(
-        "Muon", _OPTIMIZER, some(*(equals(key, "muon", "muonwithauxadam") for key in _OPTIMIZER)),
+        "Muon", _OPTIMIZER, some(*(equals(key, *_MUON) for key in _OPTIMIZER)),
         "it updates whole matrices, of which ranks have parts", "optimizer.type", "Muon",
     ),
     Rule(
         "another of DeepSpeed's own optimizers", ("built.own_optimizer",),
-        every(on("built.own_optimizer"), lambda settings: not equals("built.own_optimizer", *_ONE_BIT)(settings)),
+        every(on("built.own_optimizer"), lambda one: not equals("built.own_optimizer", *_ONE_BIT, *_MUON)(one)),
         f"its state is unknown; followed: its {', '.join(OWN_OPTIMIZERS)}, and torch's optimizers",
     ),
     Rule(
@@ -77,7 +89,7 @@ _REFUSED = (
     ),
     Rule(
         "offload of a part", (_RATIO,),
-        every(_offloaded("offload_optimizer"), lambda settings: (at(settings, _RATIO) or 1.0) != 1.0),
+        every(_offloaded("offload_optimizer"), lambda settings: at(settings, _RATIO) not in (None, 1.0)),
         "an update is made by several optimizers", _RATIO, "0.5",
     ),
     Rule(
@@ -105,7 +117,7 @@ _REFUSED = (
         "torch_autocast in fp16", _AUTOCAST,
         some(
             every(
-                lambda settings: at(settings, "torch_autocast.enabled") is True,
+                _switched("torch_autocast.enabled"),
                 equals("torch_autocast.dtype", "float16", "fp16", "half", "torch.float16"),
             ),
             on("built.own_scaler"),

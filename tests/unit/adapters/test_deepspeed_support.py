@@ -56,6 +56,8 @@ def test_what_is_followed_passes() -> None:
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"is_deepcompile_enabled": True}, "DeepCompile"),
         ({"amp_enabled": True}, "apex.amp (amp)"),
+        ({"amp_enabled": "false"}, "apex.amp (amp)"),  # for DeepSpeed, which asks whether it is empty
+        ({"managed_gradient_accumulation": 0}, "gradient accumulation that the script manages"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"eigenvalue_enabled": True}, "eigenvalues"),
         ({"optimizer": lambda one: OnebitAdam([one])}, "1-bit optimizer (optimizer.type OnebitAdam)"),

@@ -19,11 +19,14 @@ def add_megatron_arguments(parser):
     parser.add_argument("--fp8-format", dest="fp8", choices=["hybrid"])
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--end", action="store_true")
+    parser.add_argument("--yaml-cfg")
     return parser
 
 def parse_args(ignore_unknown_args=False):
     args, _ = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args()
     args.world_size = int(os.environ["WORLD_SIZE"])
+    if args.yaml_cfg:
+        open(args.yaml_cfg)
     return args
 
 def validate_args(args, defaults):
@@ -88,3 +91,8 @@ def test_arguments_that_its_parser_refuses_are_one_line_and_an_exit_is_a_problem
     assert "ConfigError: Megatron-LM's own parser refuses" in read(tmp_path, 1, "--fp8-format", "fp9")["error"]
     ended = read(tmp_path, 1, "--end", "--expert-model-parallel-size", "3")
     assert (ended["problem"], ended["ranks"], ended["parameters"]) == ("SystemExit: not here", 3, None)
+
+
+def test_what_its_parser_raises_is_one_line(tmp_path: Path) -> None:
+    missing = read(tmp_path, 1, "--yaml-cfg", "no.yaml")["error"]
+    assert missing.startswith("ConfigError: Megatron-LM's own parser refuses") and "no.yaml" in missing

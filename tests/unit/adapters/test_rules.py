@@ -122,3 +122,25 @@ def test_the_page_of_limits_has_todays_rules() -> None:
     assert with_rules(page) == page, "run `python -m ft_plugins.adapters.rules.page docs/limits.md`"
     with pytest.raises(ValueError, match="rules of Megatron"):
         with_rules("# A page without marks")
+
+
+@pytest.mark.parametrize("value", [1, "true"])
+@pytest.mark.parametrize("block", ["amp", "eigenvalue", "hybrid_engine", "expert_parallel"])
+def test_what_deepspeed_takes_for_on_is_on(block: str, value: Any) -> None:
+    assert refused(findings(DEEPSPEED, {block: {"enabled": value}}))
+
+
+@pytest.mark.parametrize("value", [0, False, None, "false", "auto"])
+def test_what_deepspeed_takes_for_off_is_off(value: Any) -> None:
+    assert not findings(DEEPSPEED, {"hybrid_engine": {"enabled": value}})
+
+
+def test_an_offload_of_no_part_is_one_of_a_part() -> None:
+    """DeepSpeed makes all updates with another optimizer then."""
+    settings = nested(f"{ZERO}.offload_optimizer", {"device": "cpu", "ratio": 0.0})
+    assert "offload of a part" in [one.rule.name for one in refused(findings(DEEPSPEED, settings))]
+
+
+@pytest.mark.parametrize("kind", ["MuonWithAuxAdam", "OnebitAdam"])
+def test_an_optimizer_that_has_a_reason_of_its_own_is_named_once(kind: str) -> None:
+    assert len(findings(DEEPSPEED, {"built": {"own_optimizer": kind}})) == 1
