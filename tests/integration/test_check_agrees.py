@@ -78,7 +78,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "fp16": ("--fp16",),
     "recomputed": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
     "evaluation alone": ("--skip-train",),
-    "an external loader": ("--dataloader-type", "external"),
+    "masters within FusedAdam": ("--bf16", "--use-distributed-optimizer", "--use-precision-aware-optimizer"),
     "injected errors": ("--error-injection-rate", "100", "--error-injection-type", "transient_error"),
     "a graph of the iteration": (
         *("--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration", "--no-check-for-nan-in-loss-and-grad"),

@@ -80,6 +80,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
     them; they are part of its checkpoints.
     """
 
+    checkpoint_lacks = ""  # set by a loop that keeps more than Megatron saves
     fault_points = {"iteration.forward": (), "update.begin": ("inf",), "update.middle": (), "update.end": ()}
 
     def __init__(

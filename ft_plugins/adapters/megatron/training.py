@@ -43,6 +43,7 @@ from ...session import Session, attach
 from ..forward_edges import Saving
 from ..script.script_hooks import replace_in_megatron as replace
 from .arguments import require_followed, resolve
+from .external_data import LACKED, ExternalData
 
 _COUNTERS = ("iteration", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _HEAD_BYTES = 1 << 20
@@ -86,7 +87,8 @@ class TrainingHooks:
         if self.loop is None:
             return original(*args, **kwargs)
         with self.loop.counted_validation():
-            return original(*args, **kwargs)
+            built = original(*args, **kwargs)
+        return self.loop.follow_data(built)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop is not None:
@@ -136,6 +138,8 @@ class MegatronLoop:
         self._skipped: int | None = None  # a skipped iteration whose version point is still to come
         self._restored = False  # by the session, not by Megatron's own load
         self._module = module
+        self._begun = 0  # the iteration under way, or the last one; 0 before the first
+        self._external = self._external_data()
         self._host = MegatronCoreHost(
             chunks,
             optimizer,
@@ -143,15 +147,38 @@ class MegatronLoop:
             topology=topology(self.args),
             completed=lambda: self.completed,
             counters=self._counters(),
-            position={},  # the data loaders are built from the counters
+            position=self._position(),
             identity=identity(self.args),
             consumed_samples=lambda: self.args.consumed_train_samples,
             arguments=self.args,
         )
+        self._host.checkpoint_lacks = LACKED if self._external else ""
         context = launch_context()
         self._session: Session = attach(self._host, resolve(self.args, context), context)
         if self._session.progress.written:
             Saving(self._session.progress.words).follow(module, ("save_checkpoint_and_time", "save_checkpoint"))
+
+    def _external_data(self) -> ExternalData | None:
+        if self.args.dataloader_type != "external":
+            return None
+        return ExternalData(torch.distributed.get_rank(), self.args.data_parallel_size, lambda: self._begun)
+
+    def _position(self) -> dict[str, Any]:
+        """Megatron's own data loaders are built from the counters, those of the script keep a position."""
+        from .core import StateEntry
+
+        one = self._external
+        return {} if one is None else {"loaders": StateEntry(one.read, one.write)}
+
+    def follow_data(self, built: Any) -> Any:
+        """Data loaders for training, evaluation and test were built. Returns those to use. Raises UnsupportedError."""
+        if self._external is None:
+            return built
+        train, valid, test = built
+        iterations = getattr(self.args, "eval_iters", 0)
+        evaluates = any(iterations) if isinstance(iterations, list) else bool(iterations)
+        evaluates = evaluates or bool(getattr(self.args, "full_validation", False))
+        return self._external.built(train, valid, evaluates), valid, test
 
     def _counters(self) -> dict[str, Any]:
         from .core import StateEntry
@@ -218,7 +245,8 @@ class MegatronLoop:
     def begin_iteration(self) -> None:
         """Called right before the forward of an iteration, or before the data of one is skipped."""
         self._end_skipped()
-        self._session.iteration_begin(self.completed + 1)
+        self._begun = self.completed + 1
+        self._session.iteration_begin(self._begun)
 
     def observe(self, losses: Mapping[str, Any]) -> None:
         """Report the loss of the iteration, which only the last stage has: the first of the loss function's values, or
@@ -237,6 +265,10 @@ class MegatronLoop:
     def end_iteration(self, iteration: int, operations: Any) -> None:
         """Called at the version point, after evaluation, logging and Megatron's own save."""
         self.completed, self.operations = iteration, operations
+        if self._external is not None:
+            from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+            self._external.require_read(get_num_microbatches())
         self._session.iteration_end(iteration)
 
     def _end_skipped(self) -> None:

@@ -107,9 +107,10 @@ _REFUSED = (
     ),
     Rule("amsgrad", ("built.amsgrad",), on("built.amsgrad"), "Megatron's own state of an optimizer lacks it"),
     Rule(
-        "a data loader of the script's own", ("dataloader_type",), equals("dataloader_type", "external"),
-        "its data position is unknown", "--dataloader-type", "external",
-        remedy="choose --dataloader-type single or cyclic",
+        "a data loader of the script's own without state_dict and load_state_dict", ("built.loaders",),
+        on("built.loaders"), "its data position is unknown",
+        remedy="give it both, of plain values (Energon's states are objects: wrap its loader), and to one for "
+        "evaluation too, unless --eval-iters is 0",
     ),
     _named("hybrid_context_parallel", "hybrid context parallelism", "its packing of samples keeps its own position"),
     _named("fim_data", "fill-in-the-middle data", "it draws from a random generator that cannot be restored"),
@@ -157,6 +158,11 @@ _FOLLOWED = (
     Rule(
         "SGD", ("optimizer",), equals("optimizer", "sgd"), "its momentum is made before the first update",
         "--optimizer", "sgd",
+    ),
+    Rule(
+        "data loaders of the script's own", ("dataloader_type",), equals("dataloader_type", "external"),
+        "their state_dict is captured; one without is refused when it is built",
+        "--dataloader-type", "external",
     ),
     _named("rampup_batch_size", "a growing batch", "it follows from the consumed samples"),
     _named("iterations_to_skip", "skipped iterations", "a skipped iteration has a version point too"),

@@ -39,7 +39,7 @@ EVERYWHERE = {
     *("iteration", "num_floating_point_operations_so_far", "consumed_train_samples", "consumed_valid_samples"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "data_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *("use_tp_pp_dp_mapping", "train_iters"),
+    *("use_tp_pp_dp_mapping", "train_iters", "dataloader_type"),
 }
 # Of megatron.training.training, by name.
 OF_THE_LOOP = {
@@ -105,7 +105,6 @@ ARGUMENTS = (
     Option("use_torch_fsdp2", "0.14", True, "--use-torch-fsdp2"),
     Option("moe_use_upcycling", "0.14", True, "--moe-use-upcycling"),
     Option("error_injection_rate", "0.14", 100, "--error-injection-rate"),
-    Option("dataloader_type", "0.14", "external", "--dataloader-type external"),
     Option("optimizer_cuda_graph", "0.17", True, "--optimizer-cuda-graph"),
 )
 OF_MODEL = (
@@ -126,7 +125,7 @@ OF_OPTIMIZER = (
     Option("use_precision_aware_optimizer", "0.14", True, "precision-aware optimizer"),
     Option("optimizer_cpu_offload", "0.14", True, "optimizer CPU offload"),
 )
-USUAL = {"dataloader_type": "single", "moe_router_load_balancing_type": "aux_loss", "error_injection_rate": 0}
+USUAL = {"moe_router_load_balancing_type": "aux_loss", "error_injection_rate": 0}
 
 
 REFT = ("reft",)
