@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import InventoryError, ResumeError, UnsupportedError
@@ -21,11 +22,13 @@ from ..events import say
 from ..snapshot.capture import codec
 
 _PLAIN = (int, float, bool, str, type(None))
+_SCALARS = (np.number, np.bool_)  # as `np.maximum` of two numbers
 _CONTAINERS = (list, tuple, dict)
 _TORCHS = frozenset(vars(torch.nn.Module()))  # attributes of every module: parameters, hooks, `training`
 _COUNTING = ("deepspeed.", "torch.nn.parallel.")  # packages whose modules count for themselves
 _MOST = 256  # values of a list, tuple or dict that are captured
 _DEPTH = 4
+_SHOWN = 8  # names in a message
 _ABSENT: Any = object()
 
 
@@ -43,35 +46,41 @@ class ModuleNumbers:
         self._said: set[str] = set()
 
     def captured(self, speaks: bool) -> dict[str, dict[str, Any]]:
-        """What has changed. What can no longer be captured is said once, on the rank that `speaks`."""
-        unread = [one for one in self.unread() if one not in self._said] if speaks else []
-        self._said.update(unread)
-        if unread:
-            say(
-                f"not captured, because they hold more than {_MOST} plain values, or others: attributes of modules: "
-                f"{', '.join(unread)}; if training depends on one, make it a buffer, or return it from get_extra_state"
-            )
-        return self.changed()
+        """What has changed. What is not captured is said once, on the rank that `speaks`."""
+        changed, unread, cached = self._differences()
+        large = f"they hold more than {_MOST} plain values, or others"
+        for names, reason in ((unread, large), (cached, "their modules have come to keep other tensors in attributes")):
+            new = [one for one in names if one not in self._said] if speaks else []
+            self._said.update(new)
+            if new:
+                more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
+                say(
+                    f"not captured, because {reason}: attributes of modules: {', '.join(new[:_SHOWN])}{more}; if "
+                    "training depends on one, make it a buffer, or return it from get_extra_state"
+                )
+        return changed
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """By module and attribute."""
-        found = {}
+        return self._differences()[0]
+
+    def _differences(self) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
+        """What has changed. The lists, tuples and dicts that could be captured when this was built, and no longer can:
+        what they hold now is not plain, or too much. What has changed in a module with a cache."""
+        changed: dict[str, dict[str, Any]] = {}
+        unread, cached = [], []
         for name, part in self._module.named_modules():
             built, now = self._built.get(name, {}), _numbers(part)
+            if built == now:
+                continue
+            lost = [key for key in built.keys() - now.keys() if type(vars(part).get(key)) in _CONTAINERS]
+            unread += [f"{name}.{key}".lstrip(".") for key in lost]
             different = {key: value for key, value in now.items() if key not in built or built[key] != value}
             if different and _tensors(part) == self._caches.get(name):
-                found[name] = different
-        return found
-
-    def unread(self) -> list[str]:
-        """The lists, tuples and dicts that could be captured when this was built, and no longer can: what they hold now
-        is not plain, or too much."""
-        return [
-            f"{name}.{key}".lstrip(".")
-            for name, part in self._module.named_modules()
-            for key in self._built.get(name, {}).keys() - _numbers(part).keys()
-            if type(vars(part).get(key)) in _CONTAINERS
-        ]
+                changed[name] = different
+            else:
+                cached += [f"{name}.{key}".lstrip(".") for key in different]
+        return changed, unread, cached
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Lists and dicts are changed in place: the script may hold them, too."""
@@ -107,12 +116,16 @@ def _numbers(part: torch.nn.Module) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) in _CONTAINERS and _plain_values(value, _DEPTH) <= _MOST)
+    return (
+        isinstance(value, _SCALARS)
+        or type(value) in _PLAIN
+        or (type(value) in _CONTAINERS and _plain_values(value, _DEPTH) <= _MOST)
+    )
 
 
 def _plain_values(value: Any, depth: int) -> int:
     """How many plain values `value` has; more than `_MOST` if there are others, or if it is nested too deep."""
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN or isinstance(value, _SCALARS):
         return 1
     if type(value) not in _CONTAINERS or len(value) > _MOST or not depth:
         return _MOST + 1

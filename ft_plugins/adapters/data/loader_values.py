@@ -16,8 +16,8 @@ In: a loader. Out: encoded values by attribute path, and back.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from types import ModuleType
 from typing import Any
 
@@ -194,9 +194,9 @@ def _room_left(value: Any, room: int, depth: int = 8) -> int:
         case np.ndarray() | np.generic():
             return room - value.nbytes
         case list() | tuple() if depth and len(value) <= room:
-            items: Collection[Any] = value
+            items: Iterable[Any] = value
         case dict() if depth and len(value) <= room:
-            items = (*value.keys(), *value.values())
+            items = chain(value.keys(), value.values())
         case _:
             return -1
     for item in items:
@@ -212,9 +212,9 @@ def deep_mark(value: Any, known: Collection[int] = ()) -> list[Any]:
     pending, seen = [value], {id(value), *known}
     for one in pending:
         opaque = callable(one) or isinstance(one, torch.Tensor | torch.nn.Module | ModuleType)
-        inside = [] if opaque else [*getattr(one, "__dict__", {}).values()]
-        inside += one if isinstance(one, list | tuple) else one.values() if isinstance(one, dict) else ()
-        for part in islice(inside, _NESTED - len(pending)):
+        elements = one if isinstance(one, list | tuple) else one.values() if isinstance(one, dict) else ()
+        inside = () if opaque else getattr(one, "__dict__", {}).values()
+        for part in [*islice(chain(inside, elements), _NESTED - len(pending))]:
             if type(part) not in _PLAIN and id(part) not in seen:
                 seen.add(id(part))
                 pending.append(part)

@@ -58,7 +58,7 @@ def set_source_generators(source: Any, states: Mapping[str, Any]) -> None:
             f"{sorted(states) or 'none'}: resume with the loader of the captured job"
         )
     for path, generator in generators.items():
-        _set_state_of(generator, states[path])
+        set_state_of(generator, states[path])
 
 
 def parts(source: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -104,7 +104,8 @@ def state_of(generator: Any) -> Any:
     return generator.bit_generator.state
 
 
-def _set_state_of(generator: Any, state: Any) -> None:
+def set_state_of(generator: Any, state: Any) -> None:
+    """Let one of `GENERATORS` draw from there."""
     match generator:
         case torch.Generator() | np.random.RandomState():
             generator.set_state(state)

@@ -186,7 +186,7 @@ class BatchesAhead:
 
         begun = _Pass(source, watched, self._passes)
         begun.owner, begun.loader, begun.epoch = self, self._loader, at
-        if skipped:
+        if skipped and is_sampled(self._loader):  # else they are read and dropped
             begun.epoch.first, begun.epoch.read = generator_states(self._loader), skipped
         self._current = weakref.ref(begun)
         if saved is not None:

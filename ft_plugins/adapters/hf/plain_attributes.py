@@ -1,4 +1,5 @@
-"""What a Trainer and its callbacks keep in attributes as plain values: counters, sums, histories.
+"""What a Trainer and its callbacks keep in attributes as plain values: counters, sums, histories, and random number
+generators.
 
 Invariant: after `write(read())` every plain attribute is again what it was. Attributes of other kinds (models, writers,
 file handles) are left alone; one that a script's own class keeps is named once if it changes.
@@ -7,17 +8,21 @@ In: objects by name. Out: encoded values by path, and back."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...events import say
 from ...snapshot.capture import codec
 from ..data.loader_values import assign, deep_mark, encoding
+from ..data.loaders import GENERATORS, set_state_of, state_of
 
 LIMIT = 1 << 16  # bytes of a value
 _TOGETHER = 4 * LIMIT  # of all of them
+_GENERATOR = "__ft_generator__"
 
 
 class PlainAttributes:
@@ -42,7 +47,7 @@ class PlainAttributes:
         places = list(self._places())
         known = {id(one) for one in self._owners().values()} | {id(value) for _, value, captured in places if captured}
         for path, value, _ in places:
-            encoded = encoding(_on_the_cpu(value), LIMIT) if not callable(value) else None
+            encoded = encoding(_plain(value), LIMIT) if not callable(value) else None
             if encoded is not None:
                 if self._marks.get(path, ()) is not None:
                     self._marks[path] = ()
@@ -58,9 +63,14 @@ class PlainAttributes:
             owner, _, name = path.rpartition(".")
             if owner not in owners:
                 continue
-            present = encoding(_on_the_cpu(vars(owners[owner]).get(name)), LIMIT)
-            if present != encoded and (present is not None or path in values):  # else it is an object by now
-                assign(owners[owner], name, codec.decode(encoded))
+            one = vars(owners[owner]).get(name)
+            present = encoding(_plain(one), LIMIT)
+            if present == encoded or (present is None and path not in values):  # an object by now
+                continue
+            value = codec.decode(encoded)
+            if type(value) is tuple and value[:1] == (_GENERATOR,):
+                value = _drawing_from(one, value[1])
+            assign(owners[owner], name, value)
 
     def _places(self) -> Iterator[tuple[str, Any, bool]]:
         for owner, one in self._owners().items():
@@ -86,6 +96,24 @@ class PlainAttributes:
         self._marks[path] = None
 
 
-def _on_the_cpu(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """What of a value is encoded: of a random number generator its state."""
+    if isinstance(value, GENERATORS):
+        return (_GENERATOR, state_of(value))
     elsewhere = type(value) is torch.Tensor and value.device.type != "cpu" and value.nbytes <= LIMIT
     return value.cpu() if elsewhere else value
+
+
+def _drawing_from(present: Any, state: Any) -> Any:
+    """The present generator, else one of the kind that has such a state, which draws from there."""
+    made = present
+    if not isinstance(present, GENERATORS):
+        match state:
+            case torch.Tensor():
+                made = torch.Generator()
+            case dict():
+                made = np.random.Generator(getattr(np.random, state["bit_generator"])())
+            case _:
+                made = np.random.RandomState() if isinstance(state[0], str) else random.Random()
+    set_state_of(made, state)
+    return made

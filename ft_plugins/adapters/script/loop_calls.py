@@ -3,7 +3,7 @@
     def step(self, loss):               a loop's `stopper.step(loss)` carries `stopper.bad` on
         self.bad += 1
 
-    for callback in callbacks:          `callbacks[...](loss)`, for each of them
+    for callback in callbacks:          `callbacks[<each>](loss)`, for each of them
         callback(loss)
 
 Invariant: nothing is called. Only functions of the script are followed, to a depth, and as many as one reads quickly.
@@ -21,7 +21,7 @@ from typing import Any
 
 from ..data.loaders import GENERATORS
 from .loop_code import EACH, FunctionCode, root_of
-from .loop_values import NOTHING, Spaces, attribute, parsed, value_of
+from .loop_values import NOTHING, Spaces, attribute, parsed, unparsed, value_of
 
 _DEPTH, _MOST, _EACH = 3, 48, 16  # of calls in calls; functions of a loop; elements of a list that are called
 
@@ -78,31 +78,31 @@ def _generators(node: ast.expr, spaces: Spaces) -> Iterator[tuple[str, Any]]:
         for part in (*receiver, *node.args, *(one.value for one in node.keywords)):
             value = value_of(part, spaces)
             if isinstance(value, GENERATORS):
-                yield ast.unparse(part), value
+                yield unparsed(part), value
 
 
 def _resolved(node: ast.Call, spaces: Spaces, code_of: CodeOf) -> Called | None:
     function = value_of(node.func, spaces)
     text, owner = "", None
     if isinstance(function, MethodType):  # in a variable
-        text, owner, function = ast.unparse(node.func), function.__self__, function.__func__
+        text, owner, function = unparsed(node.func), function.__self__, function.__func__
     elif isinstance(function, FunctionType) and isinstance(node.func, ast.Attribute):
-        owner, text = value_of(node.func.value, spaces), ast.unparse(node.func.value)
+        owner, text = value_of(node.func.value, spaces), unparsed(node.func.value)
         if attribute(type(owner), node.func.attr) is not function:  # of a module, or in an attribute
             owner = None
     elif not isinstance(function, FunctionType | type):
-        text, owner, function = ast.unparse(node.func), function, attribute(type(function), "__call__")
+        text, owner, function = unparsed(node.func), function, attribute(type(function), "__call__")
     if not isinstance(function, FunctionType):
         return None
     code = code_of(function)
     if code is None:
         return None
     bound: list[tuple[str, Any]] = [] if owner is None else [(text, owner)]
-    bound += [(ast.unparse(one), value_of(one, spaces)) for one in node.args if not isinstance(one, ast.Starred)]
+    bound += [(unparsed(one), value_of(one, spaces)) for one in node.args if not isinstance(one, ast.Starred)]
     given = dict(zip(code.parameters, bound, strict=False))
     for one in node.keywords:
         if one.arg in code.parameters:
-            given[one.arg] = ast.unparse(one.value), value_of(one.value, spaces)
+            given[one.arg] = unparsed(one.value), value_of(one.value, spaces)
     return Called(function, {name: pair for name, pair in given.items() if pair[1] is not NOTHING})
 
 

@@ -11,7 +11,8 @@
         meter.update(loss)                  calls `meter.update(loss)`, which may carry something on (`loop_calls`)
 
 Invariant: a target of a `for` whose next element is only being fetched has a value of the element before, so it does
-not count. An `if` ends a loop if it leaves it in order, skips the rest of its body, or sets a flag by which one ends.
+not count, and neither does what is assigned from a clock. An `if` ends a loop if it leaves it in order, skips the rest
+of its body, or sets a flag by which one ends.
 
 In: a module's syntax tree, the line at which a function of it is. Out: `LoopCode`, `FunctionCode`.
 """
@@ -25,9 +26,28 @@ from dataclasses import dataclass, field
 _LEAVING = (ast.Break, ast.Continue, ast.Return)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+Loop = ast.For | ast.AsyncFor | ast.While
+_Chain = tuple[tuple[ast.expr, bool], ...]  # tests, and what each must be
 _CHANGING = ("add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "remove", "update")
-EACH = "[...]"  # in an expression: any element
+EACH = "[<each>]"  # in an expression: any element; no code is written like that, as `x[...]` is
+_CLOCKS = (
+    *("time", "monotonic", "perf_counter", "process_time", "now", "utcnow"),
+    *("time_ns", "monotonic_ns", "perf_counter_ns", "process_time_ns"),
+)
+_ARITHMETIC = ("int", "float", "round", "max", "min", "total_seconds")
+_DERIVED = 3  # assignments from one clock to what is tested
 _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends with the data that they receive
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What ends a pass: its expressions, and the tests around the statement that leaves it, each with what it must be:
+    one of `if args.debug: break` does not end it where `args.debug` is false. `unsteady`: what the pass itself changes,
+    by which no test is decided before."""
+
+    expressions: tuple[str, ...]
+    guards: tuple[tuple[str, bool], ...] = ()
+    unsteady: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -36,7 +56,8 @@ class LoopCode:
     included. `deciding`: of other `if`s, and what is `carried` on: what the loops change. `indices`: what `enumerate`
     counts from zero, as it is fetching, and an `if` tests. `cut`: literal numbers included, what ends the pass of a
     loop that is fetching, if that is counted from where it begins: `for ... in islice(loader, n)` in another loop,
-    `for i, ... in enumerate(loader): if i == n: break`. `calls`: what loops call; `ending`: by what they end."""
+    `for i, ... in enumerate(loader): if i == n: break`. `calls`: what loops call; `ending`: by what they end. `cuts`:
+    what `cut` is made of."""
 
     counters: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
@@ -46,6 +67,7 @@ class LoopCode:
     carried: tuple[str, ...] = field(default=(), compare=False)
     calls: tuple[str, ...] = field(default=(), compare=False)
     ending: tuple[str, ...] = field(default=(), compare=False)
+    cuts: tuple[Cut, ...] = field(default=(), compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -65,6 +87,7 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     inside = [loop for loop in loops if isinstance(loop, ast.While) or line >= loop.body[0].lineno]
     targets = [name for loop in inside for name in _targets(loop)]
     stale = {name for loop in loops for one in ast.walk(loop) for name in _targets(one)} - {*targets}
+    stale |= _clocked([one for loop in loops for one in _same_scope(loop.body)])
     ends = [test for loop in loops for test in _ending(loop)]
     counters = targets + [text for test in ends for text in _values(test) if text not in stale]
     bounds = [text for loop in loops if isinstance(loop, ast.For | ast.AsyncFor) for text in _bounds(loop.iter)]
@@ -74,10 +97,11 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     deciding = [text for text in tested + carried if text not in stale and text not in counters]
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
     indices = [text for loop in loops for test, _ in _tests(loop) for text in _values(test) if text in fetching]
-    cut = [text for loop in loops if loop not in inside for text in _cut(loop, loop is not loops[0])]
-    cut += [text for one in _yielding(tree, line) if inside for text in _sliced(one)]
+    cuts = [one for loop in loops if loop not in inside for one in _cuts(loop, loop is not loops[0])]
+    cuts += [Cut(tuple(_sliced(one))) for one in _yielding(tree, line) if inside]
+    cut = [text for one in cuts for text in one.expressions]
     found = counters, bounds, deciding, indices, cut, carried, calls, _calls(ends)
-    return LoopCode(*(tuple(dict.fromkeys(each)) for each in found))
+    return LoopCode(*(tuple(dict.fromkeys(each)) for each in found), cuts=tuple(cuts))
 
 
 def function_at(tree: ast.Module, line: int, name: str) -> FunctionCode:
@@ -95,9 +119,11 @@ def _function(node: ast.FunctionDef) -> FunctionCode:
     read = [one.test for one in inside if isinstance(one, ast.If | ast.While | ast.IfExp)]
     read += [one.value for one in inside if isinstance(one, ast.Return) and one.value is not None]
     local = {text for text in changed if text.isidentifier()} - outer
+    clocked = _clocked(inside)
     found = changed, [text for one in read for text in _values(one)]
     carried, deciding = (
-        [text for text in texts if text not in parameters and root_of(text) not in local] for texts in found
+        [one for one in texts if one not in parameters and root_of(one) not in local and one not in clocked]
+        for texts in found
     )
     calls = _calls(node.body)
     return FunctionCode(tuple(parameters), *(tuple(dict.fromkeys(each)) for each in (carried, deciding, calls)))
@@ -125,8 +151,23 @@ def _changed(node: ast.AST) -> Iterator[str]:
         yield ast.unparse(call.func.value)
 
 
+def _clocked(nodes: Sequence[ast.AST]) -> set[str]:
+    """What is assigned from the time of day by arithmetic, or from what is: no restart begins where that was."""
+    found: set[str] = set()
+    assigned = [one for one in nodes if isinstance(one, ast.Assign | ast.AnnAssign)]
+    for _ in range(_DERIVED):
+        for one in assigned:
+            value = one.value or one
+            texts, values = {*_changed(one)}, {*_values(value)}
+            called = [ast.unparse(each.func).split(".")[-1] for each in ast.walk(value) if isinstance(each, ast.Call)]
+            timed = values & found or any(name in _CLOCKS for name in called)
+            if timed and not texts & values and {*called} <= {*_CLOCKS, *_ARITHMETIC}:
+                found |= texts
+    return found
+
+
 def _calls(nodes: Sequence[ast.AST]) -> list[str]:
-    """The calls in nodes; what a `for` calls for each element of a list as `container[...]`."""
+    """The calls in nodes; what a `for` calls for each element of a list as `container[<each>]`."""
     found = [ast.unparse(one) for one in _same_scope(nodes) if isinstance(one, ast.Call)]
     for loop in _same_scope(nodes):
         over = loop.iter if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) else None
@@ -137,9 +178,9 @@ def _calls(nodes: Sequence[ast.AST]) -> list[str]:
     return found
 
 
-def _path(tree: ast.Module, line: int) -> list[ast.For | ast.AsyncFor | ast.While]:
+def _path(tree: ast.Module, line: int) -> list[Loop]:
     """The loops around a line within one function, outermost first."""
-    loops: list[ast.For | ast.AsyncFor | ast.While] = []
+    loops: list[Loop] = []
     node: ast.AST | None = tree
     while node is not None:
         if isinstance(node, _SCOPES):
@@ -165,24 +206,47 @@ def _targets(node: ast.AST) -> Iterator[str]:
                 yield ast.unparse(one)
 
 
-def _ending(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[ast.expr]:
+def _ending(loop: Loop) -> Iterator[ast.expr]:
     if isinstance(loop, ast.While):
         yield loop.test
     yield from (test for test, ends in _tests(loop) if ends)
 
 
-def _tests(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[tuple[ast.expr, bool]]:
+def _tests(loop: Loop) -> Iterator[tuple[ast.expr, bool]]:
     """What each `if` in a loop tests, and whether that ends the loop."""
-    tested = [node for node in _same_scope(loop.body) if isinstance(node, ast.If)]
-    inside = [(node.test, [*_same_scope([*node.body, *node.orelse])]) for node in tested]
-    leaving = [test for test, nodes in inside if any(isinstance(node, _LEAVING) for node in nodes)]
-    deciding = [*leaving, loop.test] if isinstance(loop, ast.While) else leaving
-    flags = {text for test in deciding for text in _values(test)}
-    for test, nodes in inside:
-        yield test, test in leaving or any(flags & {*_set_flags(node)} for node in nodes)
+    ending = {id(test) for chain in _exits(loop) for test, _ in chain}
+    for node in _same_scope(loop.body):
+        if isinstance(node, ast.If):
+            yield node.test, id(node.test) in ending
 
 
-def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
+def _exits(loop: Loop) -> Iterator[_Chain]:
+    """The tests around each statement that leaves the loop, skips the rest of its body, or sets a flag by which it
+    ends."""
+    leaving = list(_chains(loop.body, frozenset()))
+    deciding = [test for chain in leaving for test, _ in chain] + ([loop.test] if isinstance(loop, ast.While) else [])
+    yield from _chains(loop.body, frozenset(text for test in deciding for text in _values(test)))
+
+
+def _chains(
+    statements: Sequence[ast.AST], flags: frozenset[str], around: _Chain = (), within: bool = False
+) -> Iterator[_Chain]:
+    """`flags`: what ends the loop if it is set. `within`: in a loop in it, whose `break` leaves only that one."""
+    for one in statements:
+        leaves = isinstance(one, ast.Return) or (not within and isinstance(one, _LEAVING))
+        if leaves or not flags.isdisjoint(_set_flags(one)):
+            yield around
+        if isinstance(one, ast.If):
+            yield from _chains(one.body, flags, (*around, (one.test, True)), within)
+            yield from _chains(one.orelse, flags, (*around, (one.test, False)), within)
+        elif isinstance(one, _LOOPS):
+            yield from _chains(one.body, flags, around, True)
+            yield from _chains(one.orelse, flags, around, within)
+        elif not isinstance(one, _SCOPES):
+            yield from _chains(list(_statements(one)), flags, around, within)
+
+
+def _counts(loop: Loop) -> bool:
     """Whether it is `for ... in enumerate(...)` from zero."""
     call = None if isinstance(loop, ast.While) else loop.iter
     if not isinstance(call, ast.Call) or ast.unparse(call.func) != "enumerate":
@@ -190,15 +254,20 @@ def _counts(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
     return len(call.args) + len(call.keywords) == 1
 
 
-def _cut(loop: ast.For | ast.AsyncFor | ast.While, is_inner: bool) -> Iterator[str]:
+def _cuts(loop: Loop, is_inner: bool) -> Iterator[Cut]:
     if isinstance(loop, ast.While):
         return
     targets = {*_targets(loop)}
-    for test, ends in _tests(loop):
-        if ends and _counts(loop) and targets & {*_values(test)}:
-            yield from (text for text in (*_values(test), *_literals(test)) if text not in targets)
-    if is_inner:
-        yield from _sliced(loop.iter)
+    inside = [*_same_scope(loop.body)]
+    changed = {text for one in inside for text in (*_changed(one), *_targets(one))}
+    for chain in _exits(loop) if _counts(loop) else ():
+        counted = [test for test, _ in chain if targets & {*_values(test)}]
+        texts = [text for test in counted for text in (*_values(test), *_literals(test)) if text not in targets]
+        if counted:
+            guards = tuple((ast.unparse(test), wanted) for test, wanted in chain)
+            yield Cut(tuple(texts), guards, frozenset(targets | changed))
+    if is_inner and (sliced := tuple(_sliced(loop.iter))):
+        yield Cut(sliced)
 
 
 def _sliced(node: ast.AST) -> Iterator[str]:

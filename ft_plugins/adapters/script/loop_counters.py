@@ -24,14 +24,14 @@ import sysconfig
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
 from .loop_calls import carried_by
-from .loop_code import FunctionCode, LoopCode, function_at, loops_around
-from .loop_values import comparable, parsed, value_of
+from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
+from .loop_values import Spaces, comparable, parsed, truth_of, value_of
 from .script_names import is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -132,8 +132,9 @@ def loop_counters() -> LoopCounters:
         place = "" if function == "<module>" else f" in {function}()"
         code, spaces = _loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
         installed = frame.f_code.co_filename.startswith(_INSTALLED)
+        cut = dict.fromkeys(text for one in code.cuts if _is_in_force(one, spaces) for text in one.expressions)
         for kind in ("counters", *(() if installed else ("bounds", "deciding", "indices", "cut"))):
-            for expression in getattr(code, kind):
+            for expression in cut if kind == "cut" else getattr(code, kind):
                 value = value_of(parsed(expression), spaces)
                 _note(found, kind, f"`{expression}`{place}", value, expression in code.carried)
         tested = {text: value_of(parsed(text), spaces) for text in code.counters}
@@ -143,6 +144,11 @@ def loop_counters() -> LoopCounters:
                 ends = call in code.ending or _owner_of(text) in flags
                 _note(found, "counters" if ends else "deciding", f"`{text}`{place}", value, carried)
     return LoopCounters(**found)
+
+
+def _is_in_force(cut: Cut, spaces: Spaces) -> bool:
+    """Whether a pass may end by it, as far as its guards can be read."""
+    return all(truth_of(parsed(test), spaces, cut.unsteady) in (wanted, None) for test, wanted in cut.guards)
 
 
 def _owner_of(expression: str) -> str:
@@ -188,9 +194,13 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-@cache
 def _function_code(function: FunctionType) -> FunctionCode | None:
     """None for a function of an installed package, or without source."""
-    code, module = function.__code__, str(function.__globals__.get("__name__"))
+    return _code_at(function.__code__, str(function.__globals__.get("__name__")))
+
+
+@cache
+def _code_at(code: CodeType, module: str) -> FunctionCode | None:
+    """By the code, not by the function: a closure that a loop makes in each step would stay, with what it refers to."""
     tree = None if is_of_library(module) or _is_installed(code.co_filename) else _tree(code.co_filename)
     return None if tree is None else function_at(tree, code.co_firstlineno, code.co_name)

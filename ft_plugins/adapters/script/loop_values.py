@@ -14,8 +14,9 @@ In: an expression, the namespaces that it is in. Out: an int, a text, or None fo
 from __future__ import annotations
 
 import ast
+import operator
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from types import MemberDescriptorType
 from typing import Any
@@ -34,11 +35,21 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MOST = 256  # values of a container that are compared
 _SHOWN = 40  # characters of a text
 NOTHING: Any = object()
+_COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip
 
 
 @cache
 def parsed(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
+
+
+@cache
+def unparsed(node: ast.AST) -> str:
+    """The text of a node of `parsed`, which are the same ones in each step."""
+    return ast.unparse(node)
 
 
 def value_of(node: ast.expr, spaces: Spaces) -> Any:
@@ -57,6 +68,34 @@ def value_of(node: ast.expr, spaces: Spaces) -> Any:
             number = value_of(operand, spaces)
             return -number if type(number) in (int, float) else NOTHING
     return NOTHING
+
+
+def truth_of(node: ast.expr, spaces: Spaces, unsteady: Collection[str] = ()) -> bool | None:
+    """Whether a test holds; None if that cannot be read, or if it depends on one of the `unsteady` expressions."""
+    match node:
+        case ast.BoolOp(op=op, values=parts):
+            known = [truth_of(one, spaces, unsteady) for one in parts]
+            decisive = isinstance(op, ast.Or)
+            return decisive if decisive in known else None if None in known else not decisive
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            holds = truth_of(operand, spaces, unsteady)
+            return None if holds is None else not holds
+    parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node]
+    values = [NOTHING if _is_unsteady(one, unsteady) else value_of(one, spaces) for one in parts]
+    if any(type(one) not in _PLAIN for one in values):
+        return None
+    if not isinstance(node, ast.Compare):
+        return bool(values[0])
+    compare = _COMPARISONS.get(type(node.ops[0])) if len(node.ops) == 1 else None
+    try:
+        return None if compare is None else bool(compare(*values))
+    except TypeError:
+        return None
+
+
+def _is_unsteady(node: ast.expr, unsteady: Collection[str]) -> bool:
+    named = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute | ast.Subscript))
+    return any(unparsed(one) in unsteady for one in named)
 
 
 def comparable(value: Any) -> int | str | None:
@@ -113,7 +152,8 @@ def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         return iter([*dict.keys(value), *dict.values(value)])
     if isinstance(value, set | frozenset):
-        return iter(sorted(value, key=repr))
+        plain = all(_leaves(one) is not None for one in value)  # else the `repr` of an object would be called
+        return iter(sorted(value, key=repr)) if plain else iter([NOTHING])
     return iter(list(value))
 
 

@@ -235,3 +235,16 @@ def test_a_loop_over_epochs_whose_batches_are_counted_goes_on_from_every_iterati
     for iteration, captured in enumerate(captures):
         rest, _ = loop(iteration, captured)
         assert rest == golden[iteration + iteration // BATCHES :], iteration
+
+
+@pytest.mark.parametrize("loader", [lambda: streamed(False), lambda: shuffled(Plain())], ids=["iterable", "sampled"])
+def test_batches_that_a_checkpoint_of_its_own_passes_over_are_not_read_ahead(loader: Any) -> None:
+    """accelerate reads them again if the data set is iterable."""
+    followed = loader()
+    position = BatchesAhead(followed)
+    rest = data_loader.skip_first_batches(followed, 2)
+    position.skipping(rest, 2)
+    position.turning()
+    for taken, _ in enumerate(rest, 3):
+        position.taking(1)
+        assert position.ahead in (0, 1) and position.read()["pass"]["taken"] == taken

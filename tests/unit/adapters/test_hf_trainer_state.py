@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +166,48 @@ class Meter:
     def __init__(self) -> None:
         self.sums = {"loss": [SimpleNamespace(total=0.0)]}
         self.itself = self
+
+
+GENERATORS: list[Callable[[], Any]] = [
+    lambda: random.Random(3),
+    lambda: np.random.default_rng(3),
+    lambda: np.random.RandomState(3),
+    lambda: torch.Generator().manual_seed(3),
+]
+
+
+@pytest.mark.parametrize("made", GENERATORS, ids=["random", "numpy", "legacy", "torch"])
+@pytest.mark.parametrize("late", [False, True], ids=["built", "late"])
+def test_a_generator_that_a_callback_draws_from_draws_the_same_after_a_restart(
+    made: Callable[[], Any], late: bool
+) -> None:
+    def drawn(one: Any) -> Any:
+        if isinstance(one, torch.Generator):
+            return float(torch.rand((), generator=one))
+        return one.random() if hasattr(one, "random") else one.rand()
+
+    first, second = (SimpleNamespace(rng=None if late else made()) for _ in range(2))
+    kept, again = (PlainAttributes(lambda one=one: {"own": one}, lambda *_: False, True) for one in (first, second))
+    first.rng = first.rng or made()
+    drawn(first.rng)
+    present = second.rng
+    again.write(codec.decode(codec.encode(kept.read())))
+    assert late or second.rng is present
+    assert [drawn(first.rng) for _ in range(3)] == [drawn(second.rng) for _ in range(3)]
+    assert again.read() == kept.read()
+
+
+def test_a_large_list_of_a_callback_is_not_read_whole_in_each_iteration() -> None:
+    read = []
+
+    class Samples(list[int]):
+        def __iter__(self) -> Any:
+            return (read.append(number) or number for number in super().__iter__())
+
+    one = SimpleNamespace(samples=Samples(range(1 << 17)))
+    attributes = PlainAttributes(lambda: {"mine": one}, lambda owner, name: False, speaks=True)
+    attributes.read()
+    assert len(read) < 1000
 
 
 def test_what_changes_within_an_object_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from textwrap import dedent
+import linecache
+from collections.abc import Iterator
+from textwrap import dedent, indent
 from types import SimpleNamespace
 
 import pytest
@@ -190,3 +192,65 @@ def test_an_index_that_begins_at_zero_again_counts_if_something_is_decided_by_it
 ) -> None:
     code = at_the_mark(f"for epoch in epochs:\n    for {head}:  # HERE\n        {body}\n")
     assert (code.counters, code.indices) == (("epoch",), indices)
+
+
+class Loader:
+    """Notes what ends a pass, before each batch."""
+
+    def __init__(self) -> None:
+        self.cut: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(3):
+            self.cut = {name.split("`")[1]: value for name, value in loop_counters().cut.items()}
+            yield number
+
+
+def cut_of(body: str, **values: object) -> dict[str, int]:
+    """What ends the pass of a loop over batches with this body."""
+    source = "for e in range(1):\n  for i, b in enumerate(loader):\n" + indent(dedent(body), "    ")
+    file = f"<{body} {values}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    loader = Loader()
+    exec(compile(source, file, "exec"), {"__name__": "script", "loader": loader, **values})
+    return loader.cut
+
+
+@pytest.mark.parametrize(
+    ("body", "values", "cut"),
+    [
+        ("if i % every == 0:\n  if dry_run: break", {"every": 2, "dry_run": False}, {}),
+        ("if i % every == 0:\n  if dry_run and e > 9: break", {"every": 2, "dry_run": 0}, {}),
+        ("if i % every == 1:\n  if dry_run: break", {"every": 2, "dry_run": True}, {"every": 2, "1": 1}),
+        ("if debug and i >= 10: break", {"debug": False}, {}),
+        ("if debug and i >= 2: break", {"debug": True}, {"2": 2}),
+        ("if most > 0 and i + 1 >= most: break", {"most": -1}, {}),
+        ("if most is not None and i + 1 >= most: break", {"most": None}, {}),
+        ("if most > 0 and i + 1 >= most: break", {"most": 2}, {"most": 2, "0": 0, "1": 1}),
+        ("if i % 9 == 8:\n  for v in range(4):\n    if v > 2: break", {}, {}),
+        ("if i == 1:\n  for v in range(4):\n    if v > 2: continue\n  else: break", {}, {"1": 1}),
+        ("if not whole:\n  if i == 1: break\nelse: pass", {"whole": True}, {}),
+        ("if whole: pass\nelif i == 1: break", {"whole": True}, {}),
+        ("if i == 1:\n  done = True\nif done: break", {"done": False}, {"1": 1}),
+        ("quiet = i < 9\nif i == 1:\n  if quiet: break", {"quiet": False}, {"1": 1}),
+    ],
+)
+def test_a_count_ends_no_pass_where_the_tests_around_it_cannot_hold(
+    body: str, values: dict[str, object], cut: dict[str, int]
+) -> None:
+    """As `if args.dry_run: break` in torch's own example; a `break` of an evaluation's loop leaves that one."""
+    assert cut_of(body, **values) == cut
+
+
+def test_what_is_read_from_a_clock_neither_ends_nor_decides_a_loop() -> None:
+    source = """
+        while step < steps:
+            now = time.time()
+            elapsed: int = int(now - start)
+            if elapsed > limit: break
+            step = step + (1 if time.time() else 2)  # HERE
+            self.logged = perf_counter()
+            best = train(elapsed)
+    """
+    code = at_the_mark(source)
+    assert code.counters == ("step", "steps", "limit") and code.deciding == ("best",)

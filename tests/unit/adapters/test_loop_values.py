@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import linecache
 import random
+import weakref
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -297,3 +299,46 @@ def test_a_version_has_room_for_what_the_largest_loop_carries_on() -> None:
     *_, last = space["loop"](own)
     assert len(last["last"]["deciding"]) == 64
     assert len(codec.encode(last)) < claimed
+
+
+def test_a_closure_that_a_loop_makes_in_each_step_is_not_kept() -> None:
+    """With the batch that it refers to."""
+
+    def loss_of(batch: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: batch.sum()
+
+    def step_of(batch: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            return batch.sum()
+
+        return closure
+
+    kept = []
+    for made_by in (loss_of, step_of):
+        for _ in range(3):
+            batch = torch.ones(2)
+            kept.append(weakref.ref(batch))
+            closure = made_by(batch)
+            closure()
+            loop_counters()
+    del batch, closure
+    gc.collect()
+    assert [one() for one in kept] == [None] * 6
+
+
+def test_an_element_that_is_read_whole_is_no_list_of_functions() -> None:
+    """As h5py reads: `file["tokens"][...]`."""
+    file = {"tokens": np.ones(3)}
+    for _ in range(1):
+        torch.from_numpy(file["tokens"][...])
+        assert "`_`" in str(loop_counters().counters)
+
+
+def test_objects_in_a_set_are_not_asked_for_their_text() -> None:
+    class Trap:
+        def __repr__(self) -> str:
+            raise AssertionError("called")
+
+    assert comparable({Trap()}) == "a set of 1"
+    assert comparable({(1, Trap())}) == "a set of 1"
+    assert comparable({(1, 2), 3}) == comparable({3, (1, 2)}) != comparable({(1, 2), 4})

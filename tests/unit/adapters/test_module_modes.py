@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +60,7 @@ def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> No
     assert again[0].p == 0.1
 
 
-def test_numbers_that_describe_a_cache_are_left_to_it() -> None:
+def test_numbers_that_describe_a_cache_are_left_to_it_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     """As a module that makes a table for the longest sequence so far, and keeps its length."""
     trained, again = (torch.nn.Sequential(torch.nn.Identity()) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
@@ -68,6 +69,9 @@ def test_numbers_that_describe_a_cache_are_left_to_it() -> None:
     again[0].table, again[0].length = torch.zeros(4), 4
     others.restore({"0": {"length": 8}})
     assert again[0].length == 4
+    assert numbers.captured(False) == numbers.captured(True) == numbers.captured(True) == {}
+    said = capsys.readouterr().out
+    assert said.count("come to keep other tensors in attributes: attributes of modules: 0.length;") == 1
 
 
 def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
@@ -133,3 +137,14 @@ def test_numbers_of_a_module_in_a_loop_of_plain_torch_are_restored() -> None:
         small.model[0].rate, small.model[0].losses = rate, [rate]  # type: ignore[index, union-attr, operator]
     take_over(second.host, *handed_over(first.host))
     assert (second.model[0].rate, second.model[0].losses) == (0.05, [0.05])  # type: ignore[index, union-attr, operator]
+
+
+def test_a_number_of_numpy_is_a_number_too() -> None:
+    """As the temperature of a Gumbel softmax that a script anneals by `np.maximum`."""
+    trained, again = (torch.nn.Sequential(torch.nn.Dropout(0.5)) for _ in range(2))
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    trained[0].p = np.maximum(trained[0].p * np.exp(-0.5), 0.1)
+    trained[0].rates = [np.float32(0.25)]
+    others.restore(codec.decode(codec.encode(numbers.captured(True))))
+    assert again[0].p == trained[0].p != 0.5 and type(again[0].p) is np.float64
+    assert again[0].rates == [np.float32(0.25)]
