@@ -138,10 +138,13 @@ def loop_counters() -> LoopCounters:
                 value = value_of(parsed(expression), spaces)
                 _note(found, kind, f"`{expression}`{place}", value, expression in code.carried)
         tested = {text: value_of(parsed(text), spaces) for text in code.counters}
-        flags = {_owner_of(text) for text, value in tested.items() if isinstance(value, bool)} - {""}
+        flags = [text for text, value in tested.items() if isinstance(value, bool)]
         for call in () if installed else code.calls:
-            for text, value, carried in carried_by(call, spaces, _function_code, seen):
-                ends = call in code.ending or _owner_of(text) in flags
+            carries = list(carried_by(call, spaces, _function_code, seen))
+            changed = {text for text, _, carried in carries if carried}
+            owners = {_owner_of(flag) for flag in flags if flag in changed} - {""}  # this call sets such a flag
+            for text, value, carried in carries:
+                ends = call in code.ending or _owner_of(text) in owners
                 _note(found, "counters" if ends else "deciding", f"`{text}`{place}", value, carried)
     return LoopCounters(**found)
 
