@@ -22,7 +22,7 @@ def test_a_small_job_is_measured(nodes: int, depth: int, sockets: int) -> None:
     if nodes > 1:
         seconds = figures.elapsed_seconds / figures.iterations
         assert 3 <= figures.messages < 40 * seconds, "news of an iteration, and heartbeats"
-        assert figures.lost_seconds > 0
+        assert figures.lost_seconds > 0  # the clock of a slow machine begins late
     assert figures.sockets_after_loss <= 2 * 17
 
 
