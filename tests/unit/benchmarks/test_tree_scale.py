@@ -21,7 +21,7 @@ def test_a_small_job_is_measured(nodes: int, depth: int, sockets: int) -> None:
     assert figures.commit_seconds >= 0 and figures.elapsed_seconds >= 2 * figures.iteration_seconds
     if nodes > 1:
         seconds = figures.elapsed_seconds / figures.iterations
-        assert 3 <= figures.messages < 40 * seconds, "news of an iteration, and heartbeats"
+        assert 0 < figures.messages < 40 * seconds, "news of an iteration, and heartbeats; fewer where threads starve"
         assert figures.lost_seconds > 0  # the clock of a slow machine begins late
     assert figures.sockets_after_loss <= 2 * 17
 

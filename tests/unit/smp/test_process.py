@@ -598,6 +598,9 @@ def test_half_a_request_is_hung_up_on(fine: tuple[Fine, Path, list[Event]], monk
         connection.connect(str(fine[1] / "smp.sock"))
         connection.sendall(b"\0\0")
         assert connection.recv(1) == b""
+    until = time.monotonic() + SECONDS
+    while not fine[2] and time.monotonic() < until:  # it is told after the connection is closed
+        time.sleep(0.01)
     assert list(fine[2][0].fields["reasons"]) == ["timed out"]
 
 
