@@ -203,6 +203,7 @@ class Injectable(Protocol):
     fault_points: Mapping[str, Collection[str]]  # those of `faults.OF_HOSTS`, with the actions it carries out
 
 
+@runtime_checkable
 class Lacking(Protocol):
     """What a host has in addition if the framework's own checkpoints do not hold the whole state of a job."""
 

@@ -18,7 +18,7 @@ from ...base import faults
 from ...collective import Collective
 from ...errors import ResumeError
 from ...events import say
-from ...model.host import Host
+from ...model.host import Host, Lacking
 from ...recovery.nodes import JobNodes, SeenNodes
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.restore import agree_on_version, load_tensors
@@ -99,7 +99,7 @@ class ReftRecovery:
         ResumeError."""
         before = iteration_bound(mode)
         plan = agree_on_version(segment, self._collective, self._reports.damage, nodes, before)
-        lacking = getattr(self._host, "checkpoint_lacks", "")
+        lacking = self._host.checkpoint_lacks if isinstance(self._host, Lacking) else ""
         plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1), lacking=lacking)
         storage, job = self._capture_plan.storage, self._run_dir.parent.name
         try:

@@ -599,7 +599,7 @@ def test_half_a_request_is_hung_up_on(fine: tuple[Fine, Path, list[Event]], monk
         connection.sendall(b"\0\0")
         assert connection.recv(1) == b""
     until = time.monotonic() + SECONDS
-    while not fine[2] and time.monotonic() < until:  # it is told after the connection is closed
+    while not fine[2] and time.monotonic() < until:  # the event comes after the connection is closed
         time.sleep(0.01)
     assert list(fine[2][0].fields["reasons"]) == ["timed out"]
 
