@@ -361,8 +361,11 @@ def test_told_to_end_ft_run_leaves_the_newest_snapshot_in_storage_and_says_where
     assert "got signal: 15" in job.wait(BOUND)["reason"]
     with Client(spec.run_dir) as client:
         newest = newest_common(client.status())
-    assert newest is not None and complete(spec) == [f"v1-{newest.iteration}"], "when ft-run has ended"
-    assert f"ft-run: iteration {newest.iteration} is in {base(spec) / f'v1-{newest.iteration}'}" in job.tail()
+    written = sorted(int(name.removeprefix("v1-")) for name in complete(spec))
+    # A second one only if the ranks completed a newer version between the signal to ft-run and theirs.
+    assert newest is not None and written[-1] == newest.iteration and len(written) <= 2, "when ft-run has ended"
+    for iteration in written:
+        assert f"ft-run: iteration {iteration} is in {base(spec) / f'v1-{iteration}'}" in job.log.read_text()
     lose_memory(spec)
     words = tuple(str(newest.iteration + 3) if word == "1000000" else word for word in spec.argv)
     assert resumed(torch_server, dataclasses.replace(spec, argv=words)) == newest.iteration
