@@ -3,7 +3,7 @@
 Invariant: a metric without a sample is left out; nothing unknown is reported as 0. An alarm that did not come is known
 not to have come, so it has a sample of 0 from the start, and `increase` sees the first one.
 
-To add a metric: declare it here, and write what derives from the table again (`python -m ft_plugins.metrics.derived`). Tests
+To add a metric: declare it here, and write what derives from the table again (see `derived`). Tests
 compare them. In: a `Node`. Out: samples.
 """
 
