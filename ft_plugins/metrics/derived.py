@@ -1,8 +1,8 @@
 """Print what derives from the metrics and the catalogue of events: `python -m ft_plugins.metrics.derived KIND`.
 
-    page       docs/metrics.md
-    alerts     launch/prometheus/alerts.yml
-    dashboard  launch/grafana/ft_plugins.json
+page       docs/metrics.md
+alerts     launch/prometheus/alerts.yml
+dashboard  launch/grafana/ft_plugins.json
 """
 
 from __future__ import annotations

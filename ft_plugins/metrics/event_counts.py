@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..events import recent_of
+from ..events import Severity, catalogue, recent_of
 from ..events.stream import name_in
 
 READ_BYTES = 4 << 20  # of each file at once, so that a scrape ends in time; the rest is read at the next one
@@ -29,9 +29,10 @@ Key = tuple[str, str, int | None]  # name of the event; its field, empty for how
 
 @dataclass(frozen=True)
 class Counts:
-    """How often events came, and sums of their fields."""
+    """How often events came, and sums of their fields. `alarm`: the newest one that no later event has ended."""
 
     values: Mapping[Key, float]
+    alarm: str = ""
 
     def of(self, event: str, field: str = "") -> dict[int | None, float]:
         """By rank; empty if the event never came."""
@@ -46,16 +47,22 @@ class EventCounts:
         self._files = [_Followed(path), _Followed(recent_of(path))]
         self._summed = summed
         self._values: dict[Key, float] = {}
+        self._alarm = ""
 
     def read(self, limit: int | None = READ_BYTES) -> Counts:
         """The counts so far. `limit`: bytes to read of each file; None: all that there is."""
         for file in self._files:
             for line in file.lines(limit):
                 self._add(line)
-        return Counts(dict(self._values))
+        return Counts(dict(self._values), self._alarm)
 
     def _add(self, line: bytes) -> None:
         name = name_in(line)
+        kind = catalogue.EVENTS.get(name)
+        if kind is not None and kind.severity is Severity.ALARM:
+            self._alarm = name
+        elif kind is not None and self._alarm in kind.ends:
+            self._alarm = ""
         fields = self._summed.get(name)
         entry: dict[str, Any] = {}
         if fields is not None:

@@ -5,11 +5,11 @@ In: `Node`s. Out: text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..events import standing_alarm
 from .event_counts import READ_BYTES, EventCounts
 from .table import METRICS, Node, summed_fields
 
@@ -25,8 +25,7 @@ def node_of(
     run_dir: Path, status: Mapping[str, Any] | None, counts: EventCounts, limit: int | None = READ_BYTES
 ) -> Node:
     """What is known of the job of a run directory; `status`: the reply of its SMP. `limit`: see `EventCounts.read`."""
-    alarm = standing_alarm(run_dir / "events.jsonl")
-    return Node(run_dir.parent.name, run_dir.name, status, counts.read(limit), alarm.name if alarm else "")
+    return Node(run_dir.parent.name, run_dir.name, status, counts.read(limit))
 
 
 def text_of(nodes: Sequence[Node]) -> str:
@@ -37,7 +36,7 @@ def text_of(nodes: Sequence[Node]) -> str:
 def _lines(nodes: Sequence[Node]) -> Iterator[str]:
     for metric in METRICS:
         samples = [
-            f"{metric.name}{_braced({'ftp_job': node.job, 'node': node.name, **labels})} {_number(value)}"
+            f"{metric.name}{_braced({'ftp_job': node.job, 'node': node.name, **labels})} {_number(float(value))}"
             for node in nodes
             for labels, value in metric.read(node)
         ]
@@ -58,4 +57,6 @@ def _escaped(text: str, quotes: bool = False) -> str:
 
 
 def _number(value: float) -> str:
-    return repr(int(value)) if value == int(value) else repr(value)
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(int(value)) if value.is_integer() else repr(value)

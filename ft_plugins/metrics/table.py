@@ -23,14 +23,12 @@ ALARMS = sorted(name for name, kind in catalogue.EVENTS.items() if kind.severity
 
 @dataclass(frozen=True)
 class Node:
-    """A job on one node: the reply of its SMP to `status`, None if it gave none in time; what its events amount to; and
-    the name of the alarm that stands, empty if none does."""
+    """A job on one node: the reply of its SMP to `status`, None if it gave none in time, and the sums of its events."""
 
     job: str
     name: str
     status: Mapping[str, Any] | None
     counts: Counts
-    alarm: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,8 @@ def _alarms(node: Node) -> Iterator[Sample]:
 
 
 def _standing(node: Node) -> Iterator[Sample]:
-    if node.alarm:
-        yield {"alarm": node.alarm}, 1.0
+    if node.counts.alarm:
+        yield {"alarm": node.counts.alarm}, 1.0
 
 
 def _counted(name: str, meaning: str, kind: EventType, field: str = "", ranks: bool = False) -> Metric:
@@ -180,7 +178,7 @@ METRICS: tuple[Metric, ...] = (
         "seconds",
     ),
     _counted("ftp_snapshots_skipped_total", "Versions that a rank did not capture.", catalogue.SNAPSHOT_SKIPPED),
-    _counted("ftp_fence_waits_total", "Updates that waited for a snapshot.", catalogue.FENCE_WAITED, ranks=True),
+    _counted("ftp_fences_total", "Updates that passed the fence, whether they waited or not.", catalogue.FENCE_WAITED, ranks=True),
     _counted(
         "ftp_fence_wait_seconds_total", "For which training stood still at the fence.", catalogue.FENCE_WAITED,
         "seconds", ranks=True,

@@ -9,6 +9,7 @@ In: an address and a port. Out: text.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,7 +108,9 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone, or was silent for too long, is no news."""
+        """A client that has gone, or was silent for too long, is no news; another error is, in the SMP's log."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def end(self) -> None:
         """Stop the thread; takes `_POLL_SECONDS` at most."""

@@ -40,6 +40,20 @@ def test_events_are_counted_and_summed_by_rank_and_the_next_reading_adds_only_wh
     assert later.of("slot.lost") == {}
 
 
+def test_the_alarm_that_stands_is_the_one_that_status_shows(path: Path) -> None:
+    counts, smp = EventCounts(path, SUMMED), rank(path, None)
+    assert counts.read().alarm == ""
+    story = (
+        (catalogue.SMP_LOST, "smp.lost"), (catalogue.EXCHANGE_RECOVERED, "smp.lost"),
+        (catalogue.PROTECTION_RESTORED, ""), (catalogue.EXCHANGE_SLOWED, "exchange.slowed"),
+        (catalogue.SMP_LOST, "smp.lost"), (catalogue.PROTECTION_RESTORED, ""), (catalogue.JOB_ENDED, ""),
+    )  # fmt: skip
+    for kind, stands in story:
+        smp.emit(kind)
+        shown = stream.standing_alarm(path)
+        assert counts.read().alarm == (shown.name if shown else "") == stands
+
+
 def test_routine_events_are_not_counted_again_by_their_summary(path: Path) -> None:
     zero = rank(path, 0)
     for iteration in range(stream.SUMMED):

@@ -40,9 +40,9 @@ STATUS: dict[str, Any] = {
 NOTHING = Counts({})
 
 
-def shown(status: Any = STATUS, counts: Counts = NOTHING, alarm: str = "") -> dict[str, str]:
+def shown(status: Any = STATUS, counts: Counts = NOTHING) -> dict[str, str]:
     """Value by series, without the labels that every series has."""
-    text = text_of([Node("j", "a", status, counts, alarm)])
+    text = text_of([Node("j", "a", status, counts)])
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name.replace('ftp_job="j",node="a"', "").replace("{}", "").replace("{,", "{"): v for name, _, v in lines}
 
@@ -76,11 +76,11 @@ def test_a_backlog_is_not_computed_over_two_lineages() -> None:
 
 
 def test_events_are_summed_over_the_node_or_shown_by_rank() -> None:
-    counts = Counts({
+    values = {
         ("snapshot.sealed", "", 0): 3, ("snapshot.sealed", "", 1): 4, ("snapshot.sealed", "bytes", 0): 10,
         ("fence.waited", "seconds", 1): 0.5, ("smp.lost", "", None): 2,
-    })  # fmt: skip
-    found = shown(counts=counts, alarm="smp.lost")
+    }  # fmt: skip
+    found = shown(counts=Counts(values, "smp.lost"))
     assert (found["ftp_snapshots_total"], found["ftp_captured_bytes_total"]) == ("7", "10")
     assert found['ftp_fence_wait_seconds_total{rank="1"}'] == "0.5"
     assert (found['ftp_alarms_total{alarm="smp.lost"}'], found['ftp_alarms_total{alarm="job.hung"}']) == ("2", "0")
@@ -96,6 +96,11 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         if each.counts and each.counts[1]:
             kind = catalogue.EVENTS[each.counts[0]].fields[each.counts[1]]
             assert each.unit == {"s": "seconds", "bytes": "bytes"}[kind.unit], each.name
+
+
+def test_a_rank_that_alone_computes_is_infinitely_slow() -> None:
+    found = shown(STATUS | {"progress": {"slow": [[3, float("inf")]]}})
+    assert found['ftp_slow_rank_ratio{rank="3"}'] == "+Inf"
 
 
 def test_a_label_is_escaped() -> None:
@@ -151,8 +156,8 @@ def test_promtool_accepts_the_rules_and_they_fire_when_they_should(tmp_path: Pat
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Prometheus, is not installed")
 def test_promtool_finds_no_fault_in_the_text() -> None:
-    counts = Counts({(each.counts[0], each.counts[1], 0): 1.5 for each in METRICS if each.counts})
-    text = text_of([Node("j", "a", STATUS, counts, "smp.lost"), Node("j", "b", STATUS, counts)])
+    counts = Counts({(each.counts[0], each.counts[1], 0): 1.5 for each in METRICS if each.counts}, "smp.lost")
+    text = text_of([Node("j", "a", STATUS, counts), Node("j", "b", STATUS, counts)])
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=120, check=False
     )
