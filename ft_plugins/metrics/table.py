@@ -111,6 +111,22 @@ def _fill(node: Node) -> Iterator[Sample]:
         yield {}, tier["taken"] / tier["offered"]
 
 
+def _judged(node: Node) -> Mapping[str, float]:
+    """The verdict on whether ranks hang; empty while there is none, as at a start or with --ftp-hang-seconds 0."""
+    progress = (node.status or {}).get("progress", {})
+    return progress if progress.get("hang_seconds") else {}
+
+
+def _idle(node: Node) -> Iterator[Sample]:
+    if verdict := _judged(node):
+        yield {}, verdict["no_progress_seconds"]
+
+
+def _hang_limit(node: Node) -> Iterator[Sample]:
+    if verdict := _judged(node):
+        yield {}, verdict["hang_seconds"]
+
+
 def _slow(node: Node) -> Iterator[Sample]:
     for rank, factor in (node.status or {}).get("progress", {}).get("slow", ()):
         yield {"rank": str(rank)}, float(factor)
@@ -156,8 +172,8 @@ METRICS: tuple[Metric, ...] = (
         "ftp_iteration_seconds", "The usual duration of an iteration, as measured recently.",
         _fact("progress", "iteration_seconds"),
     ),
-    Metric("ftp_idle_seconds", "Without progress of any rank of the node.", _fact("progress", "no_progress_seconds")),
-    Metric("ftp_hang_limit_seconds", "After which that is a hang; 0: not judged.", _fact("progress", "hang_seconds")),
+    Metric("ftp_idle_seconds", "Without progress of any rank of the node, where that is judged.", _idle),
+    Metric("ftp_hang_limit_seconds", "After which that is a hang.", _hang_limit),
     Metric("ftp_slow_rank_ratio", "Of a slow rank: its computing time in those of the others.", _slow, ("rank",)),
     Metric("ftp_world_size", "Ranks of the job.", _fact("world_size")),
     Metric("ftp_restarts_total", "Restarts that this node has seen.", _fact("history", "restarts")),
@@ -178,7 +194,10 @@ METRICS: tuple[Metric, ...] = (
         "seconds",
     ),
     _counted("ftp_snapshots_skipped_total", "Versions that a rank did not capture.", catalogue.SNAPSHOT_SKIPPED),
-    _counted("ftp_fences_total", "Updates that passed the fence, whether they waited or not.", catalogue.FENCE_WAITED, ranks=True),
+    _counted(
+        "ftp_fences_total", "Updates that passed the fence, whether they waited or not.", catalogue.FENCE_WAITED,
+        ranks=True,
+    ),
     _counted(
         "ftp_fence_wait_seconds_total", "For which training stood still at the fence.", catalogue.FENCE_WAITED,
         "seconds", ranks=True,

@@ -69,6 +69,12 @@ def test_what_is_unknown_is_left_out_and_not_zero() -> None:
     assert not [name for name in alone if "backlog" in name or "bubble" in name]
 
 
+def test_ranks_on_which_there_is_no_verdict_are_not_said_to_be_idle_for_no_time() -> None:
+    assert (shown()["ftp_idle_seconds"], shown()["ftp_hang_limit_seconds"]) == ("0.1", "60")
+    found = shown(STATUS | {"progress": STATUS["progress"] | {"no_progress_seconds": 0.0, "hang_seconds": 0.0}})
+    assert not found.keys() & {"ftp_idle_seconds", "ftp_hang_limit_seconds"}
+
+
 def test_a_backlog_is_not_computed_over_two_lineages() -> None:
     older = TIERS | {"node": TIERS["node"] | {"lineage": 1}}
     found = shown(STATUS | {"history": STATUS["history"] | {"tiers": older}})
