@@ -69,6 +69,14 @@ def job_state(facts: JobFacts) -> JobState:
     return _running(facts) if facts.launched else _gone(facts)
 
 
+def needs_restart(state: State, ft_run_alive: bool) -> bool:
+    """Whether only a restart of the container would bring training on: ft-run ends a hang and replaces what died by
+    itself, as long as it lives and its SMP answers."""
+    if state is State.HUNG:
+        return not ft_run_alive
+    return state not in (State.STARTING, State.TRAINING, State.WAITING)
+
+
 def _running(facts: JobFacts) -> JobState:
     note = facts.note
     phase = note.phase if note else FtRunPhase.STARTING

@@ -1,4 +1,4 @@
-"""`ft-plugins status`: once, again and again, or as JSON. Imports nothing that is slow.
+"""`ft-plugins status`: once, again and again, as JSON, as metrics or as a probe. Imports nothing that is slow.
 
 Invariant: it disturbs no job. Ctrl-C ends `--watch` with status 0.
 
@@ -17,11 +17,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from . import status_facts
-from .job_state import span_text
+from .job_state import State, needs_restart, span_text
 from .status_facts import Facts
 
 FORMAT = 2  # of the JSON; grows when a documented key changes its meaning or goes
@@ -75,7 +76,13 @@ def parser() -> argparse.ArgumentParser:
         "--watch", nargs="?", const=_WATCH_SECONDS, type=_seconds, metavar="SECONDS",
         help=f"show it again every so many seconds ({_WATCH_SECONDS:g} if none are given), until Ctrl-C",
     )  # fmt: skip
-    made.add_argument("--json", action="store_true", help="one object in one line, for programs")
+    forms = made.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="one object in one line, for programs")
+    forms.add_argument("--prometheus", action="store_true", help="metrics, in Prometheus' text format")
+    forms.add_argument(
+        "--probe", action="store_true",
+        help="one line for each job; exit status 1 if one needs a restart of its container, or if there is no job",
+    )  # fmt: skip
     return made
 
 
@@ -89,19 +96,51 @@ def _seconds(text: str) -> float:
 def main(words: Sequence[str]) -> None:
     """Run the command with the words after its name. Raises ConfigError."""
     options = parser().parse_args(words)
+    if options.probe:
+        if options.watch is not None:
+            raise ConfigError("--probe looks once; drop --watch")
+        sys.exit(_probe(options))
     if options.watch is None:
         print(_text(options))
     else:
-        _watch(lambda: _text(options), options.watch, redraw=sys.stdout.isatty() and not options.json)
+        for_programs = options.json or options.prometheus
+        _watch(lambda: _text(options), options.watch, redraw=sys.stdout.isatty() and not for_programs)
 
 
-def _text(options: argparse.Namespace) -> str:
-    """What the options show now."""
+def _facts(options: argparse.Namespace) -> tuple[list[Facts], list[Path]]:
+    """The facts of the jobs that the options name, and all run directories of them."""
     run_dirs = status_facts.run_directories(options.job, options.node)
     if options.job is not None and not run_dirs:
         raise ConfigError(f"no job '{options.job}' is known here; expected one of: {known_jobs()}")
     every = options.all or options.job is not None
-    facts = status_facts.facts_of([path for path in run_dirs if every or not status_facts.is_over(path)])
+    return status_facts.facts_of([path for path in run_dirs if every or not status_facts.is_over(path)]), run_dirs
+
+
+def _probe(options: argparse.Namespace) -> int:
+    """Print a line for each job; the exit status."""
+    facts, _ = _facts(options)
+    failed = [needs_restart(State(each["state"]), each["ft_run_alive"]) for each in facts]
+    for each, bad in zip(facts, failed, strict=True):
+        print(f"{each['job']} on node {each['node']}: {'failed' if bad else 'ok'}: {each['state']}: {each['headline']}")
+    if not facts:
+        print("failed: no job is running here")
+    return int(not facts or any(failed))
+
+
+def _metrics(facts: Sequence[Facts]) -> str:
+    """The metrics of these jobs, by the same table as those that an SMP serves."""
+    from ..metrics import exposition
+
+    folders = [(Path(each["run_dir"]), each["details"]) for each in facts]
+    nodes = [exposition.node_of(path, details, exposition.counts_of(path), None) for path, details in folders]
+    return exposition.text_of(nodes).rstrip("\n")
+
+
+def _text(options: argparse.Namespace) -> str:
+    """What the options show now."""
+    facts, run_dirs = _facts(options)
+    if options.prometheus:
+        return _metrics(facts)
     if options.json:
         return json.dumps({"format": FORMAT, "time": time.time(), "jobs": facts})
     if facts:

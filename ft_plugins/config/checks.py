@@ -8,6 +8,7 @@ In: a configuration. Out: nothing, or ConfigError.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from ..base import faults
@@ -19,9 +20,27 @@ if TYPE_CHECKING:
     from .schema import Config
 
 Spell = Callable[[KeyPath], str]
+_OWN_ADDRESS = "127.0.0.1"
 _AVERAGES = ("h", "aggregate", "trim", "average_optimizer_state")
 _BOUNDS = ("h_min", "h_max")
 _LAYERED = ("h", "schedule", "profile", "replan", "order")
+
+
+def metrics_place(text: str) -> tuple[str, int]:
+    """Address and port of `[ADDRESS:]PORT`; without an address this machine's own. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    address = str(ip_address(host.removeprefix("[").removesuffix("]"))) if host else _OWN_ADDRESS
+    if not port.isdecimal() or not port.isascii() or not 1 <= int(port) <= 65535:
+        raise ValueError("expected a port from 1 to 65535")
+    return address, int(port)
+
+
+def metrics_text(value: object) -> object:
+    """A port may be a number, as in JSON. Raises ValueError for a text that `metrics_place` cannot read."""
+    text = str(value) if type(value) is int else value
+    if isinstance(text, str):
+        metrics_place(text)
+    return text
 
 
 def speller(keys: tuple[Key, ...], spelling: Callable[[Key], str]) -> Spell:

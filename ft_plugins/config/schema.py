@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PrivateAttr, StringConstraints, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, StringConstraints, ValidationError
 
 from ..base.intake import Unfit, require_shallow
 from ..base.run_directories import NAME_RULE
@@ -116,6 +116,12 @@ class Config(Block):
         description="how many iterations to train on after protection was lost, before the job ends",
         json_schema_extra=more("iterations", needs_system=True),
     )
+    metrics: Annotated[str, BeforeValidator(checks.metrics_text)] | None = Field(
+        None,
+        description="serve metrics of each node for Prometheus at this port, under /metrics; on this machine only, "
+        "unless an address is given too; unset: nowhere",
+        json_schema_extra=more(expected="PORT or ADDRESS:PORT", needs_system=True),
+    )
     preload: Literal["auto", "off"] = Field(
         "auto",
         description="under ft-run, fork ranks from one process of the node that has imported what they import; off: "
@@ -209,6 +215,11 @@ class Config(Block):
         if self.sync is not None and reft.versions != "every" and self.sync.period is None:
             interval = math.ceil(interval / self.sync.tau) * self.sync.tau
         return reft.model_copy(update={"redundancy": reft.redundancy or default, "interval": interval})
+
+    @property
+    def metrics_place(self) -> tuple[str, int] | None:
+        """The address and port at which metrics are served; None: nowhere."""
+        return None if self.metrics is None else checks.metrics_place(self.metrics)
 
     @property
     def protects(self) -> bool:

@@ -254,6 +254,11 @@ INCARNATION_FENCED = EventType(
     "incarnation.fenced", NOTICE, "The previous training processes of this node are gone; a new incarnation may begin.",
     token=_TOKEN,
 )  # fmt: skip
+METRICS_FAILED = EventType(
+    "metrics.failed", WARNING, "The SMP cannot serve the metrics of this node; nothing else is affected.",
+    "Give --ftp-metrics an address of this node and a port that is free on it, and restart the job when convenient.",
+    reason=_REASON,
+)  # fmt: skip
 REQUEST_REJECTED = EventType(
     "request.rejected", WARNING, "The SMP rejected a request.", "If training was affected, its own error says how.",
     request=Field("str", "request", optional=True), reason=_REASON,

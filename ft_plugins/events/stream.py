@@ -231,12 +231,17 @@ def _event(line: bytes) -> Event | None:
     return Event(**known, fields=entry)
 
 
+def name_in(line: bytes) -> str:
+    """The name of the event of one line, which is not parsed; '' for a damaged one."""
+    named = _NAMED.match(line)
+    return named[1].decode(errors="replace") if named else ""
+
+
 def standing_alarm(path: Path) -> Event | None:
     """The newest alarm of a history that no later event has ended; None if there is none. Reads from the end."""
     ended: set[str] = set()
     for line in _backwards(path):
-        named = _NAMED.match(line)
-        kind = catalogue.EVENTS.get(named[1].decode(errors="replace")) if named else None
+        kind = catalogue.EVENTS.get(name_in(line))
         if kind is None:
             continue
         if kind.severity is Severity.ALARM and (event := _event(line)) is not None:

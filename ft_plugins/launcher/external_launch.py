@@ -96,5 +96,5 @@ def _bring_up(config: Config) -> tuple[str, int]:
     run_dir, launcher = run_directory(job, node), os.getppid()
     smp.ensure(run_dir, job, node, config.orphan_seconds, config.faults, _CALL_SECONDS, launcher)
     with smp.Client(run_dir, _CALL_SECONDS) as client:
-        client.watch(launcher, config.detect_seconds, config.orphan_seconds)
+        client.watch(launcher, config.detect_seconds, config.orphan_seconds, config.metrics_place)
         return str(run_dir), client.fence()

@@ -259,6 +259,34 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     assert "no: a lost node is not survived" in status_command.text_of([spare | {"ranks": 2}], 80)
 
 
+def test_status_shows_metrics_by_the_table_that_an_smp_serves(ft_plugins: Command, job: str) -> None:
+    path = attach(job)
+    text = ft_plugins("status", "--prometheus")
+    where = f'{{ftp_job="{job}",node="n"}}'
+    assert f"ftp_memory_claimed_bytes{where} {path.stat().st_size}\n" in text and f"ftp_smp_answered{where} 1\n" in text
+    with smp.Client(run_directory(job, "n")) as client:
+        client.end()
+    assert f"ftp_smp_answered{where} 0\n" in ft_plugins("status", "--all", "--prometheus")
+
+
+def test_a_probe_fails_where_nothing_but_a_restart_of_the_container_helps(ft_plugins: Command, job: str) -> None:
+    attach(job)
+    assert ft_plugins("status", "--probe", status=1) == ""
+    lock = liveness.acquire(run_directory(job, "n") / "lock")
+    assert lock is not None
+    assert ft_plugins("status", "--probe") == f"{job} on node n: ok: STARTING: the ranks start\n"
+    with smp.Client(run_directory(job, "n")) as client:
+        client.end()
+    ft_plugins("status", "--probe", status=1)
+    os.close(lock)
+    ft_plugins("status", "--probe", status=1)
+
+
+def test_a_probe_looks_once_and_one_form_is_shown(ft_plugins: Command) -> None:
+    assert "drop --watch" in ft_plugins("status", "--probe", "--watch", status=1)
+    assert "not allowed with" in ft_plugins("status", "--json", "--prometheus", status=2)
+
+
 def test_the_help_of_status_explains_each_state_in_80_columns(ft_plugins: Command) -> None:
     text = ft_plugins("status", "--help")
     assert all(re.search(rf"^  {state.value} +\w", text, re.MULTILINE) for state in State)

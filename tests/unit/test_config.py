@@ -470,3 +470,27 @@ def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path: Pat
     line = refusal(run_directory, "j" * 48, "n" * 48, {"XDG_RUNTIME_DIR": str(deep)})
     assert "the system allows 107" in line and "--ftp-job" in line
     assert not list(deep.glob("ft_plugins/*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [("9400", ("127.0.0.1", 9400)), ("10.0.0.3:9400", ("10.0.0.3", 9400)), ("[::]:65535", ("::", 65535))],
+)
+def test_metrics_are_served_on_this_machine_alone_unless_an_address_is_given(
+    given: str, place: tuple[str, int]
+) -> None:
+    config, _ = Config.from_flags(["--reft", "--ftp-metrics", given])
+    assert config.metrics_place == place
+    assert Config.from_json({"reft": {}}).metrics_place is None
+    assert Config.from_json({"reft": {}, "metrics": 9400}).metrics_place == ("127.0.0.1", 9400)
+
+
+@pytest.mark.parametrize("given", ["0", "65536", "-1", "here:9400", "9400:", "x", "٣"])
+def test_a_place_for_metrics_that_is_none_is_refused_by_name(given: str) -> None:
+    with pytest.raises(ConfigError, match="^--ftp-metrics: "):
+        Config.from_flags(["--reft", f"--ftp-metrics={given}"])
+
+
+def test_metrics_have_no_effect_without_a_system_that_has_an_smp() -> None:
+    with pytest.raises(ConfigError, match="--ftp-metrics: has no effect while no system that protects state is on"):
+        Config.from_flags(["--ftp-metrics", "9400"])

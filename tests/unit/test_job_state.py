@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.cli.job_state import JobFacts, State, job_state
+from ft_plugins.cli.job_state import JobFacts, State, job_state, needs_restart
 from ft_plugins.smp.watch.job_history import NOTE_FILE, FtRunNote, FtRunPhase, read_note, write_note
 
 NOW = 10_000.0
@@ -146,3 +146,9 @@ def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Pa
         assert read_note(tmp_path) is None
     write_note(tmp_path / "absent", note)
     assert read_note(tmp_path / "absent") is None
+
+
+def test_only_what_ft_run_does_not_mend_by_itself_needs_a_restart_of_the_container() -> None:
+    mended = {State.STARTING, State.TRAINING, State.WAITING, State.HUNG}
+    assert {state for state in State if not needs_restart(state, ft_run_alive=True)} == mended
+    assert {state for state in State if not needs_restart(state, ft_run_alive=False)} == mended - {State.HUNG}

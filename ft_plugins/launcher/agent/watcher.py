@@ -238,7 +238,7 @@ class Watcher:
                 job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS, os.getpid()
             )
             with self._connect(job.run_dir, _CALL_SECONDS) as client:
-                client.watch(os.getpid(), config.detect_seconds, config.orphan_seconds)
+                client.watch(os.getpid(), config.detect_seconds, config.orphan_seconds, config.metrics_place)
         except BusyError:
             raise
         except (FtError, OSError, subprocess.SubprocessError) as error:

@@ -34,13 +34,21 @@ _REBUILT_BYTES_PER_SECOND = 10e6  # pessimistic rate of a rebuild over a slow li
 class Client(LocalConnection):
     """All requests of trainers, launcher and command line."""
 
-    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float | None = None) -> None:
+    def watch(
+        self,
+        pid: int,
+        detect_seconds: float,
+        orphan_seconds: float | None = None,
+        metrics: tuple[str, int] | None = None,
+    ) -> None:
         """While `pid` lives, the SMP is not orphaned; a trainer that is stopped for `detect_seconds` is lost.
 
-        `orphan_seconds`: how long the SMP waits for another ft-run when `pid` is gone; None: unchanged.
+        `orphan_seconds`: how long the SMP waits for another ft-run when `pid` is gone; None: unchanged. `metrics`: the
+        address and port at which it serves them; None: nowhere.
         """
-        optional = {} if orphan_seconds is None else {"orphan_seconds": orphan_seconds}
-        self._ask("watch", pid=pid, detect_seconds=detect_seconds, **optional)
+        optional: dict[str, Any] = {"orphan_seconds": orphan_seconds, "metrics": metrics}
+        given = {name: value for name, value in optional.items() if value is not None}
+        self._ask("watch", pid=pid, detect_seconds=detect_seconds, **given)
 
     def fence(self) -> int:
         """Supersede the running incarnation and kill its trainers; returns the new token."""

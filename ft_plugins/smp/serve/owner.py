@@ -40,6 +40,7 @@ from ..watch import liveness, stacks
 from ..watch.hang_watch import HangWatch
 from ..watch.job_history import NODE, STORAGE, JobHistory
 from . import job_file, leftovers, requests
+from .metrics_endpoint import MetricsEndpoint
 from .node_context import NodeContext
 from .status import described, signal_of
 
@@ -49,6 +50,7 @@ _REMOVED = "removed.json"  # in the run directory: files that were removed while
 KILL_SECONDS = 20.0  # for killed trainers to be gone; a process in uninterruptible sleep may take longer
 _TOUCH_SECONDS = 30.0
 _FILES_SECONDS = 1.0  # between two looks whether files in shared memory are still there
+_SCRAPE_SECONDS = 1.0  # for which a scrape waits for a request to be over
 _PAUSE_SECONDS = 2.0  # between two looks at trainers, ten times as long as usual
 # requests that are carried out under the lock; the others take it for a part of their work
 _UNDER_LOCK = frozenset({"status", "watch", "fence", "restore", "shutdown", "end"})
@@ -90,6 +92,7 @@ class SnapshotProcess:
         self.persister = Persister(context)
         self._previous_storage = PreviousStorage(context, self.persister)
         self._hangs = HangWatch(context, self._tier)
+        self._metrics = MetricsEndpoint(run_dir, self._status_in_time, events)
         resize = ResizeContext(
             **vars(context), incarnation=self, previous_storage=self._previous_storage, persister=self.persister,
             tier=self._tier, lock=self._lock,
@@ -137,6 +140,15 @@ class SnapshotProcess:
         faults.reach(f"smp.{name}.after", adopted=self.adopted)
         return reply
 
+    def _status_in_time(self) -> dict[str, Any] | None:
+        """For a scrape; None if a request takes too long now, or the SMP has ended."""
+        if not self._lock.acquire(timeout=_SCRAPE_SECONDS):
+            return None
+        try:
+            return None if self.ended.is_set() else self._status(requests.WithoutFields())
+        finally:
+            self._lock.release()
+
     def _status(self, request: requests.WithoutFields) -> dict[str, Any]:
         tier = self._tier.status()
         self._look(always=True)
@@ -166,6 +178,7 @@ class SnapshotProcess:
         if request.orphan_seconds is not None:
             self.orphan_seconds = request.orphan_seconds
             files.write_json(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)  # for a sweep after our death
+        self._metrics.become(request.metrics)
         return {}
 
     def _fence(self, request: requests.WithoutFields) -> dict[str, Any]:
@@ -443,6 +456,7 @@ class SnapshotProcess:
         try:
             with suppress(AttributeError, OSError):  # a segment that is closed already
                 self._look(always=True)
+            self._metrics.close()
             self._tier.close()
             self._spare_client.forget()
             self._spare_server.forget()

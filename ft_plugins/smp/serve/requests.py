@@ -68,11 +68,13 @@ class WithoutFields:
 
 @dataclass(frozen=True)
 class WatchProcess:
-    """The SMP is not orphaned while `pid` lives. A trainer that is stopped for `detect_seconds` is lost."""
+    """The SMP is not orphaned while `pid` lives. A trainer that is stopped for `detect_seconds` is lost. `metrics`:
+    where to serve them."""
 
     pid: Count
     detect_seconds: Seconds
     orphan_seconds: Seconds | None = None  # None: unchanged
+    metrics: HostPort | None = None
 
 
 @dataclass(frozen=True)

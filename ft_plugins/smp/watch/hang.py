@@ -124,13 +124,20 @@ def limit_of(ranks: Collection[RankProgress], apart: bool = False, hangs: int = 
         return max(LONG_SECONDS, given) if given is not None else LONG_SECONDS * GROWTH**hangs
     if given is not None:
         return given
-    measured = [rank.seconds for rank in ranks if len(rank.seconds) >= KNOWN]
-    if len(measured) == len(ranks):
-        usual = statistics.median(statistics.median(seconds) for seconds in measured)
+    usual = usual_seconds(ranks)
+    if usual is not None:
         limit = max(LEAST_SECONDS, ITERATIONS * usual, LONGEST * max(rank.longest for rank in ranks))
     else:
         limit = max(LEAST_SECONDS, min(ITERATIONS * max(rank.first for rank in ranks), LONG_SECONDS))
     return max(limit, APART_SECONDS if apart else 0.0) * GROWTH**hangs
+
+
+def usual_seconds(ranks: Collection[RankProgress]) -> float | None:
+    """The usual duration of an iteration, as measured recently; None before it is known of all ranks."""
+    measured = [rank.seconds for rank in ranks if len(rank.seconds) >= KNOWN]
+    if not ranks or len(measured) < len(ranks):
+        return None
+    return statistics.median(statistics.median(seconds) for seconds in measured)
 
 
 def works(rank: RankProgress, signs: Signs) -> bool:

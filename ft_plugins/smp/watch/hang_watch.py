@@ -34,7 +34,7 @@ from ...events import catalogue
 from ...snapshot.segment.progress_words import RankProgress, read
 from ..serve.node_context import NodeContext
 from . import liveness, stacks
-from .hang import HANG, HangVerdict, Signs, SlowRank, Stall, culprits, judge, slow_ranks, works
+from .hang import HANG, HangVerdict, Signs, SlowRank, Stall, culprits, judge, slow_ranks, usual_seconds, works
 
 LOOK_SECONDS = 5.0  # between two looks
 _SIGN_SECONDS = 1.0  # for all ranks to write their stacks
@@ -144,6 +144,7 @@ class HangWatch:
         self._hangs = 0  # that ended in it, in a row
         self.slow: tuple[SlowRank, ...] = ()
         self.verdict = HangVerdict()
+        self._usual: float | None = None  # seconds of an iteration
         self._waits_for = ""  # a rank that may be at work, for people
 
     def status(self) -> dict[str, Any]:
@@ -151,6 +152,7 @@ class HangWatch:
         return {
             "no_progress_seconds": round(self.verdict.seconds, 1),
             "hang_seconds": round(self.verdict.limit, 1),
+            "iteration_seconds": self._usual,
             "waits_for": self._waits_for,
             "slow": [[one.rank, round(one.factor, 2)] for one in self.slow],
         }
@@ -164,9 +166,10 @@ class HangWatch:
         ranks, expected = self._read(token)
         alive = any(liveness.started(self._owners[rank.rank][0]) == self._owners[rank.rank][1] for rank in ranks)
         if not ranks or len(ranks) < expected or not alive:  # an incarnation is starting, or training is over
-            self.verdict, self.slow, self._waits_for = HangVerdict(), (), ""
+            self.verdict, self.slow, self._waits_for, self._usual = HangVerdict(), (), "", None
             self._tree.report_stall(None)
             return
+        self._usual = usual_seconds(ranks)
         position, nodes = self._tree.place()
         apart = not nodes and ranks[0].ranks > ranks[0].ranks_of_node
         hangs = self._hangs if self._hung_before(min(rank.iteration for rank in ranks)) else 0

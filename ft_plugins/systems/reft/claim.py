@@ -38,7 +38,7 @@ from .reft_plan import check_replicas
 from .reft_reports import budget_table
 
 # may differ between nodes
-_PER_NODE = {"node_name", "failure_domain", "interface", "secret_file", "orphan_seconds", "faults"}
+_PER_NODE = {"node_name", "failure_domain", "interface", "metrics", "secret_file", "orphan_seconds", "faults"}
 
 
 def join_ranks(config: Config, context: LaunchContext, events: Events) -> Collective:

@@ -34,6 +34,7 @@ class Snapshots:
         self.killed: list[subprocess.Popen[bytes]] = []
         self.refusals = 0  # how many starts fail first
         self.watched: list[tuple[int, int]] = []  # (SMP, watched pid)
+        self.metrics: list[tuple[str, int] | None] = []  # where each SMP serves them
         self.tokens = 0
         self.hangs = 0  # the pid that lives and does not answer
         self.fence_error: Exception | None = None
@@ -62,8 +63,9 @@ class Snapshots:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float) -> None:
+    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float, metrics: tuple[str, int] | None) -> None:
         self.watched.append((self.started[-1].pid, pid))
+        self.metrics.append(metrics)
 
     def fence(self) -> int:
         if self.fence_error:
@@ -95,7 +97,7 @@ class Story:
         self.events: queue.Queue[Event] = queue.Queue()
         stream = Events("n")
         stream.subscribe(self.events.put)
-        job = Job(Config(), "j", "n", run_dir)
+        job = Job(Config.from_json({"reft": {}, "metrics": 9400}), "j", "n", run_dir)
         self.watcher = Watcher(job, stream, self.smp.ensure, self.smp.connect, patience)
 
     def next(self) -> tuple[str, dict[str, Any]]:
@@ -138,6 +140,7 @@ def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(s
         assert story.next() == ("protection.restored", {"reason": reason})
     assert story.smp.watched == [(process.pid, os.getpid()) for process in story.smp.started]
     assert len(story.smp.started) == 3
+    assert story.smp.metrics == 3 * [("127.0.0.1", 9400)]
 
 
 def test_while_none_can_be_started_each_try_is_an_alarm_and_the_next_one_counts(story: Story) -> None:

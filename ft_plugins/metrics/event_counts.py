@@ -1,0 +1,109 @@
+"""Count the events of a node, by following the two files of its history.
+
+Invariant: each line is counted once, also when a file is renamed because it is full; no call reads more than it is
+allowed to. Summaries of routine events are not counted: the events themselves are, in the file of recent ones. What was
+removed from a full history before it was read is not known, so a count may begin again at a smaller value when another
+process counts.
+
+In: the path of a history. Out: `Counts`. A damaged line or file is passed over; nothing is raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..events import Severity, catalogue, recent_of
+from ..events.stream import name_in
+
+READ_BYTES = 4 << 20  # of each file at once, so that a scrape ends in time; the rest is read at the next one
+
+Key = tuple[str, str, int | None]  # name of the event; its field, empty for how often it came; rank that reported it
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often events came, and sums of their fields. `alarm`: the newest one that no later event has ended."""
+
+    values: Mapping[Key, float]
+    alarm: str = ""
+
+    def of(self, event: str, field: str = "") -> dict[int | None, float]:
+        """By rank; empty if the event never came."""
+        return {rank: value for (name, part, rank), value in self.values.items() if (name, part) == (event, field)}
+
+
+class EventCounts:
+    """Counts that grow with a history. For one thread."""
+
+    def __init__(self, path: Path, summed: Mapping[str, Collection[str]]) -> None:
+        """`summed`: by name of an event, the fields of which sums are wanted."""
+        self._files = [_Followed(path), _Followed(recent_of(path))]
+        self._summed = summed
+        self._values: dict[Key, float] = {}
+        self._alarm = ""
+
+    def read(self, limit: int | None = READ_BYTES) -> Counts:
+        """The counts so far. `limit`: bytes to read of each file; None: all that there is."""
+        for file in self._files:
+            for line in file.lines(limit):
+                self._add(line)
+        return Counts(dict(self._values), self._alarm)
+
+    def _add(self, line: bytes) -> None:
+        name = name_in(line)
+        kind = catalogue.EVENTS.get(name)
+        if kind is not None and kind.severity is Severity.ALARM:
+            self._alarm = name
+        elif kind is not None and self._alarm in kind.ends:
+            self._alarm = ""
+        fields = self._summed.get(name)
+        entry: dict[str, Any] = {}
+        if fields is not None:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                return
+        rank = entry.get("rank")
+        rank = rank if type(rank) is int else None
+        self._grow((name, "", rank), 1)
+        for field in fields or ():
+            value = entry.get(field)
+            if isinstance(value, (int, float)):
+                self._grow((name, field, rank), value)
+
+    def _grow(self, key: Key, amount: float) -> None:
+        self._values[key] = self._values.get(key, 0) + amount
+
+
+class _Followed:
+    """The lines of one file and of the full one before it, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self._paths = (path.with_name(path.name + ".1"), path)
+        self._read: dict[int, int] = {}  # bytes, by inode: a renamed file keeps it
+
+    def lines(self, limit: int | None) -> Iterator[bytes]:
+        """Whole lines that were not there before."""
+        read: dict[int, int] = {}
+        for path in self._paths:
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                with open(descriptor, "rb") as file:
+                    status = os.fstat(descriptor)
+                    if not stat.S_ISREG(status.st_mode):
+                        continue
+                    at = self._read.get(status.st_ino, 0)
+                    at = at if at <= status.st_size else 0  # another file with the number of a removed one
+                    file.seek(at)
+                    content = file.read(-1 if limit is None else limit)
+                    whole = content[: content.rfind(b"\n") + 1]
+                    read[status.st_ino] = at + len(whole)
+                yield from whole.splitlines()
+        self._read = read

@@ -1,0 +1,231 @@
+"""The metrics: every figure that Prometheus is given, declared once. Pure.
+
+Invariant: a metric without a sample is left out; nothing unknown is reported as 0. An alarm that did not come is known
+not to have come, so it has a sample of 0 from the start, and `increase` sees the first one.
+
+To add a metric: declare it here, and write what derives from the table again (see `derived`). Tests
+compare them. In: a `Node`. Out: samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..events import EventType, Severity, catalogue
+from .event_counts import Counts
+
+Labels = Mapping[str, str]
+Sample = tuple[Labels, float]
+ALARMS = sorted(name for name, kind in catalogue.EVENTS.items() if kind.severity is Severity.ALARM)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A job on one node: the reply of its SMP to `status`, None if it gave none in time, and the sums of its events."""
+
+    job: str
+    name: str
+    status: Mapping[str, Any] | None
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`labels`: in addition to `ftp_job` and `node`. `counts`: the event and its field ('' for how often) that are
+    summed, if any."""
+
+    name: str
+    meaning: str
+    read: Callable[[Node], Iterable[Sample]]
+    labels: tuple[str, ...] = ()
+    counts: tuple[str, str] | None = None
+
+    @property
+    def kind(self) -> str:
+        """As Prometheus calls it."""
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+    @property
+    def unit(self) -> str:
+        """For people; empty for a number."""
+        words = self.name.removesuffix("_total").split("_")
+        return words[-1] if words[-1] in ("seconds", "bytes", "ratio", "iterations") else ""
+
+
+def summed_fields() -> dict[str, list[str]]:
+    """The fields of which sums are wanted, by the event that has them."""
+    fields: dict[str, list[str]] = {}
+    for event, field in filter(None, (metric.counts for metric in METRICS)):
+        fields.setdefault(event, []).extend([field] if field else [])
+    return fields
+
+
+# ---- how a metric is read ----
+
+
+def _fact(*path: str) -> Callable[[Node], Iterator[Sample]]:
+    """One figure of the SMP's reply."""
+
+    def read(node: Node) -> Iterator[Sample]:
+        value: Any = node.status
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            yield {}, float(value)
+
+    return read
+
+
+def _tiers(key: str) -> Callable[[Node], Iterator[Sample]]:
+    """A figure of the newest version of each tier."""
+
+    def read(node: Node) -> Iterator[Sample]:
+        for tier, newest in (node.status or {}).get("history", {}).get("tiers", {}).items():
+            if newest is not None:
+                yield {"tier": tier}, float(newest[key])
+
+    return read
+
+
+def _memory(node: Node) -> Iterator[Sample]:
+    if node.status is not None:
+        tier = node.status["node_tier"]
+        yield {}, float(sum(each["bytes"] for each in node.status["segments"]) + tier.get("parity_bytes", 0))
+
+
+def _backlog(node: Node) -> Iterator[Sample]:
+    """Only where nodes protect each other, and versions of one lineage are compared."""
+    if node.status is None or not node.status["node_tier"].get("nodes"):
+        return
+    tiers = node.status["history"]["tiers"]
+    newest, committed = tiers["process"], tiers["node"]
+    if newest and committed and newest["lineage"] == committed["lineage"]:
+        yield {}, float(max(0, newest["iteration"] - committed["iteration"]))
+
+
+def _fill(node: Node) -> Iterator[Sample]:
+    tier = (node.status or {}).get("node_tier", {})
+    if tier.get("offered"):
+        yield {}, tier["taken"] / tier["offered"]
+
+
+def _judged(node: Node) -> Mapping[str, float]:
+    """The verdict on whether ranks hang; empty while there is none, as at a start or with --ftp-hang-seconds 0."""
+    progress = (node.status or {}).get("progress", {})
+    return progress if progress.get("hang_seconds") else {}
+
+
+def _idle(node: Node) -> Iterator[Sample]:
+    if verdict := _judged(node):
+        yield {}, verdict["no_progress_seconds"]
+
+
+def _hang_limit(node: Node) -> Iterator[Sample]:
+    if verdict := _judged(node):
+        yield {}, verdict["hang_seconds"]
+
+
+def _slow(node: Node) -> Iterator[Sample]:
+    for rank, factor in (node.status or {}).get("progress", {}).get("slow", ()):
+        yield {"rank": str(rank)}, float(factor)
+
+
+def _alarms(node: Node) -> Iterator[Sample]:
+    for name in ALARMS:
+        yield {"alarm": name}, sum(node.counts.of(name).values())
+
+
+def _standing(node: Node) -> Iterator[Sample]:
+    if node.counts.alarm:
+        yield {"alarm": node.counts.alarm}, 1.0
+
+
+def _counted(name: str, meaning: str, kind: EventType, field: str = "", ranks: bool = False) -> Metric:
+    """A metric that counts events, or sums one of their fields; `ranks`: of each rank that reports them."""
+
+    def read(node: Node) -> Iterator[Sample]:
+        found = node.counts.of(kind.name, field)
+        if ranks:
+            yield from (({"rank": str(rank)}, value) for rank, value in found.items() if rank is not None)
+        elif found:
+            yield {}, sum(found.values())
+
+    return Metric(name, meaning, read, ("rank",) if ranks else (), (kind.name, field))
+
+
+# ---- the table ----
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "ftp_smp_answered", "1 if the SMP gave its facts in time; 0 if not, and what comes from it is left out.",
+        lambda node: [({}, float(node.status is not None))],
+    ),
+    Metric(
+        "ftp_iteration", "The last iteration that all ranks of the node have completed.", _fact("history", "iteration")
+    ),
+    Metric(
+        "ftp_iteration_age_seconds", "Since it was completed.", _fact("history", "iteration_age_seconds")
+    ),
+    Metric(
+        "ftp_iteration_seconds", "The usual duration of an iteration, as measured recently.",
+        _fact("progress", "iteration_seconds"),
+    ),
+    Metric("ftp_idle_seconds", "Without progress of any rank of the node, where that is judged.", _idle),
+    Metric("ftp_hang_limit_seconds", "After which that is a hang.", _hang_limit),
+    Metric("ftp_slow_rank_ratio", "Of a slow rank: its computing time in those of the others.", _slow, ("rank",)),
+    Metric("ftp_world_size", "Ranks of the job.", _fact("world_size")),
+    Metric("ftp_restarts_total", "Restarts that this node has seen.", _fact("history", "restarts")),
+    Metric(
+        "ftp_downtime_seconds_total", "Time without training, also of an outage that is not over.",
+        _fact("history", "downtime_seconds"),
+    ),
+    Metric("ftp_down_seconds", "Of the outage that is not over.", _fact("history", "down_for_seconds")),
+    Metric("ftp_version_iteration", "The newest version, by tier: process, node or storage.", _tiers("iteration"),
+           ("tier",)),
+    Metric("ftp_version_age_seconds", "Since that version was first seen.", _tiers("age_seconds"), ("tier",)),
+    Metric("ftp_memory_claimed_bytes", "Host memory claimed on the node, parity included.", _memory),
+    Metric("ftp_parity_bytes", "Parity and copies stored for other nodes.", _fact("node_tier", "parity_bytes")),
+    _counted("ftp_snapshots_total", "Snapshots that ranks completed.", catalogue.SNAPSHOT_SEALED),
+    _counted("ftp_captured_bytes_total", "Captured by these.", catalogue.SNAPSHOT_SEALED, "bytes"),
+    _counted(
+        "ftp_capture_seconds_total", "From version point to seal, hidden behind compute.", catalogue.SNAPSHOT_SEALED,
+        "seconds",
+    ),
+    _counted("ftp_snapshots_skipped_total", "Versions that a rank did not capture.", catalogue.SNAPSHOT_SKIPPED),
+    _counted(
+        "ftp_fences_total", "Updates that passed the fence, whether they waited or not.", catalogue.FENCE_WAITED,
+        ranks=True,
+    ),
+    _counted(
+        "ftp_fence_wait_seconds_total", "For which training stood still at the fence.", catalogue.FENCE_WAITED,
+        "seconds", ranks=True,
+    ),
+    _counted("ftp_exchanged_bytes_total", "Sent to other nodes.", catalogue.EXCHANGE_SENT, "bytes"),
+    _counted("ftp_exchanged_in_bubbles_bytes_total", "Of these, within bubbles.", catalogue.EXCHANGE_SENT,
+             "in_bubbles"),
+    _counted("ftp_exchange_seconds_total", "For which versions were being sent.", catalogue.EXCHANGE_SENT, "seconds"),
+    Metric(
+        "ftp_exchange_backlog_iterations", "From the committed version to the newest one in memory, of one lineage.",
+        _backlog,
+    ),
+    Metric("ftp_bubble_fill_ratio", "Of the windows in bubbles in which there was data, how full they were.", _fill),
+    _counted("ftp_versions_committed_total", "Versions complete on all nodes.", catalogue.VERSION_COMMITTED),
+    _counted("ftp_checkpoints_total", "Checkpoints complete in storage.", catalogue.CHECKPOINT_COMPLETED),
+    _counted("ftp_averagings_total", "Averagings of replicas.", catalogue.REPLICAS_AVERAGED, ranks=True),
+    _counted(
+        "ftp_averaging_wait_seconds_total", "For which training waited for averagings.", catalogue.REPLICAS_AVERAGED,
+        "waited_seconds", ranks=True,
+    ),
+    _counted("ftp_synchronisations_total", "Of local SGD.", catalogue.REPLICAS_SYNCHRONISED, ranks=True),
+    _counted(
+        "ftp_synchronisation_wait_seconds_total", "For which training waited for synchronisations.",
+        catalogue.REPLICAS_SYNCHRONISED, "waited_seconds", ranks=True,
+    ),
+    Metric(
+        "ftp_alarms_total", "Alarms that this node reported, by their names in the catalogue of events. Several "
+        "ranks may report one.", _alarms, ("alarm",),
+    ),
+    Metric("ftp_alarm_standing", "1 for the newest alarm that no event has ended.", _standing, ("alarm",)),
+)  # fmt: skip

@@ -1,0 +1,112 @@
+"""Events are counted once each, however their files grow, fill up and break off."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.events import Events, catalogue, file_sink, stream
+from ft_plugins.metrics.event_counts import EventCounts
+
+SUMMED = {"fence.waited": ["seconds"], "snapshot.sealed": ["bytes"]}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def rank(path: Path, number: int | None) -> Events:
+    events = Events("n", number)
+    events.subscribe(file_sink(path))
+    return events
+
+
+def test_events_are_counted_and_summed_by_rank_and_the_next_reading_adds_only_what_is_new(path: Path) -> None:
+    counts = EventCounts(path, SUMMED)
+    assert counts.read().values == {}, "a history that is not there yet"
+    zero, one, smp = rank(path, 0), rank(path, 1), rank(path, None)
+    zero.emit(catalogue.FENCE_WAITED, iteration=3, seconds=0.25)
+    one.emit(catalogue.FENCE_WAITED, iteration=3, seconds=0.5)
+    smp.emit(catalogue.SMP_LOST, pid=1)
+    assert counts.read().of("fence.waited", "seconds") == {0: 0.25, 1: 0.5}
+    one.emit(catalogue.FENCE_WAITED, iteration=4, seconds=1.5)
+    later = counts.read()
+    assert later.of("fence.waited", "seconds") == {0: 0.25, 1: 2.0}
+    assert later.of("fence.waited") == {0: 1, 1: 2} and later.of("smp.lost") == {None: 1}
+    assert later.of("slot.lost") == {}
+
+
+def test_the_alarm_that_stands_is_the_one_that_status_shows(path: Path) -> None:
+    counts, smp = EventCounts(path, SUMMED), rank(path, None)
+    assert counts.read().alarm == ""
+    story = (
+        (catalogue.SMP_LOST, "smp.lost"), (catalogue.EXCHANGE_RECOVERED, "smp.lost"),
+        (catalogue.PROTECTION_RESTORED, ""), (catalogue.EXCHANGE_SLOWED, "exchange.slowed"),
+        (catalogue.SMP_LOST, "smp.lost"), (catalogue.PROTECTION_RESTORED, ""), (catalogue.JOB_ENDED, ""),
+    )  # fmt: skip
+    for kind, stands in story:
+        smp.emit(kind)
+        shown = stream.standing_alarm(path)
+        assert counts.read().alarm == (shown.name if shown else "") == stands
+
+
+def test_routine_events_are_not_counted_again_by_their_summary(path: Path) -> None:
+    zero = rank(path, 0)
+    for iteration in range(stream.SUMMED):
+        zero.emit(catalogue.FENCE_WAITED, iteration=iteration, seconds=1.0)
+    assert "routine.summed" in path.read_text()
+    assert EventCounts(path, SUMMED).read().of("fence.waited", "seconds") == {0: float(stream.SUMMED)}
+
+
+def test_no_event_is_lost_or_counted_twice_when_a_full_file_is_renamed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "RECENT_LIMIT", 1000)
+    follows, zero = EventCounts(path, SUMMED), rank(path, 0)
+    for iteration in range(40):
+        zero.emit(catalogue.FENCE_WAITED, iteration=iteration, seconds=1.0)
+        assert follows.read().of("fence.waited", "seconds") == {0: iteration + 1.0}
+    assert stream.recent_of(path).with_name("events.recent.jsonl.1").exists()
+
+
+def test_one_reading_is_bounded_and_a_line_is_counted_once_it_is_whole(path: Path) -> None:
+    zero = rank(path, 0)
+    for iteration in range(10):
+        zero.emit(catalogue.SNAPSHOT_SEALED, lineage=1, iteration=iteration, seconds=1.0, bytes=7, slot=0)
+    lines = stream.recent_of(path).read_bytes().splitlines(keepends=True)
+    counts = EventCounts(path, SUMMED)
+    assert counts.read(limit=len(b"".join(lines[:5])) - 1).of("snapshot.sealed") == {0: 4}
+    assert counts.read(limit=None).of("snapshot.sealed", "bytes") == {0: 70}
+    with stream.recent_of(path).open("a") as file:
+        file.write('{"time": 1, "name": "snapshot.sealed", "rank": 0, ')
+    assert counts.read().of("snapshot.sealed") == {0: 10}
+    with stream.recent_of(path).open("a") as file:
+        file.write('"bytes": 30}\n')
+    assert counts.read().of("snapshot.sealed", "bytes") == {0: 100}
+
+
+@pytest.mark.parametrize("line", ["", "{", '{"time": 1, "name": "fence.waited", "seconds": ', "\x00\xff", "[]", "7"])
+def test_a_damaged_line_is_passed_over(path: Path, line: str) -> None:
+    path.write_text(line + "\n")
+    rank(path, None).emit(catalogue.SMP_LOST, pid=1)
+    assert EventCounts(path, SUMMED).read().of("smp.lost") == {None: 1}
+
+
+def test_a_field_of_another_type_adds_nothing(path: Path) -> None:
+    fields: Any = '{"time": 1, "name": "fence.waited", "rank": "all", "seconds": "long"}\n'
+    path.write_text(fields)
+    counts = EventCounts(path, SUMMED).read()
+    assert counts.of("fence.waited") == {None: 1} and counts.of("fence.waited", "seconds") == {}
+
+
+def test_a_link_or_a_pipe_in_place_of_a_history_is_not_read(path: Path, tmp_path: Path) -> None:
+    rank(tmp_path / "other.jsonl", None).emit(catalogue.SMP_LOST, pid=1)
+    path.symlink_to(tmp_path / "other.jsonl")
+    assert EventCounts(path, SUMMED).read().values == {}
+    path.unlink()
+    os.mkfifo(path)
+    assert EventCounts(path, SUMMED).read().values == {}

@@ -1,0 +1,159 @@
+"""Metrics over HTTP, from a real SMP: what is served, what is refused, and that nothing waits for a scrape."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.events import Event, Events, catalogue, file_sink
+from ft_plugins.smp.serve import metrics_endpoint
+from ft_plugins.smp.serve.metrics_endpoint import MetricsEndpoint
+from ft_plugins.smp.serve.process import SnapshotProcess
+from harness.job_control import wait_until
+
+OWN = "127.0.0.1"
+SECONDS = 60.0
+
+
+def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
+    connection = http.client.HTTPConnection(OWN, port, timeout=SECONDS)
+    try:
+        connection.request(method, path)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    with socket.create_server((OWN, 0)) as found:
+        return int(found.getsockname()[1])
+
+
+class Emitted(list[Event]):
+    """Events of a sink."""
+
+
+@pytest.fixture
+def emitted() -> Emitted:
+    return Emitted()
+
+
+@pytest.fixture
+def daemon(job: str, tmp_path: Path, emitted: Emitted) -> Iterator[SnapshotProcess]:
+    events = Events()
+    events.subscribe(emitted.append)
+    found = SnapshotProcess(tmp_path, job, "n", events)
+    yield found
+    if not found.ended.is_set():
+        found.finish_alone("test")
+
+
+def watch(daemon: SnapshotProcess, port: int | None) -> dict[str, Any]:
+    place = {} if port is None else {"metrics": [OWN, port]}
+    return daemon.answer({"do": "watch", "pid": os.getpid(), "detect_seconds": 600.0, **place})
+
+
+def refused(port: int) -> bool:
+    with pytest.raises(ConnectionRefusedError):
+        get(port)
+    return True
+
+
+def test_an_smp_serves_what_it_knows_while_ft_run_asks_for_it_and_nothing_otherwise(
+    daemon: SnapshotProcess, tmp_path: Path
+) -> None:
+    port, other = free_port(), free_port()
+    assert watch(daemon, None)["ok"] and refused(port)
+    assert watch(daemon, port)["ok"]
+    events = Events("n", 0)
+    events.subscribe(file_sink(tmp_path / "events.jsonl"))
+    events.emit(catalogue.FENCE_WAITED, iteration=3, seconds=0.25)
+    status, text = get(port)
+    where = f'ftp_job="{tmp_path.parent.name}",node="{tmp_path.name}"'
+    assert status == 200 and f"ftp_smp_answered{{{where}}} 1\n" in text
+    assert f'ftp_fence_wait_seconds_total{{{where},rank="0"}} 0.25\n' in text
+    assert watch(daemon, port)["ok"] and get(port)[0] == 200, "the same again"
+    assert watch(daemon, other)["ok"] and get(other)[0] == 200 and refused(port)
+    daemon.finish_alone("test")
+    assert refused(other)
+
+
+def test_only_the_metrics_can_be_read_and_nothing_can_be_changed(daemon: SnapshotProcess) -> None:
+    watch(daemon, port := free_port())
+    assert get(port, "/")[0] == 404 and get(port, "/../token")[0] == 404
+    assert [get(port, method=name)[0] for name in ("POST", "PUT", "DELETE")] == [501, 501, 501]
+
+
+def test_a_port_that_is_taken_costs_the_metrics_alone_and_is_said(daemon: SnapshotProcess, emitted: Emitted) -> None:
+    with socket.create_server((OWN, 0)) as other:
+        port = int(other.getsockname()[1])
+        assert watch(daemon, port)["ok"], "the job is not disturbed"
+        (event,) = [each for each in emitted if each.type is catalogue.METRICS_FAILED]
+        assert event.fields["reason"] == f"{OWN}, port {port}: Address already in use"
+    assert watch(daemon, port)["ok"] and get(port)[0] == 200, "an ft-run that asks again gets it"
+
+
+def test_a_scrape_while_the_smp_is_busy_says_so_and_leaves_out_what_it_would_have_to_wait_for(
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_plugins.smp.serve.owner._SCRAPE_SECONDS", 0.1)
+    watch(daemon, port := free_port())
+    with daemon._lock:
+        status, text = get(port)
+    assert status == 200 and "ftp_smp_answered{" in text and "ftp_world_size" not in text
+    assert [line[-2:] for line in text.splitlines() if line.startswith("ftp_smp_answered")] == [" 0"]
+    assert "ftp_world_size" in get(port)[1]
+
+
+def test_silent_connections_keep_no_request_of_the_smp_waiting_and_are_closed(
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.3)
+    watch(daemon, port := free_port())
+    silent = [socket.create_connection((OWN, port)) for _ in range(20)]
+    assert daemon.answer({"do": "status"})["ok"]
+
+    def served() -> bool:
+        try:
+            return get(port)[0] == 200
+        except (OSError, http.client.HTTPException):  # no room yet
+            return False
+
+    wait_until(served, SECONDS, lambda: "no scrape is answered")
+    for each in silent:
+        each.close()
+
+
+def test_of_two_scrapes_at_once_the_second_does_not_wait_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_endpoint, "LOCK_SECONDS", 0.1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def status() -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    endpoint = MetricsEndpoint(tmp_path, status, Events())
+    endpoint.become((OWN, free_port()))
+    port = endpoint.port
+    assert port is not None
+    try:
+        first: list[int] = []
+        thread = threading.Thread(target=lambda: first.append(get(port)[0]))
+        thread.start()
+        assert begun.wait(SECONDS) and get(port)[0] == 503
+        go_on.set()
+        thread.join(SECONDS)
+        assert first == [200]
+    finally:
+        go_on.set()
+        endpoint.close()
