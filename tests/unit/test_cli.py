@@ -702,12 +702,15 @@ def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, t
         joining=now - 3, grouped=0.5, built=now - 2, restored=now - 1.5, completed=now, processor={"began": 1.5},
     )  # fmt: skip
     table = ft_plugins("report")
+    assert "\ngoodput (ETTR) 0.00 % of 0.00 s, seen by node n0" in table
     rows = {line[:24].strip(): line[24:].split() for line in table.splitlines()}
     assert rows["end old processes"] == ["0.50"] and rows["import"] == ["1.75"] and rows["detect the failure"] == ["-"]
     assert rows["total, from detection"] == ["6.50"] and rows["of ranks"] == ["4"]
     assert max(map(len, table.splitlines())) <= 80
-    [line] = ft_plugins("report", "restarted", "--json").splitlines()
-    assert json.loads(line)["total"] == pytest.approx(6.5)
-    assert ft_plugins("report", "--events", str(run_dir / "events.jsonl"), "--json") == line + "\n"
+    lines = ft_plugins("report", "restarted", "--json")
+    one, time_of_job = map(json.loads, lines.splitlines())
+    assert one["total"] == pytest.approx(6.5)
+    assert sum(time_of_job["goodput"]["parts"].values()) == pytest.approx(time_of_job["goodput"]["wall_seconds"])
+    assert ft_plugins("report", "--events", str(run_dir / "events.jsonl"), "--json") == lines
     assert "no job 'other'" in ft_plugins("report", "other", status=1)
     assert "/gone: no such file" in ft_plugins("report", "--events", str(tmp_path / "gone"), status=1)
