@@ -35,6 +35,7 @@ from .job_events import EventsOption, JobArgument, job_events
 from .plan_command import plan_app
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
+from .why_command import why
 
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -185,6 +186,7 @@ def config(
 
 app.add_typer(plan_app, name="plan")
 app.command(context_settings=_ANY_FLAGS)(check)
+app.command()(why)
 
 
 def _console() -> Console:

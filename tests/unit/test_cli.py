@@ -687,6 +687,17 @@ def test_plan_says_what_to_install_where_there_is_no_matplotlib(
     assert not list(tmp_path.iterdir()) and "16.2" in ft_plugins(*PAPER)
 
 
+def test_why_says_what_failed_and_what_to_do(ft_plugins: Command) -> None:
+    events = Events("n0")
+    events.subscribe(file_sink(run_directory("failed", "n0") / "events.jsonl"))
+    events.emit(catalogue.JOB_STARTED, nproc=4, script="train.py")
+    assert ft_plugins("why", "failed") == "no failure is in the events of this job\n"
+    assert ft_plugins("why", "failed", "--json") == "null\n"
+    events.emit(catalogue.WORKER_FAILED, rank=3, local_rank=3, exitcode=1, signal="", message="ValueError: loss")
+    assert " rank 3 on node n0, " in ft_plugins("why") and "ValueError: loss" in ft_plugins("why")
+    assert json.loads(ft_plugins("why", "--json"))["words"] == "ValueError: loss"
+
+
 def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, tmp_path: Path) -> None:
     assert "name the job" in ft_plugins("report", status=1)
     run_dir = run_directory("restarted", "n0")
