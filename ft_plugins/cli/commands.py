@@ -31,6 +31,7 @@ from ..smp.serve import leftovers
 from ..smp.watch import liveness
 from . import status_command
 from .check_command import check
+from .events_command import events
 from .job_events import EventsOption, JobArgument, job_events
 from .plan_command import plan_app
 from .status_command import known_jobs
@@ -187,6 +188,7 @@ def config(
 app.add_typer(plan_app, name="plan")
 app.command(context_settings=_ANY_FLAGS)(check)
 app.command()(why)
+app.command()(events)
 
 
 def _console() -> Console:
@@ -264,11 +266,11 @@ def markdown() -> str:
 @app.command()
 def report(
     job: JobArgument = None,
-    events: EventsOption = None,
+    files: EventsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="an object for each restart, then one of goodput")] = False,
 ) -> None:
     """Show where the time of each restart went, and all other time of the job."""
-    known = job_events(job, events)
+    known = job_events(job, files)
     found, time = recovery_phases(known), goodput(known)
     if as_json:
         for one in found:

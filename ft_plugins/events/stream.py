@@ -212,22 +212,22 @@ def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
 def read(path: Path) -> Iterator[Event]:
     """The events of a history and of its recent routine events, by time, also of the files that were renamed at their
     limits, without lines that a full disk cut short."""
-    history, recent = ([*_read(rotated_of(file)), *_read(file)] for file in (path, recent_of(path)))
+    history, recent = ([*events_in(rotated_of(file)), *events_in(file)] for file in (path, recent_of(path)))
     yield from sorted([*recent, *history], key=lambda event: event.time) if recent else history
 
 
-def _read(path: Path) -> Iterator[Event]:
+def events_in(path: Path) -> Iterator[Event]:
     """The events of one file, in the order in which they were written."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             return
-        if (event := _event(line)) is not None:
+        if (event := event_of(line)) is not None:
             yield event
 
 
-def _event(line: bytes) -> Event | None:
+def event_of(line: bytes) -> Event | None:
     """The event of one line; None for a damaged one."""
     try:
         entry = json.loads(line)
@@ -245,7 +245,7 @@ def standing_alarm(path: Path) -> Event | None:
         kind = catalogue.EVENTS.get(named[1].decode(errors="replace")) if named else None
         if kind is None:
             continue
-        if kind.severity is Severity.ALARM and (event := _event(line)) is not None:
+        if kind.severity is Severity.ALARM and (event := event_of(line)) is not None:
             return None if event.name in ended else event
         ended.update(kind.ends)
     return None
