@@ -69,8 +69,8 @@ DOES: Mapping[EventType, str] = {
     catalogue.RANK_SUSPECTED: _TRAINS_ON,
     catalogue.SUSPECT_LISTED: "It ends, as it would have.",
     catalogue.REPLICAS_RESTARTED: "All replicas train on from one state.",
-    catalogue.NONFINITE_DETECTED: "PAFT has the iteration computed again, or the ranks restart from an earlier version; "
-    "local SGD leaves those modules out.",
+    catalogue.NONFINITE_DETECTED: "PAFT has the iteration computed again, or the ranks restart from an earlier "
+    "version; local SGD leaves those modules out.",
 }  # fmt: skip
 _REFUSED = "Ends with status 78."
 ERRORS: Mapping[type[errors.FtError], tuple[str, str]] = {  # what the job does; what to do
