@@ -36,6 +36,7 @@ from .job_events import EventsOption, JobArgument, job_events
 from .plan_command import plan_app
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
+from .trace_command import trace
 from .why_command import why
 
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -189,6 +190,7 @@ app.add_typer(plan_app, name="plan")
 app.command(context_settings=_ANY_FLAGS)(check)
 app.command()(why)
 app.command()(events)
+app.command()(trace)
 
 
 def _console() -> Console:

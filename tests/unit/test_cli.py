@@ -748,6 +748,15 @@ def test_events_fit_a_terminal() -> None:
     assert max(map(len, lines_of(event, 80))) <= 80
 
 
+def test_trace_writes_a_file_that_perfetto_shows(ft_plugins: Command, tmp_path: Path) -> None:
+    events = Events("n0", 3)
+    events.subscribe(file_sink(run_directory("traced", "n0") / "events.jsonl"))
+    events.emit(catalogue.SNAPSHOT_SEALED, lineage=1, iteration=4, seconds=0.5, bytes=8, slot=0)
+    assert "1 entries" in ft_plugins("trace", "traced", "--to", str(tmp_path / "t.json"))
+    assert "capture 4" in (tmp_path / "t.json").read_text()
+    assert "give another file" in ft_plugins("trace", "--to", str(tmp_path), status=1)
+
+
 def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, tmp_path: Path) -> None:
     assert "name the job" in ft_plugins("report", status=1)
     run_dir = run_directory("restarted", "n0")
