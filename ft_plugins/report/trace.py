@@ -78,9 +78,9 @@ def trace(events: Iterable[Event]) -> dict[str, Any]:
             drawn.append({"ph": "X", "name": one.name, "cat": each.lane, "ts": at, "dur": microseconds(one.end) - at,
                           **where, "args": one.facts})  # fmt: skip
     for event in marks:
-        where = place(_node(event), "failures", 0)
-        drawn.append({"ph": "i", "s": "p", "name": event.name, "cat": "failures", "ts": microseconds(event.time), **where,
-                      "args": {"rank": event.rank, **event.fields}})  # fmt: skip
+        at, where = microseconds(event.time), place(_node(event), "failures", 0)
+        facts = {"rank": event.rank, **event.fields}
+        drawn.append({"ph": "i", "s": "p", "name": event.name, "cat": "failures", "ts": at, **where, "args": facts})
     drawn.sort(key=lambda each: (each["pid"], each["tid"], each["ts"], -each.get("dur", 0)))
     named = [
         {"ph": "M", "name": "process_name", "ts": 0, "pid": pid, "tid": 0, "args": {"name": name}}
