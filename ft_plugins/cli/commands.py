@@ -25,6 +25,7 @@ from ..config import Config, keys, run_root
 from ..config.keys import LARGEST
 from ..errors import ConfigError, FtError
 from ..report.goodput import goodput
+from ..report.html_page import html_page
 from ..report.recovery_phases import phase_lines, recovery_phases
 from ..smp.serve import client as smp
 from ..smp.serve import leftovers
@@ -36,7 +37,7 @@ from .job_events import EventsOption, JobArgument, job_events
 from .plan_command import plan_app
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
-from .trace_command import trace
+from .trace_command import trace, write_text
 from .why_command import why
 
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -270,9 +271,14 @@ def report(
     job: JobArgument = None,
     files: EventsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="an object for each restart, then one of goodput")] = False,
+    page: Annotated[Path | None, typer.Option("--html", help="write one page with pictures to this file")] = None,
 ) -> None:
     """Show where the time of each restart went, and all other time of the job."""
     known = job_events(job, files)
+    if page:
+        write_text(page, html_page(job or "ft_plugins: a job", known))
+        print(page)
+        return
     found, time = recovery_phases(known), goodput(known)
     if as_json:
         for one in found:

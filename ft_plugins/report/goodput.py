@@ -50,6 +50,11 @@ _LAST = 3  # the strongest overlay
 _Interval = tuple[int, int, str, int]  # begin, end, part, strength
 
 
+def words_of(part: str) -> str:
+    """A part for people."""
+    return _WORDS[part]
+
+
 @dataclass(frozen=True)
 class Goodput:
     """`began`: seconds since the epoch. `wall` and `parts`: microseconds. `unseen`: failures of which it is not known

@@ -782,5 +782,8 @@ def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, t
     assert one["total"] == pytest.approx(6.5)
     assert sum(time_of_job["goodput"]["parts"].values()) == pytest.approx(time_of_job["goodput"]["wall_seconds"])
     assert ft_plugins("report", "--events", str(run_dir / "events.jsonl"), "--json") == lines
+    page = tmp_path / "page.html"
+    assert ft_plugins("report", "--html", str(page)) == f"{page}\n"
+    assert "Restart 1, to iteration 9: 6.50 s, from detection" in page.read_text()
     assert "no job 'other'" in ft_plugins("report", "other", status=1)
     assert "/gone: no such file" in ft_plugins("report", "--events", str(tmp_path / "gone"), status=1)
