@@ -1,6 +1,6 @@
 """Why a job failed last: from its events to a few lines for people. Pure.
 
-An *outage* is everything that failed between two times at which ranks completed iterations. The newest one is
+An *outage* is everything that failed in one incarnation, whether it completed an iteration or not. The newest one is
 described: the rank that failed first, or for which the others waited, or the cause that the nodes gave; its last words;
 what the kernel, NCCL and the stacks say; whether the same happened before; what to do.
 
@@ -28,7 +28,7 @@ _CAUSES = (
     catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.JOB_HUNG, catalogue.FAILURE_RECURRED,
     catalogue.NODE_LOST, catalogue.RESUME_DIFFERED, catalogue.STATE_LOST,
 )  # fmt: skip
-_BEGINS = (catalogue.RANKS_RESUMED, catalogue.JOB_STARTED)
+_BEGINS = (catalogue.RANKS_RESUMED, catalogue.WORKERS_RESTARTED, catalogue.JOB_STARTED)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,12 @@ def test_the_newest_outage_is_described_and_how_often_it_came() -> None:
     assert told(why([*events, resumed(31)]))["since then"] == "iterations were completed again"
 
 
+def test_two_starts_that_failed_before_an_iteration_are_two_outages() -> None:
+    restarted = at(15, "workers.restarted", restart=1, token=2)
+    shown = told(why([at(1, "job.started"), failed(10, 1, -9), restarted, failed(20, 1, -9)]))
+    assert shown["again"] == "the same cause ended the last 2 incarnations" and "others" not in shown
+
+
 def test_a_failure_that_recurs_says_what_ft_run_found() -> None:
     recurred = at(13, "failure.recurred", reason="give the same command with --ftp-resume before:7")
     assert told(why([failed(12, 3, 1, "NaN"), recurred]))["to do"].endswith("--ftp-resume before:7")
