@@ -24,16 +24,21 @@ from rich.table import Table
 from ..config import Config, keys, run_root
 from ..config.keys import LARGEST
 from ..errors import ConfigError, FtError
-from ..events import Event, read
+from ..report.goodput import goodput
+from ..report.html_page import html_page
 from ..report.recovery_phases import phase_lines, recovery_phases
 from ..smp.serve import client as smp
 from ..smp.serve import leftovers
 from ..smp.watch import liveness
 from . import status_command
 from .check_command import check
+from .events_command import events
+from .job_events import EventsOption, JobArgument, job_events
 from .plan_command import plan_app
 from .status_command import known_jobs
 from .status_facts import ASK_SECONDS, run_directories
+from .trace_command import trace, write_text
+from .why_command import why
 
 _ANY_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -184,6 +189,9 @@ def config(
 
 app.add_typer(plan_app, name="plan")
 app.command(context_settings=_ANY_FLAGS)(check)
+app.command()(why)
+app.command()(events)
+app.command()(trace)
 
 
 def _console() -> Console:
@@ -260,34 +268,27 @@ def markdown() -> str:
 
 @app.command()
 def report(
-    job: Annotated[str | None, typer.Argument(help="name of the job, from `status`; of several")] = None,
-    events: Annotated[
-        list[Path] | None, typer.Option("--events", help="an events.jsonl instead of a job here; once for each node")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object for each restart, for programs")] = False,
+    job: JobArgument = None,
+    files: EventsOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="an object for each restart, then one of goodput")] = False,
+    page: Annotated[Path | None, typer.Option("--html", help="write one page with pictures to this file")] = None,
 ) -> None:
-    """Show where the time of each restart went, from the failure to the next completed iteration."""
-    found = recovery_phases(_events(job, events or []))
+    """Show where the time of each restart went, and all other time of the job."""
+    known = job_events(job, files)
+    if page:
+        write_text(page, html_page(job or "ft_plugins: a job", known))
+        print(page)
+        return
+    found, time = recovery_phases(known), goodput(known)
     if as_json:
         for one in found:
             print(json.dumps(one.block()))
+        if time:
+            print(json.dumps({"goodput": time.block()}))
         return
     print("\n".join(phase_lines(found)) if found else "no restart has completed an iteration yet")
-
-
-def _events(job: str | None, files: list[Path]) -> list[Event]:
-    """The events of a job's nodes on this machine, or of `files`. Raises ConfigError."""
-    if files:
-        missing = [str(path) for path in files if not path.is_file()]
-        if missing:
-            raise ConfigError(f"--events {missing[0]}: no such file; give the events.jsonl of a run directory")
-        return [event for path in files for event in read(path)]
-    folders = run_directories(job, None)
-    names = sorted({folder.parent.name for folder in folders})
-    if len(names) != 1:
-        known = ", ".join(sorted({folder.parent.name for folder in run_directories(None, None)})) or "none"
-        raise ConfigError(f"{f'no job {job!r} is known here' if job else 'name the job'}; known here: {known}")
-    return [event for folder in folders for event in read(folder / "events.jsonl")]
+    if time:
+        print("\n".join(["", *time.lines()]))
 
 
 # ---- rehearse ----

@@ -54,6 +54,9 @@ WORKER_FAILED = EventType(
     rank=Field("int", "rank that failed"), local_rank=Field("int", "its rank within the node"),
     exitcode=Field("int", "exit code; negative for a signal"), signal=Field("str", "name of that signal, or empty"),
     message=Field("str", "the last error that it reported, or empty"),
+    oom_kills=Field("int", "processes of the node's control group that the kernel killed for lack of memory since the "
+    "ranks were started, if this one was killed", optional=True),
+    flight_record=Field("str", "file of its NCCL flight record, or empty"),
 )  # fmt: skip
 WORKERS_RESTARTED = EventType(
     "workers.restarted", NOTICE, "The training processes of this node were started again.",

@@ -152,6 +152,11 @@ def recent_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}.recent{path.suffix}")
 
 
+def rotated_of(path: Path) -> Path:
+    """The name that a file gets when it has reached its limit."""
+    return path.with_name(path.name + ".1")
+
+
 class _Summary:
     """Routine events of one name and one process."""
 
@@ -193,7 +198,7 @@ def _append(path: Path, event: Event, limit: int) -> None:
             os.write(fd, (event.line() + "\n").encode())
             status = os.fstat(fd)
             if status.st_size > limit and os.stat(path).st_ino == status.st_ino:  # no other process has renamed it
-                os.replace(path, path.with_name(path.name + ".1"))
+                os.replace(path, rotated_of(path))
         finally:
             os.close(fd)
 
@@ -205,29 +210,30 @@ def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a history and of its recent routine events, by time, without lines that a full disk cut short."""
-    history, recent = list(_read(path)), list(_read(recent_of(path)))
+    """The events of a history and of its recent routine events, by time, also of the files that were renamed at their
+    limits, without lines that a full disk cut short."""
+    history, recent = ([*events_in(rotated_of(file)), *events_in(file)] for file in (path, recent_of(path)))
     yield from sorted([*recent, *history], key=lambda event: event.time) if recent else history
 
 
-def _read(path: Path) -> Iterator[Event]:
+def events_in(path: Path) -> Iterator[Event]:
     """The events of one file, in the order in which they were written."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             return
-        if (event := _event(line)) is not None:
+        if (event := event_of(line)) is not None:
             yield event
 
 
-def _event(line: bytes) -> Event | None:
+def event_of(line: bytes) -> Event | None:
     """The event of one line; None for a damaged one."""
     try:
         entry = json.loads(line)
-    except ValueError:
+        known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
+    except (ValueError, KeyError, AttributeError, TypeError):
         return None
-    known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
     return Event(**known, fields=entry)
 
 
@@ -244,7 +250,7 @@ def standing_alarm(path: Path) -> Event | None:
         kind = catalogue.EVENTS.get(name_in(line))
         if kind is None:
             continue
-        if kind.severity is Severity.ALARM and (event := _event(line)) is not None:
+        if kind.severity is Severity.ALARM and (event := event_of(line)) is not None:
             return None if event.name in ended else event
         ended.update(kind.ends)
     return None

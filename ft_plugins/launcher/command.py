@@ -30,8 +30,10 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from ..base.intake import shown
 from ..config import Config, add_flags, deepspeed_json, keys, merge, protects, run_directory, sources
 from ..errors import EXIT_REFUSED, ConfigError, FtError
+from ..events import catalogue, read
 from . import job_identity
 from .agent.watcher import Job
+from .agent.why import why
 from .node_launch import Outcome, launch
 from .rendezvous.rendezvous_settings import BACKEND
 
@@ -202,6 +204,18 @@ def _where(plan: Plan) -> str:
     return f" (node {plan.node}; what happened is in {run_directory(plan.job, plan.node) / 'events.jsonl'})"
 
 
+def _account(plan: Plan) -> list[str]:
+    """Why a protected job failed, as `ft-plugins why` says it: in events of this node, since ft-run was started."""
+    if not plan.protected:
+        return []
+    with suppress(OSError):  # the disk may be what failed
+        events = list(read(run_directory(plan.job, plan.node) / "events.jsonl"))
+        starts = [at for at, event in enumerate(events) if event.type is catalogue.JOB_STARTED]
+        account = why(events[starts[-1] :]) if starts else None
+        return account.lines() if account else []
+    return []
+
+
 def _require_temporary_folder(log_dir: str | None) -> None:
     """Raises ConfigError if torch could not make a folder for what ranks report."""
     if log_dir and not os.path.isdir(log_dir):
@@ -243,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     except ChildFailedError as error:
         print(error, file=sys.stderr)
+    for line in _account(planned):
+        print(f"ft-run: {line}", file=sys.stderr)
     print(f"ft-run: {outcome.reason}{where}", file=sys.stderr)
     return outcome.exit_status
 

@@ -69,6 +69,7 @@ class RecoveryPhases:
     iteration_seconds: float | None
     ranks: int = 0
     processor: Mapping[str, float] = field(default_factory=dict)
+    ended: float = 0.0  # when the iteration was completed: seconds since the epoch
 
     def by_phase(self) -> dict[str, float | None]:
         """The phases in order."""
@@ -139,7 +140,7 @@ def _recovery(starts: Sequence[Event], resumed: Event, failure: float | None) ->
         iteration=fields["iteration"], starts=len(starts), attempts=attempts, detect=detect, end=phases["end"],
         agree=phases["agree"], start=phases["start"], imports=phases["imports"], groups=groups, build=build,
         load=phases["load"], iteration_seconds=phases["iteration"], ranks=fields.get("count", 0),
-        processor=dict(fields.get("processor") or {}),
+        processor=dict(fields.get("processor") or {}), ended=resumed.time,
     )  # fmt: skip
 
 

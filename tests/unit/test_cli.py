@@ -21,9 +21,10 @@ import pytest
 
 from ft_plugins import cli
 from ft_plugins.cli import status_command, status_facts
+from ft_plugins.cli.events_command import lines_of
 from ft_plugins.cli.job_state import State
 from ft_plugins.config import Config, keys, run_directory
-from ft_plugins.events import Events, catalogue, file_sink
+from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.smp.serve import client as smp
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture import manifest
@@ -715,6 +716,75 @@ def test_plan_says_what_to_install_where_there_is_no_matplotlib(
     assert not list(tmp_path.iterdir()) and "16.2" in ft_plugins(*PAPER)
 
 
+def test_why_says_what_failed_and_what_to_do(ft_plugins: Command) -> None:
+    events = Events("n0")
+    events.subscribe(file_sink(run_directory("failed", "n0") / "events.jsonl"))
+    events.emit(catalogue.JOB_STARTED, nproc=4, script="train.py")
+    assert ft_plugins("why", "failed") == "no failure is in the events of this job\n"
+    assert ft_plugins("why", "failed", "--json") == "null\n"
+    events.emit(catalogue.WORKER_FAILED, rank=3, local_rank=3, exitcode=1, signal="", message="ValueError: loss")
+    assert " rank 3 on node n0, " in ft_plugins("why") and "ValueError: loss" in ft_plugins("why")
+    assert json.loads(ft_plugins("why", "--json"))["words"] == "ValueError: loss"
+
+
+def test_events_shows_what_happened_on_all_nodes_by_time(
+    ft_plugins: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds, node, name, fields in (
+        (700, "n1", "job.started", {"nproc": 4, "script": "train.py"}),
+        (500, "n0", "job.started", {"nproc": 4, "script": "train.py"}),
+        (400, "n1", "routine.summed", {"of": "fence.waited", "count": 9}),
+        (300, "n1", "protection.lost", {"reason": "no \x1b[31mmemory " + "word " * 30}),
+    ):
+        path = run_directory("told", node) / "events.jsonl"
+        event = Event(name, time.time() - seconds, node, fields=fields)
+        path.write_text((path.read_text() if path.exists() else "") + event.line() + "\n")
+    first, second, third = ft_plugins("events", "told").splitlines()
+    assert " n1: job.started (nproc 4, script train.py)" in first and " n0: " in second
+    assert " ! n1: protection.lost: no \\x1b[31mmemory word" in third
+    assert "routine.summed" in ft_plugins("events", "--routine")
+    assert len(ft_plugins("events", "--since", "10m").splitlines()) == 2
+    assert ft_plugins("events", "--limit", "1").splitlines() == ["2 older events are left out; see --limit", third]
+    assert [json.loads(line)["node"] for line in ft_plugins("events", "--json").splitlines()] == ["n1", "n0", "n1"]
+    assert "--since soon: expected a duration" in ft_plugins("events", "--since", "soon", status=1)
+
+
+def test_followed_events_come_until_ctrl_c_also_of_a_node_that_joins(
+    ft_plugins: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def emit(node: str, number: int) -> None:
+        events = Events(node)
+        events.subscribe(file_sink(run_directory("told", node) / "events.jsonl"))
+        events.emit(catalogue.JOB_STARTED, nproc=number, script="train.py")
+
+    def sleep(seconds: float) -> None:
+        run_directory("another", "n0")
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+        emit(f"n{len(waits)}", len(waits))
+
+    waits: list[float] = []
+    emit("n0", 0)
+    monkeypatch.setattr("ft_plugins.cli.events_command.time.sleep", sleep)
+    shown = [json.loads(line) for line in ft_plugins("events", "--follow", "--json").splitlines()]
+    assert [(event["node"], event["nproc"]) for event in shown] == [("n0", 0), ("n1", 1), ("n2", 2)]
+
+
+def test_events_fit_a_terminal() -> None:
+    event = Event("protection.lost", 0.0, "node", 3, fields={"reason": "word " * 50, "max_steps": 100})
+    assert max(map(len, lines_of(event, 80))) <= 80
+
+
+def test_trace_writes_a_file_that_perfetto_shows(ft_plugins: Command, tmp_path: Path) -> None:
+    events = Events("n0", 3)
+    events.subscribe(file_sink(run_directory("traced", "n0") / "events.jsonl"))
+    events.emit(catalogue.SNAPSHOT_SEALED, lineage=1, iteration=4, seconds=0.5, bytes=8, slot=0)
+    assert "1 entries" in ft_plugins("trace", "traced", "--to", str(tmp_path / "t.json"))
+    assert "capture 4" in (tmp_path / "t.json").read_text()
+    assert "give another file" in ft_plugins("trace", "--to", str(tmp_path), status=1)
+
+
 def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, tmp_path: Path) -> None:
     assert "name the job" in ft_plugins("report", status=1)
     run_dir = run_directory("restarted", "n0")
@@ -730,12 +800,18 @@ def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, t
         joining=now - 3, grouped=0.5, built=now - 2, restored=now - 1.5, completed=now, processor={"began": 1.5},
     )  # fmt: skip
     table = ft_plugins("report")
+    assert "\ngoodput (ETTR) 0.00 % of 0.00 s, seen by node n0" in table
     rows = {line[:24].strip(): line[24:].split() for line in table.splitlines()}
     assert rows["end old processes"] == ["0.50"] and rows["import"] == ["1.75"] and rows["detect the failure"] == ["-"]
     assert rows["total, from detection"] == ["6.50"] and rows["of ranks"] == ["4"]
     assert max(map(len, table.splitlines())) <= 80
-    [line] = ft_plugins("report", "restarted", "--json").splitlines()
-    assert json.loads(line)["total"] == pytest.approx(6.5)
-    assert ft_plugins("report", "--events", str(run_dir / "events.jsonl"), "--json") == line + "\n"
+    lines = ft_plugins("report", "restarted", "--json")
+    one, time_of_job = map(json.loads, lines.splitlines())
+    assert one["total"] == pytest.approx(6.5)
+    assert sum(time_of_job["goodput"]["parts"].values()) == pytest.approx(time_of_job["goodput"]["wall_seconds"])
+    assert ft_plugins("report", "--events", str(run_dir / "events.jsonl"), "--json") == lines
+    page = tmp_path / "page.html"
+    assert ft_plugins("report", "--html", str(page)) == f"{page}\n"
+    assert "Restart 1, to iteration 9: 6.50 s, from detection" in page.read_text()
     assert "no job 'other'" in ft_plugins("report", "other", status=1)
     assert "/gone: no such file" in ft_plugins("report", "--events", str(tmp_path / "gone"), status=1)

@@ -42,7 +42,7 @@ from ..preload.parent import parent_of
 from ..rendezvous import endpoint
 from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
-from . import worker_failures
+from . import left_traces, worker_failures
 from .agent_channel import AgentChannel
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
 from .signals import SignalStop
@@ -91,6 +91,7 @@ class ProgressAgent(LocalElasticAgent):
         self._opened = False  # a rank has opened a lineage under this ft-run
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
+        self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
         self._preload = parent_of(job, spec, events)
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
@@ -264,7 +265,8 @@ class ProgressAgent(LocalElasticAgent):
         self._exits.close()
         if self._preload:
             self._preload.wait()
-        clock = time.monotonic()
+        clock, self._started_at = time.monotonic(), time.time()
+        self._oom_kills = left_traces.oom_kills()
         with (
             self._watcher.paused() if self._watcher else nullcontext(),
             self._preload.starting(token) if self._preload else nullcontext(),
@@ -391,6 +393,8 @@ class ProgressAgent(LocalElasticAgent):
                 exitcode=failure.exitcode,
                 signal=failure.signal,
                 message=failure.message,
+                oom_kills=self._oom_kills_since() if failure.signal == "SIGKILL" else None,
+                flight_record=left_traces.flight_record(failure.rank, self._started_at),
             )
         cause = root_cause(failures)
         result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
@@ -401,6 +405,11 @@ class ProgressAgent(LocalElasticAgent):
             also = f"; on their own failed too: {others}" if others else ""
             node = self._job.node if self._job else socket.gethostname()
             say(f"{cause.line(node)}{also}; {next_step}", alarm=True, who="ft-run: ")
+
+    def _oom_kills_since(self) -> int | None:
+        """Kills for lack of memory since the workers were started; None if the kernel's count is unknown."""
+        now, before = left_traces.oom_kills(), self._oom_kills
+        return None if now is None or before is None else max(0, now - before)
 
     def _give_verdict(self, cause: WorkerFailure | LostPeers) -> str:
         """Decide, and set torch's restart counter accordingly. Returns what comes now, for people."""

@@ -80,13 +80,17 @@ class WorkerFailure:
         """Whether it ended with an error that a restart cannot cure."""
         return self.exitcode == EXIT_REFUSED
 
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        return f"was ended by {self.signal}" if self.exitcode < 0 else f"exited with status {self.exitcode}"
+
     def line(self, node: str = "") -> str:
         """One line for people, with rank and error; with `node`, also where to look."""
         who = f"rank {self.rank} (pid {self.pid}, node {node})" if node else f"rank {self.rank}"
-        how = f"was ended by {self.signal}" if self.exitcode < 0 else f"exited with status {self.exitcode}"
         first = self.message.splitlines()[0][:_LONGEST_ERROR] if self.message else ""
         hint = f"; {_GLOO_HINT}" if _GLOO_ON_LOOPBACK.search(self.message) else ""
-        return f"{who} {how}" + (f": {first}" if first else "") + hint
+        return f"{who} {self.how}" + (f": {first}" if first else "") + hint
 
     @property
     def error(self) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ft_plugins.config import run_directory
 from ft_plugins.errors import ConfigError
+from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.launcher import command
 from ft_plugins.launcher.command import Plan
 from ft_plugins.launcher.node_launch import Outcome
@@ -157,6 +158,25 @@ def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
     shown = capsys.readouterr().err
     assert "train.py FAILED" in shown and "loss is infinite" in shown
     assert shown.splitlines()[-1] == f"ft-run: stopped: iteration 7 ...: rank 3 ...{where()}"
+
+
+def test_a_failed_job_ends_with_why_it_failed_since_this_ft_run_was_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(planned: Plan) -> Outcome:
+        events = Events("a")
+        events.subscribe(file_sink(run_directory("j", "a") / "events.jsonl"))
+        for rank, message in ((1, "of an earlier ft-run"), (3, "ValueError: loss")):
+            events.emit(catalogue.JOB_STARTED, nproc=4, script="train.py")
+            events.emit(catalogue.WORKER_FAILED, rank=rank, local_rank=rank, exitcode=1, signal="", message=message)
+        return Outcome("stuck", "stopped")
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr(command, "execute", execute)
+    assert command.main([*PROTECTED, str(folder / "train.py")]) == 1
+    failed, error, advice, last = capsys.readouterr().err.splitlines()
+    assert failed.startswith("ft-run:   failed     rank 3 on node a, ") and error.endswith("  ValueError: loss")
+    assert advice.startswith("ft-run:   to do  ") and last == f"ft-run: stopped{where()}"
 
 
 def test_a_signal_is_told_by_the_status_as_a_shell_does(

@@ -1,0 +1,164 @@
+"""Why a job failed last: from its events to a few lines for people. Pure.
+
+An *outage* is everything that failed in one incarnation, whether it completed an iteration or not. The newest one is
+described: the rank that failed first, or for which the others waited, or the cause that the nodes gave; its last words;
+what the kernel, NCCL and the stacks say; whether the same happened before; what to do.
+
+Invariant: nothing is concluded that no event says. A kill by SIGKILL is not called one for lack of memory: the kernel's
+count of such kills is shown, and where there is none, it is unknown. Clocks of nodes may differ, so the first failure
+is chosen as ft-run chooses the cause (`root_cause`).
+
+In: the events of one or more nodes. Out: `Account`; None if nothing failed.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...errors import printable
+from ...events import Event, catalogue
+from .restarts import WorkerFailure, root_cause
+
+_WORDS = 300  # characters of an error
+_LABEL = 13  # columns, with the indentation
+_CAUSES = (
+    catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.JOB_HUNG, catalogue.FAILURE_RECURRED,
+    catalogue.NODE_LOST, catalogue.RESUME_DIFFERED, catalogue.STATE_LOST,
+)  # fmt: skip
+_BEGINS = (catalogue.RANKS_RESUMED, catalogue.WORKERS_RESTARTED, catalogue.JOB_STARTED)
+
+
+@dataclass(frozen=True)
+class Account:
+    """`rank` (None if it was no rank) of `node` failed first, or hung, at `time` (seconds since the epoch); `cause`
+    says how. `same`: outages in a row, this one included, with the same cause. Texts are '' where nothing is known."""
+
+    time: float
+    node: str
+    rank: int | None
+    cause: str
+    words: str  # the last error that it reported
+    memory: str
+    stacks: str
+    record: str
+    others: str  # that failed on their own too
+    same: int
+    recovered: bool  # ranks have completed iterations since
+    advice: str
+
+    def lines(self, width: int = 0) -> list[str]:
+        """For people, in lines of at most `width` columns; 0: of any length."""
+        who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        rows = [
+            ("failed", f"{who}, {when}: {self.cause}"),
+            ("its error", self.words),
+            ("memory", self.memory),
+            ("stacks", self.stacks),
+            ("NCCL", self.record),
+            ("others", self.others),
+            ("again", f"the same cause ended the last {self.same} incarnations" if self.same > 1 else ""),
+            ("since then", "iterations were completed again" if self.recovered else ""),
+            ("to do", self.advice),
+        ]
+        shown = []
+        for label, text in rows:
+            if text:
+                shown += textwrap.wrap(
+                    printable(text).replace("\n", " "), max(width, 60) if width else 1 << 20,
+                    initial_indent=f"  {label:<{_LABEL - 2}}", subsequent_indent=" " * _LABEL,
+                    break_long_words=False, break_on_hyphens=False,
+                )  # fmt: skip
+        return shown
+
+
+def why(events: Iterable[Event]) -> Account | None:
+    """The account of the newest outage."""
+    outages: list[list[Event]] = [[]]
+    recovered = False
+    for event in sorted(events, key=lambda event: event.time):
+        if event.type in _BEGINS:
+            recovered = recovered or event.type is catalogue.RANKS_RESUMED
+            if outages[-1]:
+                outages.append([])
+        elif event.type in _CAUSES:
+            outages[-1].append(event)
+            recovered = False
+    outages = [outage for outage in outages if outage]
+    return _account(outages, recovered) if outages else None
+
+
+def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
+    outage, causes = outages[-1], [_signature(each) for each in outages]
+    same = next((n for n, cause in enumerate(reversed(causes)) if cause != causes[-1]), len(causes))
+    first, chosen = _first(outage), _failures(outage)
+    hung = next((event for event in outage if event.type is catalogue.JOB_HUNG), None)
+    recurred = next((event for event in outage if event.type is catalogue.FAILURE_RECURRED), None)
+    fields = first.fields
+    failure = chosen.get(id(first))
+    others = [f"rank {one.rank}" for key, one in chosen.items() if key != id(first)]
+    kills, memory = fields.get("oom_kills"), ""
+    if failure and failure.signal == "SIGKILL":
+        memory = "whether it was for lack of memory is unknown: the kernel's log has it"
+        if kills is not None:
+            memory = f"the kernel killed {kills} processes of this node's control group for lack of memory"
+            memory = memory if kills else "the kernel killed no process of this node's control group for lack of memory"
+    kind = first.type
+    advice = "" if kind is None else kind.action
+    if recurred:
+        advice = str(recurred.fields.get("reason", advice))
+    elif hung:
+        advice = catalogue.JOB_HUNG.action
+    elif kills:
+        advice = "Give the job more memory, or let it use less; `ft-plugins plan memory` shows what protection claims."
+    return Account(
+        time=first.time, node=str(fields.get("culprit") or first.node),
+        rank=failure.rank if failure else fields.get("about"), cause=failure.how if failure else _said(first),
+        words=failure.message.strip()[:_WORDS] if failure else "", memory=memory,
+        stacks=str(hung.fields.get("stacks", "")) if hung else "",
+        record=str(fields.get("flight_record", "")), others=", ".join(others), same=same, recovered=recovered,
+        advice=advice,
+    )  # fmt: skip
+
+
+def _failures(outage: Sequence[Event]) -> dict[int, WorkerFailure]:
+    """The failures of ranks, by the identity of their events."""
+    return {
+        id(event): WorkerFailure(
+            event.rank if event.rank is not None else -1,
+            event.fields.get("local_rank", -1),
+            0,
+            event.fields.get("exitcode", 1),
+            event.fields.get("message", ""),
+            event.time,
+        )  # fmt: skip
+        for event in outage
+        if event.type is catalogue.WORKER_FAILED
+    }
+
+
+def _first(outage: Sequence[Event]) -> Event:
+    """What ended the ranks: a hang that was found, the failure that caused the others, or else the first event."""
+    for event in outage:
+        if event.type is catalogue.JOB_HUNG:
+            return event
+    failures = _failures(outage)
+    if failures:
+        cause = root_cause(list(failures.values()))
+        return next(event for event in outage if failures.get(id(event)) is cause)
+    return outage[0]
+
+
+def _said(event: Event) -> str:
+    lost = ", ".join(map(str, event.fields.get("lost", ())))
+    return str(event.fields.get("reason") or lost or (event.type.what if event.type else event.name))
+
+
+def _signature(outage: Sequence[Event]) -> tuple[object, ...]:
+    """What is equal in two outages with the same cause."""
+    first = _first(outage)
+    failure = _failures(outage).get(id(first))
+    return (first.name, failure.rank, failure.exitcode, failure.error) if failure else (first.name, first.node)

@@ -1,0 +1,92 @@
+"""Why a job failed last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ft_plugins.events import Event, catalogue
+from ft_plugins.launcher.agent.why import Account, why
+
+
+def at(time: float, name: str, rank: int | None = None, node: str = "a", /, **fields: Any) -> Event:
+    return Event(name, time, node, rank, 0, fields)
+
+
+def failed(time: float, rank: int, exitcode: int = 1, message: str = "", node: str = "a", /, **fields: Any) -> Event:
+    signal = "SIGKILL" if exitcode == -9 else ""
+    return at(time, "worker.failed", rank, node, exitcode=exitcode, signal=signal, message=message, **fields)
+
+
+def resumed(time: float) -> Event:
+    return at(time, "ranks.resumed", 0, token=1, iteration=1)
+
+
+def told(account: Account | None) -> dict[str, str]:
+    assert account is not None
+    return {line[2:13].strip(): line[13:] for line in account.lines()}
+
+
+def test_the_rank_that_was_killed_is_the_cause_and_not_those_that_lost_it() -> None:
+    account = why([
+        resumed(1), failed(10.0, 0, 1, "Connection closed by peer"), failed(10.1, 3, -9, oom_kills=2),
+    ])  # fmt: skip
+    shown = told(account)
+    assert shown["failed"].startswith("rank 3 on node a, ") and shown["failed"].endswith("was ended by SIGKILL")
+    assert shown["memory"] == "the kernel killed 2 processes of this node's control group for lack of memory"
+    assert shown["to do"].startswith("Give the job more memory") and shown["others"] == "rank 0"
+    assert "its error" not in shown and "again" not in shown and "since then" not in shown
+
+
+def test_a_kill_that_the_kernel_did_not_count_is_none_for_lack_of_memory_and_without_a_count_it_is_unknown() -> None:
+    counted, uncounted = (told(why([failed(1, 3, -9, oom_kills=kills)])) for kills in (0, None))
+    assert "killed no process" in counted["memory"] and "unknown" in uncounted["memory"]
+    assert "memory" not in told(why([failed(1, 3, 1, "ValueError: x")]))
+
+
+def test_the_last_words_and_the_flight_record_are_shown_without_codes_of_a_terminal() -> None:
+    shown = told(why([failed(1, 3, 1, "ValueError: \x1b[31mloss", flight_record="/traces/nccl_3")]))
+    assert shown["its error"] == "ValueError: \\x1b[31mloss" and shown["NCCL"] == "/traces/nccl_3"
+    assert shown["to do"] == catalogue.WORKER_FAILED.action
+
+
+def test_a_hang_names_the_rank_for_which_the_others_waited_and_the_folder_of_the_stacks() -> None:
+    shown = told(why([
+        resumed(1), at(90, "job.hung", None, "a", about=2, culprit="b", stacks="/run/hangs/1", reason="rank 2 reads"),
+        at(91, "workers.killed", None, "a", lost=["hang"], reason="a hang"),
+    ]))  # fmt: skip
+    assert shown["failed"].startswith("rank 2 on node b, ") and shown["failed"].endswith("rank 2 reads")
+    assert shown["stacks"] == "/run/hangs/1" and shown["to do"] == catalogue.JOB_HUNG.action
+
+
+def test_the_newest_outage_is_described_and_how_often_it_came() -> None:
+    first = [resumed(1), failed(2, 1, 1, "IndexError: 7 of 5")]
+    again = [failed(time, 3, 1, f"ValueError: loss {time}") for time in (12, 22)]
+    events = [*first, resumed(11), again[0], resumed(21), again[1]]
+    account = why(events)
+    assert account is not None and (account.rank, account.same, account.recovered) == (3, 2, False)
+    assert told(account)["again"] == "the same cause ended the last 2 incarnations"
+    assert told(why([*events, resumed(31)]))["since then"] == "iterations were completed again"
+
+
+def test_two_starts_that_failed_before_an_iteration_are_two_outages() -> None:
+    restarted = at(15, "workers.restarted", restart=1, token=2)
+    shown = told(why([at(1, "job.started"), failed(10, 1, -9), restarted, failed(20, 1, -9)]))
+    assert shown["again"] == "the same cause ended the last 2 incarnations" and "others" not in shown
+
+
+def test_a_failure_that_recurs_says_what_ft_run_found() -> None:
+    recurred = at(13, "failure.recurred", reason="give the same command with --ftp-resume before:7")
+    assert told(why([failed(12, 3, 1, "NaN"), recurred]))["to do"].endswith("--ftp-resume before:7")
+
+
+def test_a_lost_node_is_named_as_other_nodes_saw_it() -> None:
+    assert told(why([at(5, "node.lost", None, "a", lost=["node b"])]))["failed"].endswith(": node b")
+
+
+def test_lines_fit_a_terminal() -> None:
+    account = why([failed(1, 3, 1, "ValueError: " + "word " * 60)])
+    assert account is not None and max(map(len, account.lines(80))) <= 80
+
+
+def test_a_job_in_which_nothing_failed_has_no_account() -> None:
+    assert why([]) is None and why([resumed(1)]) is None

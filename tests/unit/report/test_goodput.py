@@ -1,0 +1,127 @@
+"""Where the wall time of a job went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.events import Event
+from ft_plugins.report.goodput import PARTS, Goodput, goodput
+
+EPOCH = 1_700_000_000.0
+
+
+def at(time: float, name: str, rank: int | None = None, /, pid: int = 0, **fields: Any) -> Event:
+    return Event(name, EPOCH + time, "n0", rank, pid, fields)
+
+
+def resumed(seconds: float, iteration: int, token: int = 1, **fields: Any) -> Event:
+    steps = {"began": 0.0, "built": 0.0, "restored": 0.0, "completed": seconds, **fields}
+    return at(seconds, "ranks.resumed", 0, token=token, lineage=token, iteration=iteration, **steps)
+
+
+def restarted(seconds: float, seen: float, token: int = 2) -> Event:
+    return at(seconds, "workers.restarted", restart=1, token=token, seen=seen, ended=seen + 1, clock=seconds - 1)
+
+
+def failed(seconds: float) -> Event:
+    return at(seconds, "worker.failed", rank=3, local_rank=3, exitcode=-9, signal="SIGKILL", message="")
+
+
+def story() -> list[Event]:
+    """Killed at 100 after iteration 20; restored at 10; computes 11 to 20 again until 140."""
+    return [
+        at(0, "job.started", nproc=4, script="train.py"),
+        resumed(10, 1),
+        at(99, "signal.sent", 3),
+        failed(100),
+        restarted(105, 100),
+        at(109, "state.restored", 0, lineage=1, iteration=10, completed=20, lost=10),
+        resumed(112, 11, 2, began=106.0, built=108.0, restored=110.0),
+        at(141, "snapshot.sealed", 0, lineage=2, iteration=20, seconds=1.0),
+        at(150, "fence.waited", 0, pid=7, iteration=21, seconds=0.5),
+        at(160, "fence.waited", 1, pid=8, iteration=21, seconds=0.25),
+        at(200, "job.ended", status="succeeded"),
+    ]
+
+
+def seconds(one: Goodput | None) -> dict[str, float]:
+    assert one is not None
+    return {name: value / 1e6 for name, value in one.parts.items() if value}
+
+
+def test_every_second_of_a_job_that_was_killed_once_has_its_place() -> None:
+    one = goodput(story())
+    assert one is not None and seconds(one) == pytest.approx({
+        "launch": 10, "training": 89 + 59.5, "recomputed": 28, "waits": 0.5, "detect": 1, "end": 1, "agree": 3,
+        "start": 2, "build": 2, "load": 2, "iteration": 2,
+    })  # fmt: skip
+    assert one.ettr == pytest.approx(148.5 / 200) and (one.failures, one.unseen, one.ended) == (1, 0, True)
+    assert one.lines()[0] == "goodput (ETTR) 74.25 % of 200.00 s, seen by node n0"
+
+
+def test_the_time_is_unknown_if_no_event_shows_when_the_iterations_were_recomputed() -> None:
+    events = [event for event in story() if event.name != "snapshot.sealed"]
+    assert seconds(goodput(events))["unknown"] == pytest.approx(88) and "recomputed" not in seconds(goodput(events))
+    later = at(151, "snapshot.sealed", 0, lineage=2, iteration=25, seconds=1.0)
+    assert seconds(goodput([*events, later]))["unknown"] == pytest.approx(38)
+
+
+def test_a_hang_is_no_training_from_the_last_iteration_on() -> None:
+    hang = at(90, "job.hung", about=1, seconds=60.0)
+    assert seconds(goodput([*story(), hang]))["hangs"] == pytest.approx(60)
+
+
+def test_ft_run_that_is_killed_leaves_time_of_which_nothing_is_known() -> None:
+    events = [at(0, "job.started"), resumed(10, 1), at(50, "rank.recovered", about=1), at(80, "job.started")]
+    one = goodput([*events, resumed(90, 9)])
+    assert seconds(one) == pytest.approx({"launch": 20, "training": 40, "unknown": 30})
+    assert one is not None and not one.ended and "until the newest event" in one.lines()[0]
+
+
+def test_time_between_two_ft_runs_is_that_of_none() -> None:
+    events = [at(0, "job.started"), resumed(10, 1), at(50, "job.ended", status="failed"), at(80, "job.started")]
+    assert seconds(goodput([*events, resumed(90, 9)]))["stopped"] == pytest.approx(30)
+
+
+def test_a_failure_of_unknown_time_is_counted_and_said() -> None:
+    one = goodput([event for event in story() if event.name != "signal.sent"])
+    assert one is not None and one.unseen == 1
+    assert any("noticed at an unknown time" in line for line in one.lines())
+
+
+def test_sums_of_waits_are_not_counted_twice() -> None:
+    fields = {"of": "fence.waited", "count": 1, "first": 21, "last": 21, "longest": 0.5, "seconds": 0.5}
+    assert seconds(goodput([*story(), at(170, "routine.summed", 0, pid=7, **fields)]))["waits"] == pytest.approx(0.5)
+
+
+def test_a_slow_rank_is_named_and_its_cost_not_guessed() -> None:
+    one = goodput([*story(), at(50, "rank.slowed", 0, about=2, factor=2.0, seconds=0.5, iterations=16)])
+    assert one is not None and one.slow == (2,) and one.lines()[-1].endswith("rank 2")
+
+
+def test_without_events_there_is_nothing_to_say() -> None:
+    assert goodput([]) is None
+
+
+MAKERS = st.sampled_from([
+    lambda t: at(t, "job.started"), lambda t: resumed(t, 5), failed, lambda t: restarted(t, t - 3.3),
+    lambda t: at(t, "state.restored", 0, lineage=1, iteration=3, completed=9, lost=6),
+    lambda t: at(t, "snapshot.sealed", 0, lineage=1, iteration=9, seconds=0.7),
+    lambda t: at(t, "job.hung", about=1, seconds=12.34), lambda t: at(t, "job.waiting", about=1, seconds=4.0),
+    lambda t: at(t, "job.advanced", iteration=4, seconds=3.0), lambda t: at(t, "signal.sent", 1),
+    lambda t: at(t, "fence.waited", 1, iteration=4, seconds=999.0), lambda t: at(t, "job.ended", status="failed"),
+])  # fmt: skip
+
+
+@given(st.lists(st.tuples(MAKERS, st.floats(0, 1000)), min_size=1, max_size=25))
+def test_the_parts_add_up_to_the_wall_time_to_the_microsecond(made: list[tuple[Any, float]]) -> None:
+    events = [make(time) for make, time in made]
+    one = goodput(events)
+    assert one is not None and tuple(one.parts) == PARTS
+    assert sum(one.parts.values()) == one.wall and min(one.parts.values()) >= 0
+    first, last = min(event.time for event in events), max(event.time for event in events)
+    assert one.wall == round(last * 1e6) - round(first * 1e6)
