@@ -105,6 +105,43 @@ def test_a_history_that_outgrows_its_room_loses_its_oldest_entries_which_is_name
     assert said.count("log_history has outgrown the 5000 bytes that are reserved: its oldest entries are not cap") == 1
 
 
+class Compared(dict[str, Any]):
+    """An entry that counts how often one is compared."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return super().__eq__(other)
+
+
+def test_a_long_history_costs_what_is_new_of_it() -> None:
+    known, history = LogHistory(), [Compared(loss=float(n)) for n in range(10_000)]
+    known.read(history)
+    Compared.times = 0
+    for number in range(3):
+        history.append(Compared(loss=-float(number)))
+        saved = known.read(history)
+    assert Compared.times < 10_000
+    restored: list[dict[str, Any]] = []
+    LogHistory().write(saved, restored)
+    assert restored == [dict(entry) for entry in history]
+
+
+def test_an_old_entry_that_is_edited_in_a_long_history_is_captured_later_and_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known, history = LogHistory(), [{"loss": float(n)} for n in range(5000)]
+    known.read(history)
+    history[2500]["best"] = 1.0
+    restored: list[dict[str, Any]] = []
+    for _ in range(5):
+        saved = known.read(history)
+    LogHistory().write(saved, restored)
+    assert restored == history
+    assert capsys.readouterr().err.count("edited when more than 1024 newer ones have come are captured some iter") == 1
+
+
 def test_values_of_a_history_that_cannot_be_encoded_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     known = LogHistory()
     history = [{"loss": 1.0, "seen": {3}}, {"loss": 2.0, "seen": {4}}]
