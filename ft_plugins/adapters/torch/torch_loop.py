@@ -253,7 +253,8 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        return {"caller": values, "loop": self._counted.captured(), **self.generators()}
+        lost = self._undeclared.lost()
+        return {"caller": values, "loop": self._counted.captured(), "lost": lost, **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -271,6 +272,7 @@ class TorchHost(PlainLoop, ReducingHost):
         }
 
     def restore(self, small: Mapping[str, Any]) -> None:
+        self._undeclared.require_kept(small["lost"])
         saved = small["caller"]
         if (saved["scheduler"] is None) != (self._scheduler is None):
             raise ResumeError(
