@@ -392,7 +392,8 @@ class TorchHost(PlainLoop, ReducingHost):
             self._position.require_read()
         self._updated, self._stepping = hooks.iteration, optimizer
         if self._observer is not None and self._early is None:  # else the backward has not ended
-            digest = digest_of_gradients(self._module)
+            used = self._used[optimizer]  # others may have gradients of an iteration before
+            digest = digest_of_gradients(one for name, one in self._module.named_parameters() if name in used)
             if digest is not None:
                 self._observer.graded(digest)
         hooks.before_update(hooks.iteration)
