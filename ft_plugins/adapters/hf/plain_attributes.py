@@ -47,7 +47,8 @@ class PlainAttributes:
         places = list(self._places())
         known = {id(one) for one in self._owners().values()} | {id(value) for _, value, captured in places if captured}
         for path, value, _ in places:
-            encoded = encoding(_plain(value), LIMIT) if not callable(value) else None
+            elsewhere = id(value) in known and codec.plain_fields(value)  # as a TrainerState
+            encoded = encoding(_plain(value), LIMIT) if not (callable(value) or elsewhere) else None
             if encoded is not None:
                 if self._marks.get(path, ()) is not None:
                     self._marks[path] = ()

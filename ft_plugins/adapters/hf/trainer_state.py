@@ -140,7 +140,7 @@ class TrainerProgress:
             if isinstance(one, self._exportable) or not type(one).__module__.startswith("transformers.")
         }
         objects = {_TRAINER: self._trainer, _ARGUMENTS: self._trainer.args, **own}
-        kinds = dict.fromkeys(kind for one in objects.values() for kind in type(one).__mro__)  # in the same order always
+        kinds = dict.fromkeys(kind for one in objects.values() for kind in type(one).__mro__)  # in a fixed order
         written = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
         return {**objects, **{f"class {kind.__module__}.{kind.__qualname__}": kind for kind in written}}
 

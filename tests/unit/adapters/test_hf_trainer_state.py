@@ -262,6 +262,16 @@ def test_deques_and_dataclasses_of_plain_values_come_back_in_place(capsys: pytes
     assert capsys.readouterr().out == ""
 
 
+def test_a_dataclass_that_is_captured_elsewhere_is_not_captured_twice() -> None:
+    """The TrainerState, also if a callback keeps it."""
+    state = Best()
+    trainer, one = SimpleNamespace(state=state), SimpleNamespace(kept=state)
+    owners = {"trainer": trainer, "mine": one}
+    attributes = PlainAttributes(lambda: owners, lambda owner, name: owner == "trainer", speaks=True)
+    state.loss = 0.5
+    assert attributes.read() == {}
+
+
 def test_a_full_window_of_objects_that_moves_on_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     one = SimpleNamespace(window=deque([object(), object()], maxlen=2))
     attributes = PlainAttributes(lambda: {"mine": one}, lambda *_: False, speaks=True)
