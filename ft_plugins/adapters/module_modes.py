@@ -10,7 +10,7 @@ In: the module of a host. Out: plain values, and back."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -69,7 +69,7 @@ class ModuleNumbers:
         what they hold now is not plain, or too much. What has changed in a module with a cache."""
         changed: dict[str, dict[str, Any]] = {}
         unread, cached = [], []
-        for name, part in self._module.named_modules():
+        for name, part in _parts(self._module):
             built, now = self._built.get(name, {}), _numbers(part)
             if built == now:
                 continue
@@ -139,36 +139,39 @@ def _plain_values(value: Any, depth: int) -> int:
 
 def read_modes(module: torch.nn.Module) -> dict[str, Any]:
     """One byte per parameter and per module, and extra state by module."""
+    parts = _parts(module)
     return {
-        "trained": bytes(one.requires_grad for one in module.parameters()),
-        "training": bytes(part.training for part in module.modules()),
-        "extra": {name: part.get_extra_state() for name, part in _with_extra_state(module)},
+        "trained": bytes([one.requires_grad for one in _parameters(parts)]),
+        "training": bytes([part.training for _, part in parts]),
+        "extra": {name: part.get_extra_state() for name, part in _with_extra_state(parts)},
     }
 
 
 def write_modes(module: torch.nn.Module, saved: Mapping[str, Any], training: bool = True) -> None:
     """Set what was read; with `training` also which modules are in training mode. Raises ResumeError if the module has
     other parameters or parts."""
-    for kind, own in (("trained", [*module.parameters()]), ("training", [*module.modules()])):
+    parts = _parts(module)
+    parameters = _parameters(parts)
+    for kind, own in (("trained", parameters), ("training", parts)):
         if len(own) != len(saved[kind]):
             what = "parameters" if kind == "trained" else "modules"
             raise ResumeError(
                 f"the model has {len(own)} {what}, the captured one had {len(saved[kind])}: resume with the captured "
                 "job's model, or start with --ftp-resume fresh"
             )
-    for one, trained in zip(module.parameters(), saved["trained"], strict=True):
+    for one, trained in zip(parameters, saved["trained"], strict=True):
         if one.requires_grad != bool(trained):
             one.requires_grad_(bool(trained))
-    for part, mode in zip(module.modules(), saved["training"], strict=True):
+    for (_, part), mode in zip(parts, saved["training"], strict=True):
         part.training = bool(mode) if training else part.training
-    for name, part in _with_extra_state(module):
+    for name, part in _with_extra_state(parts):
         if name in saved["extra"]:
             part.set_extra_state(saved["extra"][name])
 
 
 def require_encodable_modes(module: torch.nn.Module, rank: int) -> None:
     """Raises UnsupportedError, naming the module whose extra state cannot be captured."""
-    for name, part in _with_extra_state(module):
+    for name, part in _with_extra_state(_parts(module)):
         try:
             codec.encode(part.get_extra_state())
         except InventoryError as error:
@@ -178,7 +181,26 @@ def require_encodable_modes(module: torch.nn.Module, rank: int) -> None:
             ) from error
 
 
-def _with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, part in module.named_modules():
+def _parts(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """What `named_modules` yields, in a fraction of its time; it has a generator for each depth of nesting."""
+    found: list[tuple[str, torch.nn.Module]] = []
+    pending, seen = [("", module)], set[torch.nn.Module]()
+    while pending:
+        name, part = pending.pop()
+        if part not in seen:
+            seen.add(part)
+            found.append((name, part))
+            before = f"{name}." if name else ""
+            inside = [(before + key, one) for key, one in part._modules.items() if one is not None]
+            pending += reversed(inside)
+    return found
+
+
+def _parameters(parts: Sequence[tuple[str, torch.nn.Module]]) -> list[torch.nn.Parameter]:
+    return [*{id(one): one for _, part in parts for one in part._parameters.values() if one is not None}.values()]
+
+
+def _with_extra_state(parts: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, part in parts:
         if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
             yield name, part

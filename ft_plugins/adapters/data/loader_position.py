@@ -6,7 +6,9 @@ not that of training, and ConfigError is raised.
 
     own state   an object with `state_dict` and `load_state_dict`: torchdata's StatefulDataLoader, a custom sampler
     loader      a torch DataLoader: the generators at the begin of the pass, and the number of batches read. After a
-                restore the first pass skips these; nothing is loaded twice
+                restore the first pass skips these; nothing is loaded twice, unless worker processes draw random
+                numbers, or count: then the pass is read again up to there. Workers that outlive a pass, and do,
+                cannot be brought there
 
 With both go the sampler's epoch, and what samplers and data keep in attributes (`loader_values`) and in generators of
 their own.
@@ -17,6 +19,7 @@ In: what the loop reads from. Out: plain values, and back.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,7 +46,13 @@ from .loaders import (
     set_generator_states,
     set_source_generators,
 )
+from .worker_draws import WorkerDraws
 
+_OUTLIVING = (
+    "the loader's worker processes {changes}, and outlive a pass (persistent_workers), so that what they load may "
+    "depend on all passes before: leave out persistent_workers, or let __getitem__ draw from a generator that it seeds "
+    "by the index"
+)
 _NEW_PASS = (StopIteration, NameError, AttributeError, TypeError)  # handled where a loop lacks an iterator
 _OVER = (
     "the job resumed after the last batch of a pass over the loader, so that the pass that was begun now has no more: "
@@ -127,13 +136,16 @@ class FollowedSource:
         else:
             self._require_continued(saved)
         before, present = generator_states(self._source), self._values.changed()  # also what the loop has set since
-        begun = LoaderPass(source, original, self._passes)
+        begun = LoaderPass(source, self._beginning(original), self._passes)
         self._current = weakref.ref(begun)
         if saved is not None:
             self._continue(begun, saved, made_before=False)
             set_generator_states(before, self._source)
             self._values.put(present)
         return begun
+
+    def _beginning(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return original
 
     def _begin_anew(self) -> None:
         if self._lengths.begin():
@@ -305,20 +317,47 @@ class LoaderPosition(FollowedSource):
 
     def __init__(self, source: Any, reads: LoopReads) -> None:
         super().__init__(source, reads)
+        self._workers, self._said = WorkerDraws(source), False
         watch_draws(source)
 
+    def _beginning(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def begin(loader: Any) -> Any:
+            with self._workers.watched(loader):
+                return original(loader)
+
+        return begin
+
     def _place(self, first: bool) -> dict[str, Any]:
-        current = self._current()
-        if current is None or current.finished:
-            return {"pass": None}
-        at = current.epoch
-        place = {"began": at.began, "first": at.first, "read": at.read, "again": at.reused_workers}
-        return {"pass": {**place, "over": current.ended}}
+        current, outliving = self._current(), ""
+        changes = self._workers.changes
+        at = None if current is None or current.finished else current.epoch
+        if changes and self._source.persistent_workers and (at is None or at.reused_workers):
+            problem = _OUTLIVING.format(changes=changes)
+            outliving = problem if self._workers.draw else ""
+            if not self._said:
+                fate = "a restart will be refused" if outliving else "else a restart loads other samples"
+                say(f"{problem}; {fate}", alarm=True)
+            self._said = True
+        if at is None or current is None:
+            return {"pass": None, "outliving": outliving}
+        place = {"began": at.began, "first": at.first, "read": at.read, "again": at.reused_workers, "workers": changes}
+        return {"pass": {**place, "over": current.ended}, "outliving": outliving}
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        if saved["outliving"]:
+            raise ResumeError(f"{saved['outliving']}; start with --ftp-resume fresh")
 
     def _move(self, begun: LoaderPass, saved: Mapping[str, Any], made_before: bool) -> None:
         at = saved["pass"]
-        epoch = LoaderEpoch(at["began"], at["first"], at["read"], at["again"])
+        again = at["read"] if at["workers"] and (not at["over"] or self._source.persistent_workers) else 0
+        epoch = LoaderEpoch(at["began"], at["first"], at["read"] - again, at["again"])
         self._as_it_began(saved, lambda: begun.skip_to(epoch))
+        if again:
+            started = time.perf_counter()
+            begun.drop(again)
+            seconds = time.perf_counter() - started
+            problem = f"whose worker processes {at['workers']} were read again and dropped in {seconds:.1f} s"
+            say(f"data position: {again} batches of a data set {problem}")
 
 
 class SeveralPositions:

@@ -16,6 +16,7 @@ In: a loader. Out: encoded values by attribute path, and back.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from types import ModuleType
@@ -197,6 +198,10 @@ def _room_left(value: Any, room: int, depth: int = 8) -> int:
             items: Iterable[Any] = value
         case dict() if depth and len(value) <= room:
             items = chain(value.keys(), value.values())
+        case deque() if depth and len(value) <= room:
+            items = value
+        case _ if depth and codec.plain_fields(value):
+            items = vars(value).values()
         case _:
             return -1
     for item in items:
@@ -212,7 +217,7 @@ def deep_mark(value: Any, known: Collection[int] = ()) -> list[Any]:
     pending, seen = [value], {id(value), *known}
     for one in pending:
         opaque = callable(one) or isinstance(one, torch.Tensor | torch.nn.Module | ModuleType)
-        elements = one if isinstance(one, list | tuple) else one.values() if isinstance(one, dict) else ()
+        elements = one if isinstance(one, list | tuple | deque) else one.values() if isinstance(one, dict) else ()
         inside = () if opaque else getattr(one, "__dict__", {}).values()
         for part in [*islice(chain(inside, elements), _NESTED - len(pending))]:
             if type(part) not in _PLAIN and id(part) not in seen:
@@ -232,6 +237,8 @@ def mark_of(value: Any) -> Any:
             return id(value), len(value), [_element(one) for one in _sample(value)]
         case dict():
             return id(value), len(value), [_element(one) for one in islice(value.values(), _SAMPLE)]
+        case deque() | set():
+            return id(value), len(value), [_element(one) for one in islice(value, _SAMPLE)]
         case torch.nn.Module() | ModuleType():
             return id(value)
     length = len(value) if hasattr(type(value), "__len__") and not isinstance(value, type) else 0
@@ -247,6 +254,10 @@ def _element(value: Any) -> Any:
     return value if type(value) in (int, float, bool, str) else id(value)
 
 
+def _is_frozen(value: Any) -> bool:
+    return bool(type(value).__dataclass_params__.frozen)
+
+
 def assign(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, in place where others may refer to the present value."""
     present = vars(owner).get(name)
@@ -256,6 +267,12 @@ def assign(owner: Any, name: str, value: Any) -> None:
         case dict(), dict():
             present.clear()
             present.update(value)
+        case (deque(), deque()) if present.maxlen == value.maxlen:
+            present.clear()
+            present.extend(value)
+        case _ if type(present) is type(value) and codec.plain_fields(present) and not _is_frozen(present):
+            for each, one in vars(value).items():
+                assign(present, each, one)
         case (np.ndarray(), np.ndarray()) if (present.shape, present.dtype) == (value.shape, value.dtype):
             present[...] = value
         case (torch.Tensor(), torch.Tensor()) if (present.shape, present.dtype) == (value.shape, value.dtype):

@@ -87,10 +87,10 @@ def _update(running: Any, value: Any, depth: int) -> bool:
     return False
 
 
-def digest_of_gradients(module: torch.nn.Module) -> int | None:
-    """A digest of a sample of the gradients: elements at equal distances of parameters at equal distances. None if none
-    is on the CPU."""
-    parameters = [one for one in module.parameters() if one.grad is not None]
+def digest_of_gradients(used: Iterable[torch.nn.Parameter]) -> int | None:
+    """A digest of a sample of the gradients that a step uses: elements at equal distances of parameters at equal
+    distances. None if none is on the CPU."""
+    parameters = [one for one in used if one.grad is not None]
     running, known = xxhash.xxh3_64(), False
     for one in parameters[:: max(1, len(parameters) // _PARAMETERS)]:
         gradient = getattr(one.grad, "_local_tensor", one.grad)

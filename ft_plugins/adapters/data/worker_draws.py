@@ -37,6 +37,11 @@ class WorkerDraws:
         reported = [] if self._reported is None else self._reported.tolist()
         return " and ".join(words for words, seen in zip(_CHANGES, reported, strict=False) if seen)
 
+    @property
+    def draw(self) -> bool:
+        """Whether they were seen to draw random numbers."""
+        return self._reported is not None and bool(self._reported[0])
+
     @contextmanager
     def watched(self, loader: Any) -> Iterator[None]:
         """Workers that are started within this context report."""

@@ -158,6 +158,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "loop": None if self.silent or self._client_counts() else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
+            "lost": self._undeclared.lost(),
         }
 
     def _client_counts(self) -> bool:
@@ -235,6 +236,8 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore(self, small: Mapping[str, Any]) -> None:
         """Restore all but the item tensors, which are restored already; rebuild derived parameters. A collective."""
         engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
+        if "lost" in small:
+            self._undeclared.require_kept(small["lost"])
         self._require_same_client(small)
         self.pace = None if small.get("pace") is None else ReadPace(**small["pace"])
         problem = None if self.pace is None else unproven(self.pace)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from .refusals import TWICE
 from .trainer_run import TrainerProtection, TrainerRun
 
 TRAINER = "transformers.trainer"
+_FIRST = "first-training"  # a folder in the Trainer's output_dir
 _UNPROTECTED = (
     "this loop over accelerate is not protected, and begins at its start after a failure: give ft_plugins.TorchHost "
     "its model, optimizer, scheduler and a DataLoader that accelerate has not prepared (docs/hugging_face.md)"
@@ -73,7 +75,7 @@ def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Calla
         if not applies(trainer):
             return original(trainer, *args, **kwargs)
         if followed:
-            raise UnsupportedError(TWICE)
+            raise UnsupportedError(TWICE + _saved(followed[0]))
         followed.append(trainer)
         given = inspect.signature(original).bind(trainer, *args, **kwargs)
         own = own_checkpoint(
@@ -84,6 +86,16 @@ def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Calla
         return original(*given.args, **given.kwargs)
 
     wrap(module.Trainer, "train", train)  # type: ignore[attr-defined]
+
+
+def _saved(trainer: Any) -> str:
+    """Save what a Trainer has trained, which the error that follows would lose. Returns where it is. A collective."""
+    folder = str(Path(trainer.args.output_dir) / _FIRST)
+    try:
+        trainer.save_model(folder)
+    except Exception as error:  # of the file system, or of the script's own save_model
+        return f"which could not be saved in {folder} ({error})"
+    return f"which is saved in {folder}"
 
 
 __all__ = ["TRAINER", "follow", "install"]

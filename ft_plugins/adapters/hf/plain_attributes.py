@@ -4,7 +4,7 @@ generators.
 Invariant: after `write(read())` every plain attribute is again what it was. Attributes of other kinds (models, writers,
 file handles) are left alone; one that a script's own class keeps is named once if it changes.
 
-In: objects by name. Out: encoded values by path, and back."""
+In: objects and classes by name. Out: encoded values by path, and back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class PlainAttributes:
         places = list(self._places())
         known = {id(one) for one in self._owners().values()} | {id(value) for _, value, captured in places if captured}
         for path, value, _ in places:
-            encoded = encoding(_plain(value), LIMIT) if not callable(value) else None
+            elsewhere = id(value) in known and codec.plain_fields(value)  # as a TrainerState
+            encoded = encoding(_plain(value), LIMIT) if not (callable(value) or elsewhere) else None
             if encoded is not None:
                 if self._marks.get(path, ()) is not None:
                     self._marks[path] = ()
@@ -75,6 +76,8 @@ class PlainAttributes:
     def _places(self) -> Iterator[tuple[str, Any, bool]]:
         for owner, one in self._owners().items():
             for name, value in getattr(one, "__dict__", {}).items():
+                if isinstance(one, type) and name.startswith("__"):
+                    continue
                 ours = self._ours(owner, name)
                 if not (ours and isinstance(value, torch.nn.Module)):
                     yield f"{owner}.{name}", value, ours

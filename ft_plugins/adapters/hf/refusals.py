@@ -24,7 +24,7 @@ LOCAL_SGD = (
 
 TWICE = (
     "Trainer.train was called twice, and a second training cannot be protected: train once in a job, or start the "
-    "second training as a job of its own (--ftp-job)"
+    "second training as a job of its own (--ftp-job), with what the first one has trained, "
 )
 
 

@@ -30,6 +30,7 @@ _ELSEWHERE = ("state", "control", "args", "optimizer", "lr_scheduler", "model", 
 _TRAINER, _ARGUMENTS = "trainer", "args"
 _ACCUMULATION = "gradient_accumulation_steps"
 _CHANGED = f"a callback has changed args.{_ACCUMULATION}, by which the place in an epoch is found"
+_LIBRARIES = ("transformers", "torch", "builtins", "abc", "typing")  # whose classes keep nothing of a job
 _GROWTH = 256 << 10  # bytes by which the rest may grow: the data position, what callbacks keep
 
 
@@ -131,14 +132,17 @@ class TrainerProgress:
         return [one for one in callbacks if isinstance(one, self._exportable)]
 
     def _owners(self) -> dict[str, Any]:
-        """The Trainer, and its callbacks, without those of transformers that have no state."""
+        """The Trainer, its callbacks, without those of transformers that have no state, and classes of the script."""
         callbacks = enumerate(self._trainer.callback_handler.callbacks)
         own = {
             f"callbacks[{number}] {type(one).__name__}": one
             for number, one in callbacks
             if isinstance(one, self._exportable) or not type(one).__module__.startswith("transformers.")
         }
-        return {_TRAINER: self._trainer, _ARGUMENTS: self._trainer.args, **own}
+        objects = {_TRAINER: self._trainer, _ARGUMENTS: self._trainer.args, **own}
+        kinds = dict.fromkeys(kind for one in objects.values() for kind in type(one).__mro__)  # in a fixed order
+        written = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+        return {**objects, **{f"class {kind.__module__}.{kind.__qualname__}": kind for kind in written}}
 
     def _is_known(self, owner: str, name: str) -> bool:
         if owner == _ARGUMENTS:

@@ -43,11 +43,13 @@ _OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends wi
 class Cut:
     """What ends a pass: its expressions, and the tests around the statement that leaves it, each with what it must be:
     one of `if args.debug: break` does not end it where `args.debug` is false. `unsteady`: what the pass itself changes,
-    by which no test is decided before."""
+    by which no test is decided before. `counter` counts the elements of `over`, so that it stays below their number."""
 
     expressions: tuple[str, ...]
     guards: tuple[tuple[str, bool], ...] = ()
     unsteady: frozenset[str] = frozenset()
+    counter: str = ""
+    over: str = ""
 
 
 @dataclass(frozen=True)
@@ -265,9 +267,17 @@ def _cuts(loop: Loop, is_inner: bool) -> Iterator[Cut]:
         texts = [text for test in counted for text in (*_values(test), *_literals(test)) if text not in targets]
         if counted:
             guards = tuple((ast.unparse(test), wanted) for test, wanted in chain)
-            yield Cut(tuple(texts), guards, frozenset(targets | changed))
+            yield Cut(tuple(texts), guards, frozenset(targets | changed), *_counter(loop))
     if is_inner and (sliced := tuple(_sliced(loop.iter))):
         yield Cut(sliced)
+
+
+def _counter(loop: ast.For | ast.AsyncFor) -> tuple[str, str]:
+    """What `enumerate` counts by, and over; '' for a counter that the loop sets, too, or that has no name."""
+    first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
+    name = first.id if isinstance(first, ast.Name) else ""
+    is_set = any(name in _changed(one) for one in _same_scope(loop.body))
+    return ("" if is_set else name), ast.unparse(loop.iter.args[0]) if isinstance(loop.iter, ast.Call) else ""
 
 
 def _sliced(node: ast.AST) -> Iterator[str]:

@@ -8,10 +8,10 @@ same code.
     version   when the version was captured: right before the next iteration
     now       right before the first iteration after the restore
 
-Invariant: nothing of the script is called or changed; what cannot be read (`loop_values`), and code without source, is
-not compared, and what of it the loop carries on is named. Only integers end a job: what else decides something, or is
-carried on, is named. A counter that has not moved since the job's first iteration (a total, which a restart may change)
-is not compared.
+Invariant: nothing of the script is changed, and nothing called but the length of a loader. What cannot be read
+(`loop_values`), and code without source, is not compared, and what of it the loop carries on is named. Only integers
+end a job: what else decides something, or is carried on, is named. A counter that has not moved since the job's first
+iteration (a total, which a restart may change) is not compared.
 
 In: the stack. Out: `LoopCounters`, plain values, and what is wrong, or None.
 """
@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 
+from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
-from .loop_values import Spaces, comparable, parsed, truth_of, value_of
+from .loop_values import NOTHING, Spaces, comparable, is_unsteady, parsed, truth_of, value_of
 from .script_names import is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -151,7 +152,31 @@ def loop_counters() -> LoopCounters:
 
 def _is_in_force(cut: Cut, spaces: Spaces) -> bool:
     """Whether a pass may end by it, as far as its guards can be read."""
-    return all(truth_of(parsed(test), spaces, cut.unsteady) in (wanted, None) for test, wanted in cut.guards)
+    over = value_of(parsed(cut.over), spaces) if cut.counter else None
+    length = _length(over)
+    return all(
+        truth_of(parsed(test), spaces, cut.unsteady) in (wanted, None)
+        and not (wanted and length is not None and _is_beyond(parsed(test), cut, length, spaces))
+        for test, wanted in cut.guards
+    )
+
+
+def _is_beyond(test: ast.expr, cut: Cut, length: int, spaces: Spaces) -> bool:
+    """Whether a test wants a counter to reach a number that it never does: `if i >= 10**9` of a shorter pass."""
+    if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and ast.unparse(test.left) == cut.counter):
+        return False
+    limit = test.comparators[0]
+    number = NOTHING if is_unsteady(limit, cut.unsteady) else value_of(limit, spaces)
+    least = {ast.GtE: 0, ast.Eq: 0, ast.Gt: 1}.get(type(test.ops[0]))
+    return type(number) is int and least is not None and number + least >= length
+
+
+def _length(over: Any) -> int | None:
+    """How many elements a pass has; None if that is unknown."""
+    try:
+        return len(over) if isinstance(over, list | tuple) or is_sampled(over) else None
+    except TypeError:  # a sampler without length
+        return None
 
 
 def _owner_of(expression: str) -> str:

@@ -40,6 +40,12 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
 }  # fmt: skip
 
+_LARGE, _BITS = 1 << 40, 64  # of a number that is computed with; of an exponent
+_ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Pow: lambda base, exponent: base ** exponent if exponent < _BITS else NOTHING,
+}  # fmt: skip
+
 
 @cache
 def parsed(expression: str) -> ast.expr:
@@ -67,6 +73,10 @@ def value_of(node: ast.expr, spaces: Spaces) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             number = value_of(operand, spaces)
             return -number if type(number) in (int, float) else NOTHING
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            numbers = value_of(left, spaces), value_of(right, spaces)
+            known = all(type(one) is int and abs(one) < _LARGE for one in numbers)
+            return _ARITHMETIC[type(op)](*numbers) if known and numbers[1] >= 0 else NOTHING
     return NOTHING
 
 
@@ -81,7 +91,7 @@ def truth_of(node: ast.expr, spaces: Spaces, unsteady: Collection[str] = ()) -> 
             holds = truth_of(operand, spaces, unsteady)
             return None if holds is None else not holds
     parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node]
-    values = [NOTHING if _is_unsteady(one, unsteady) else value_of(one, spaces) for one in parts]
+    values = [NOTHING if is_unsteady(one, unsteady) else value_of(one, spaces) for one in parts]
     if any(type(one) not in _PLAIN for one in values):
         return None
     if not isinstance(node, ast.Compare):
@@ -93,7 +103,7 @@ def truth_of(node: ast.expr, spaces: Spaces, unsteady: Collection[str] = ()) -> 
         return None
 
 
-def _is_unsteady(node: ast.expr, unsteady: Collection[str]) -> bool:
+def is_unsteady(node: ast.expr, unsteady: Collection[str]) -> bool:
     named = (one for one in ast.walk(node) if isinstance(one, ast.Name | ast.Attribute | ast.Subscript))
     return any(unparsed(one) in unsteady for one in named)
 

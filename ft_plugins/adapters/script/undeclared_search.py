@@ -2,10 +2,11 @@
 
 Invariant: one pass over the objects of the process (0.2 s for a million), another one when training begins, and a third
 one only if something was found, after a garbage collection, so that what is dropped is not named. Trained state is an
-error before the version is captured. Frozen tensors are compared at every later version point; a device is not waited
-for there. Objects of every host of the process are declared.
+error before the first version is captured. Frozen tensors are compared at every later version point; a device is not
+waited for there. What has changed then (a copy of the best weights) is named, and does not end the job: only a restart,
+which would lose it, is refused. Objects of every host of the process are declared.
 
-In: what a host was given, what `get_state` returned. Out: StateChangedError, or one line on rank 0.
+In: what a host was given, what `get_state` returned. Out: StateChangedError, or one line on rank 0; ResumeError.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ...errors import StateChangedError
+from ...errors import ResumeError, StateChangedError
 from ...events import say
+from ...model.digest import WALL_TIMES as NOT_COMPARED
 from ..data.loaders import parts
 from .script_names import Name, named, namespaces
 from .script_state import Marks, Returned, contents_of, storage_of, tensors_in
 from .undeclared import DeclaredState, Sort, Undeclared, sorted_out, tensors_to_mark, undeclared
 
 _DEPTH = 3  # of the attributes of declared objects
+_ROOM, _MOST = 4 << 10, 8  # bytes for what is lost, and how many names of it are captured
 _searches: weakref.WeakSet[UndeclaredSearch] = weakref.WeakSet()
 _ignored: list[Any] = []
 _alone: list[weakref.ref[Any]] = []
@@ -51,7 +54,7 @@ def ignore_alone(*objects: Any) -> None:
 
 
 def ignored_names() -> frozenset[str]:
-    """The counters of loops that were named to `ignore`."""
+    """The variables that were named to `ignore`: counters of loops, and others."""
     return frozenset(one for one in _ignored if isinstance(one, str))
 
 
@@ -70,6 +73,7 @@ class _Frozen:
     """Tensors that may not change, and what they belong to."""
 
     who: str
+    expression: str
     name: Name | None  # of a container
     tensors: tuple[weakref.ref[torch.Tensor], ...]
     contents: tuple[int, ...]  # of a container, whose tensors may be replaced
@@ -96,11 +100,12 @@ class UndeclaredSearch:
         self._given, self._remedy, self._place, self._speaks = given, remedy, place, speaks
         self._marks = Marks()
         self._frozen: list[_Frozen] | None = None  # None: not searched yet
-        self._reports = False  # what changes later, instead of raising an error
+        self._reports = False  # what changes later, and a restart is not refused
+        self._lost: dict[str, str] = {}  # what has changed, by the script's name for it
         _searches.add(self)
 
     def only_report(self, remedy: Callable[[list[Undeclared]], str]) -> None:
-        """What has seemed frozen and changes later does not end the job. `remedy` replaces the given one."""
+        """What has seemed frozen and changes later refuses no restart. `remedy` replaces the given one."""
         self._remedy, self._reports = remedy, True
 
     def begin(self) -> None:
@@ -110,17 +115,12 @@ class UndeclaredSearch:
 
     def check(self, iteration: int, returned: Any = None, *functions: Callable[..., Any]) -> None:
         """The version point, with what `get_state` returned; `functions` are `get_state` and `set_state`. Raises
-        StateChangedError."""
+        StateChangedError at the first one."""
         if self._frozen is not None:
             for one in [one for one in self._frozen if one.changed(self._marks)]:
-                problem = (
-                    f"{self._place}: iteration {iteration}: {one.who} has changed, but belongs to nothing that is "
-                    f"captured, and a restart would lose that: {self._remedy([])}"
-                )
-                if not self._reports:
-                    raise StateChangedError(problem)
                 self._frozen.remove(one)
-                say(problem, alarm=True)
+                if one.expression not in ignored_names():
+                    self._report(iteration, one)
             return
         state = Returned(returned, *functions)
         found = self._search(state)
@@ -140,11 +140,38 @@ class UndeclaredSearch:
             )
         self._frozen = [self._watched(one) for one in found]
 
+    def _report(self, iteration: int, changed: _Frozen) -> None:
+        fate = "a restart would lose that"
+        if not self._reports:
+            fate = "a restart, which would lose that, will be refused"
+            if len(self._lost) < _MOST:
+                self._lost[changed.expression[: _ROOM // (4 * _MOST)]] = changed.who[: _ROOM // (4 * _MOST)]
+        say(
+            f"{self._place}: iteration {iteration}: {changed.who} has changed, but belongs to nothing that is "
+            f"captured, and {fate}: {self._remedy([])}",
+            alarm=True,
+        )
+
+    def lost(self) -> dict[str, Any]:
+        """For a version: what has changed and is not captured; room for it before the first one."""
+        return {"names": dict(self._lost), NOT_COMPARED: bytes(_ROOM if self._frozen is None else 0)}
+
+    def require_kept(self, saved: Mapping[str, Any]) -> None:
+        """Raises ResumeError if a version lacks what the script has changed. What is ignored by name is not missed."""
+        missed = {name: who for name, who in saved["names"].items() if name not in ignored_names()}
+        if missed:
+            named = ", ".join(map(repr, missed))
+            raise ResumeError(
+                f"{self._place}: the captured version lacks {', '.join(missed.values())}, which had changed: start "
+                f"with --ftp-resume fresh, and {self._remedy([])}; or go on without it, by ft_plugins.ignore({named})"
+            )
+
     def _watched(self, found: Undeclared) -> _Frozen:
         tensors = list(tensors_in(found.value)) if _has_tensors(found.value) else []
         self._marks.mark(tensors)
         name = found.name if isinstance(found.value, dict | list) else None
-        return _Frozen(found.who, name, tuple(map(weakref.ref, tensors)), contents_of(tensors) if name else ())
+        contents = contents_of(tensors) if name else ()
+        return _Frozen(found.who, found.expression, name, tuple(map(weakref.ref, tensors)), contents)
 
     def _search(self, returned: Returned) -> list[Undeclared]:
         names = named(namespaces())

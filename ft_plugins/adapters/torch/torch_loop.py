@@ -253,7 +253,8 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        return {"caller": values, "loop": self._counted.captured(), **self.generators()}
+        lost = self._undeclared.lost()
+        return {"caller": values, "loop": self._counted.captured(), "lost": lost, **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -271,6 +272,7 @@ class TorchHost(PlainLoop, ReducingHost):
         }
 
     def restore(self, small: Mapping[str, Any]) -> None:
+        self._undeclared.require_kept(small["lost"])
         saved = small["caller"]
         if (saved["scheduler"] is None) != (self._scheduler is None):
             raise ResumeError(
@@ -390,7 +392,8 @@ class TorchHost(PlainLoop, ReducingHost):
             self._position.require_read()
         self._updated, self._stepping = hooks.iteration, optimizer
         if self._observer is not None and self._early is None:  # else the backward has not ended
-            digest = digest_of_gradients(self._module)
+            used = self._used[optimizer]  # others may have gradients of an iteration before
+            digest = digest_of_gradients(one for name, one in self._module.named_parameters() if name in used)
             if digest is not None:
                 self._observer.graded(digest)
         hooks.before_update(hooks.iteration)

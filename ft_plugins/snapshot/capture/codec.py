@@ -5,18 +5,19 @@ list raises an InventoryError on encoding, with its place in the state. Nesting 
 each level of tuples takes a decoder of its own and a part of the thread's stack.
 
 Types must match exactly: a subclass that is not on the list (nn.Parameter, a dict of one's own) would be decoded as its
-base class, so it is rejected. A named tuple is decoded as the class of that name that the program has already loaded:
-no module is imported, and no method of the class is called.
+base class, so it is rejected. A named tuple or dataclass is decoded as the class of that name that the program has
+already loaded: no module is imported, and no method of the class is called.
 
 In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, named tuple, OrderedDict (with its
-attributes: a module's `state_dict` has `_metadata`), defaultdict of a built-in type, Counter, torch.Size, numpy arrays
-and scalars of numbers, torch CPU tensors, and members of the enum classes that the caller names. Out: bytes.
+attributes: a module's `state_dict` has `_metadata`), defaultdict of a built-in type, Counter, deque, dataclasses that
+keep nothing but their fields, torch.Size, numpy arrays and scalars of numbers, torch CPU tensors, and members of the
+enum classes that the caller names. Out: bytes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -30,6 +31,7 @@ from ...errors import InventoryError, ProtocolError
 
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes that their name describes; no structured dtypes, no objects
 _TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER, _ORDERED, _DEFAULT, _NAMED, _SIZE = range(1, 13)
+_DEQUE, _DATACLASS = 13, 14
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict)}  # of a defaultdict
 _LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack supports
 _INTEGER_BITS = 1 << 13  # limit for larger ones: Python converts at most 4300 digits to text and back
@@ -95,6 +97,11 @@ def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
                 return _named_tuple(*value)
             case _ if code == _SIZE:
                 return torch.Size(value)
+            case _ if code == _DEQUE:
+                most, elements = value
+                return deque(elements, most)
+            case _ if code == _DATACLASS:
+                return _dataclass(*value)
         raise ProtocolError(f"small state contains an extension of unknown kind {code}")
 
     def unpack(payload: bytes) -> Any:
@@ -162,6 +169,11 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int)
     if isinstance(value, tuple) and _loaded(kind.__module__, kind.__qualname__) is kind and _fields(kind):
         parts = _parts(value, place, enums, left - 1)
         return _extension(_NAMED, [kind.__module__, kind.__qualname__, list(_fields(kind)), parts])
+    if kind is deque:
+        return _extension(_DEQUE, [value.maxlen, _parts(value, place, enums, left - 1)])
+    if (names := plain_fields(value)) and _loaded(kind.__module__, kind.__qualname__) is kind:
+        held = [_plain(getattr(value, each), ((place, each), _ATTRIBUTE), enums, left - 1) for each in names]
+        return _extension(_DATACLASS, [kind.__module__, kind.__qualname__, list(names), held])
     raise InventoryError(
         f"{_shown(place)}: a {kind.__module__}.{kind.__qualname__} cannot be captured as small state; "
         "convert it to plain values, tensors or arrays in the adapter"
@@ -187,6 +199,24 @@ def _fields(kind: type) -> tuple[str, ...]:
     """The fields of a class that `namedtuple` has made; () for any other."""
     fields = getattr(kind, "_fields", ())
     return fields if kind.__bases__ == (tuple,) and "__dict__" not in vars(kind) else ()
+
+
+def plain_fields(value: Any) -> tuple[str, ...]:
+    """The fields of an object of a dataclass that keeps nothing else; () for any other."""
+    fields = tuple(getattr(type(value), "__dataclass_fields__", ()))
+    whole = hasattr(value, "__dict__") and vars(value).keys() == {*fields} and not hasattr(value, "__del__")
+    return fields if whole else ()
+
+
+def _dataclass(module: str, name: str, fields: list[str], held: list[Any]) -> Any:
+    kind = _loaded(module, name)
+    if not (isinstance(kind, type) and [*getattr(kind, "__dataclass_fields__", ())] == fields):
+        raise ProtocolError(
+            f"small state contains a {module}.{name}, which the program does not have with these fields"
+        )
+    made: Any = object.__new__(kind)
+    vars(made).update(zip(fields, held, strict=True))
+    return made
 
 
 def _named_tuple(module: str, name: str, fields: list[str], parts: list[Any]) -> Any:

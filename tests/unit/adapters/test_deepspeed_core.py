@@ -56,6 +56,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
     host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
     host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
     host.silent, host.pace, host.counted = False, None, OwnCounters()
+    host._undeclared = SimpleNamespace(lost=dict)
     host._numbers = ModuleNumbers(torch.nn.Module())
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])

@@ -159,8 +159,17 @@ def test_a_trainer_is_followed_once_its_engine_is_protected_and_carries_the_sche
     assert other.last_epoch == 2, "only before the first iteration"
 
 
-def test_a_second_training_is_refused_by_name_and_an_unprotected_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_training_is_refused_by_name_with_the_first_ones_result_saved_and_an_unprotected_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Trainer:
+        args = SimpleNamespace(output_dir="out")
+
+        def save_model(self, folder: str) -> None:
+            saved.append((self, folder))
+            if len(saved) > 1:
+                raise OSError("no space left")
+
         def train(self, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
             return resume_from_checkpoint, trial
 
@@ -169,6 +178,7 @@ def test_a_second_training_is_refused_by_name_and_an_unprotected_one_is_not(monk
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     monkeypatch.setattr(hf, "TrainerRun", lambda *given: made.append(given))
     made: list[Any] = []
+    saved: list[tuple[Any, str]] = []
     hf.follow(module, lambda trainer: trainer.protected, lambda: object())  # type: ignore[arg-type,return-value]
     trainer: Any = Trainer()
     trainer.protected = False
@@ -176,8 +186,15 @@ def test_a_second_training_is_refused_by_name_and_an_unprotected_one_is_not(monk
     trainer.protected = True
     assert trainer.train(False, trial="a trial") == (False, "a trial")
     assert [given[4:] for given in made] == [("a trial", "")]
-    with pytest.raises(UnsupportedError, match=r"Trainer.train was called twice.*\(--ftp-job\)"):
+    called_twice = r"Trainer.train was called twice.*\(--ftp-job\), with what the first one has trained, which "
+    with pytest.raises(UnsupportedError, match=called_twice + "is saved in out/first-training"):
         trainer.train()
+    assert saved == [(trainer, "out/first-training")]
+    other = Trainer()
+    other.protected = True  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match=called_twice + r"could not be saved in out/.* \(no space left\)"):
+        other.train()
+    assert [each[0] for each in saved] == [trainer, trainer]
 
 
 def test_an_engines_own_scheduler_is_left_to_it() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import torch
 from ft_plugins.adapters.hf.log_history import LogHistory, expected_bytes
 from ft_plugins.adapters.hf.plain_attributes import LIMIT, PlainAttributes
 from ft_plugins.adapters.hf.refusals import require_followed, require_loop
+from ft_plugins.adapters.hf.trainer_state import TrainerProgress
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.model.digest import WALL_TIMES, readable
 from ft_plugins.snapshot.capture import codec
@@ -101,6 +105,43 @@ def test_a_history_that_outgrows_its_room_loses_its_oldest_entries_which_is_name
     assert said.count("log_history has outgrown the 5000 bytes that are reserved: its oldest entries are not cap") == 1
 
 
+class Compared(dict[str, Any]):
+    """An entry that counts how often one is compared."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return super().__eq__(other)
+
+
+def test_a_long_history_costs_what_is_new_of_it() -> None:
+    known, history = LogHistory(), [Compared(loss=float(n)) for n in range(10_000)]
+    known.read(history)
+    Compared.times = 0
+    for number in range(3):
+        history.append(Compared(loss=-float(number)))
+        saved = known.read(history)
+    assert Compared.times < 10_000
+    restored: list[dict[str, Any]] = []
+    LogHistory().write(saved, restored)
+    assert restored == [dict(entry) for entry in history]
+
+
+def test_an_old_entry_that_is_edited_in_a_long_history_is_captured_later_and_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known, history = LogHistory(), [{"loss": float(n)} for n in range(5000)]
+    known.read(history)
+    history[2500]["best"] = 1.0
+    restored: list[dict[str, Any]] = []
+    for _ in range(5):
+        saved = known.read(history)
+    LogHistory().write(saved, restored)
+    assert restored == history
+    assert capsys.readouterr().err.count("edited when more than 1024 newer ones have come are captured some iter") == 1
+
+
 def test_values_of_a_history_that_cannot_be_encoded_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     known = LogHistory()
     history = [{"loss": 1.0, "seen": {3}}, {"loss": 2.0, "seen": {4}}]
@@ -166,6 +207,78 @@ class Meter:
     def __init__(self) -> None:
         self.sums = {"loss": [SimpleNamespace(total=0.0)]}
         self.itself = self
+
+
+@dataclass
+class Best:
+    loss: float = 9.0
+    steps: list[int] = field(default_factory=list)
+
+
+class Counting:
+    """A callback that counts in its class."""
+
+    seen = 0
+    losses: ClassVar[list[float]] = []
+
+    def on_step_end(self) -> None:
+        Counting.seen += 1
+        Counting.losses.append(0.5)
+
+
+def test_what_callbacks_keep_in_their_classes_comes_back_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    kept_losses: list[float] = []
+    monkeypatch.setattr(Counting, "seen", 0)
+    monkeypatch.setattr(Counting, "losses", kept_losses)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(torch.nn.Linear(2, 2), args)
+    trainer.callback_handler.callbacks.append(Counting())
+    kept = TrainerProgress(trainer, type(None))
+    Counting().on_step_end()
+    saved = codec.decode(codec.encode(kept.read()))
+    Counting.seen = 0
+    kept_losses.clear()
+    TrainerProgress(trainer, type(None)).write(saved)
+    assert (Counting.seen, Counting.losses) == (1, [0.5]) and Counting.losses is kept_losses
+
+
+def test_deques_and_dataclasses_of_plain_values_come_back_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+    def built() -> Any:
+        return SimpleNamespace(window=deque([1.0], maxlen=2), best=Best(), bests=[], later=None)
+
+    first, second = built(), built()
+    kept, again = (PlainAttributes(lambda one=one: {"mine": one}, lambda *_: False, True) for one in (first, second))
+    first.window.extend([2.0, 3.0])
+    first.best.loss, first.later = 0.5, Best(0.25, [7])
+    first.best.steps.append(4)
+    first.bests.append((3, Best(0.125)))
+    window, best, steps = second.window, second.best, second.best.steps
+    again.write(codec.decode(codec.encode(kept.read())))
+    assert vars(second) == vars(first) and second.window.maxlen == 2
+    assert second.window is window and second.best is best and second.best.steps is steps
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dataclass_that_is_captured_elsewhere_is_not_captured_twice() -> None:
+    """The TrainerState, also if a callback keeps it."""
+    state = Best()
+    trainer, one = SimpleNamespace(state=state), SimpleNamespace(kept=state)
+    owners = {"trainer": trainer, "mine": one}
+    attributes = PlainAttributes(lambda: owners, lambda owner, name: owner == "trainer", speaks=True)
+    state.loss = 0.5
+    assert attributes.read() == {}
+
+
+def test_a_full_window_of_objects_that_moves_on_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    one = SimpleNamespace(window=deque([object(), object()], maxlen=2))
+    attributes = PlainAttributes(lambda: {"mine": one}, lambda *_: False, speaks=True)
+    attributes.read()
+    one.window.append(object())
+    attributes.read()
+    assert "mine.window (a deque) changes, but is not captured" in capsys.readouterr().out
 
 
 GENERATORS: list[Callable[[], Any]] = [

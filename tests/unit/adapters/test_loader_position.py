@@ -145,6 +145,14 @@ def torchdata_loader(**named: Any) -> Any:
     return module.StatefulDataLoader(Numbers(rise), 4, **named)
 
 
+class Drawing(Numbers):
+    """Draws random numbers, in its worker processes."""
+
+    def __getitem__(self, index: int) -> Any:
+        order, vector = super().__getitem__(index)
+        return order, vector + torch.rand(4) + random.random()
+
+
 # ---- loops ----
 
 
@@ -269,6 +277,7 @@ LOADERS: dict[str, Loader] = {
     "epochs": lambda: DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
     "generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "in place workers": lambda: DataLoader(Numbers(0.0), 4, sampler=InPlace(), num_workers=2),
+    "drawing workers": lambda: DataLoader(Drawing(0.0), 4, shuffle=True, num_workers=2),
     "in place": lambda: DataLoader(Numbers(), 4, sampler=InPlace()),
     "noisy": lambda: DataLoader(ConcatDataset([Subset(Noisy(), range(SAMPLES))]), 4, sampler=InPlace()),  # type: ignore
     "weights": lambda: DataLoader(Numbers(), 4, sampler=Weights(np.random.RandomState(5))),
@@ -292,6 +301,8 @@ KILLS = [(3, 4), (5, 6), pytest.param((7, 10), marks=pytest.mark.all_configurati
         ("torchdata", Dropped),
         ("torchdata workers", Again),
         ("in place workers", Again),
+        ("drawing workers", Again),
+        ("drawing workers", Before),
         ("torchdata persistent", Endless),
     ],
 )
@@ -299,6 +310,21 @@ def test_killed_twice_it_reads_and_draws_as_without_a_failure(data: str, loop: t
     golden = train(loop, LOADERS[data], ITERATIONS)
     assert len(golden[1]) == ITERATIONS
     assert train(loop, LOADERS[data], *ends, ITERATIONS) == golden
+
+
+def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def outliving() -> Any:
+        return DataLoader(Drawing(0.0), 4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    epoch = SAMPLES // 4
+    golden = train(Again, outliving, epoch)
+    assert train(Again, outliving, 2, epoch) == golden, "in their first pass they are brought there"
+    assert "outlive a pass" not in capsys.readouterr().err
+    with pytest.raises(ResumeError, match="draw random numbers .*outlive a pass .* leave out persistent_workers"):
+        train(Again, outliving, epoch + 2, ITERATIONS)
+    assert capsys.readouterr().err.count("and outlive a pass (persistent_workers), so that what they load") == 1
 
 
 def test_two_loaders_are_both_followed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from textwrap import dedent, indent
 from types import SimpleNamespace
 
@@ -194,11 +194,10 @@ def test_an_index_that_begins_at_zero_again_counts_if_something_is_decided_by_it
     assert (code.counters, code.indices) == (("epoch",), indices)
 
 
-class Loader:
+class Noting:
     """Notes what ends a pass, before each batch."""
 
-    def __init__(self) -> None:
-        self.cut: dict[str, int] = {}
+    cut: Mapping[str, int] = {}
 
     def __iter__(self) -> Iterator[int]:
         for number in range(3):
@@ -206,12 +205,21 @@ class Loader:
             yield number
 
 
-def cut_of(body: str, **values: object) -> dict[str, int]:
+class Loader(Noting):
+    """Of unknown length."""
+
+
+class Batches(Noting, list[int]):
+    def __init__(self) -> None:
+        super().__init__(range(3))
+
+
+def cut_of(body: str, loader: Noting | None = None, **values: object) -> Mapping[str, int]:
     """What ends the pass of a loop over batches with this body."""
     source = "for e in range(1):\n  for i, b in enumerate(loader):\n" + indent(dedent(body), "    ")
     file = f"<{body} {values}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    loader = Loader()
+    loader = Loader() if loader is None else loader
     exec(compile(source, file, "exec"), {"__name__": "script", "loader": loader, **values})
     return loader.cut
 
@@ -240,6 +248,26 @@ def test_a_count_ends_no_pass_where_the_tests_around_it_cannot_hold(
 ) -> None:
     """As `if args.dry_run: break` in torch's own example; a `break` of an evaluation's loop leaves that one."""
     assert cut_of(body, **values) == cut
+
+
+@pytest.mark.parametrize(
+    ("body", "values", "cut"),
+    [
+        ("if i >= 10**9: break", {}, {}),
+        ("if i > most - 1: break", {"most": 3}, {}),
+        ("if i == 2 * most:\n  break", {"most": 2}, {}),
+        ("if i >= 2: break", {}, {"2": 2}),
+        ("if i > 1: break", {}, {"1": 1}),
+        ("if i == 2: break", {}, {"2": 2}),
+        ("if i >= most: break\nmost -= 1", {"most": 3}, {"most": 1}),
+        ("i += 10**6\nif i >= 10**6: break", {}, {"10": 10, "6": 6}),
+        ("if i != 10**9: break", {}, {"10": 10, "9": 9}),
+    ],
+)
+def test_a_count_beyond_the_length_of_the_data_ends_no_pass(
+    body: str, values: dict[str, object], cut: dict[str, int]
+) -> None:
+    assert cut_of(body, Batches(), **values) == cut
 
 
 def test_what_is_read_from_a_clock_neither_ends_nor_decides_a_loop() -> None:

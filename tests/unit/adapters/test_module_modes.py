@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ft_plugins.adapters import module_modes
 from ft_plugins.adapters.module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.snapshot.capture import codec
@@ -148,3 +149,15 @@ def test_a_number_of_numpy_is_a_number_too() -> None:
     others.restore(codec.decode(codec.encode(numbers.captured(True))))
     assert again[0].p == trained[0].p != 0.5 and type(again[0].p) is np.float64
     assert again[0].rates == [np.float32(0.25)]
+
+
+def test_modules_are_read_in_torchs_order_each_once() -> None:
+    """Shared ones, absent ones and shared parameters too: snapshots name them by their place."""
+    shared, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
+    other.weight = shared.weight
+    model = torch.nn.ModuleDict({"a": torch.nn.Sequential(shared, torch.nn.ModuleList([other, shared])), "b": shared})
+    model.register_module("none", None)
+    model["deep"] = torch.nn.Sequential(torch.nn.Sequential(torch.nn.LayerNorm(2)))
+    own = module_modes._parts(model)
+    assert own == list(model.named_modules())
+    assert [*map(id, module_modes._parameters(own))] == [*map(id, model.parameters())]

@@ -104,6 +104,7 @@ def test_a_gan_that_dies_between_its_two_steps_ends_bit_for_bit_as_an_unprotecte
     assert (first, second) == ([1, 2, 3, 4, 5], [5, 6, 7])
     assert described == _plain(3, 2)
     assert node.events("protection.lost") == []
+    assert node.events("resume.differed") == [], "the generator's last gradients are not of the discriminator's step"
 
 
 def test_the_state_of_each_has_a_name_of_its_own_also_of_a_parameter_that_both_update() -> None:

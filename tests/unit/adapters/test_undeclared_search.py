@@ -16,8 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 import ft_plugins
 from ft_plugins.adapters.hf.torch_trainer import remedy
 from ft_plugins.adapters.script import undeclared_search
-from ft_plugins.errors import StateChangedError
-from tests.unit.adapters.torch_small import Small
+from ft_plugins.errors import ResumeError, StateChangedError
+from ft_plugins.snapshot.capture import codec
+from tests.unit.adapters.torch_small import Small, handed_over, take_over
 
 Ranks = Callable[..., list[Any]]
 
@@ -100,15 +101,46 @@ def test_a_frozen_module_is_listed_once_and_named_as_soon_as_it_changes(
             for mean, one in zip(teacher.parameters(), small.model.parameters(), strict=True):
                 mean.data.mul_(0.9).add_(one.data, alpha=0.1)
 
-    with pytest.raises(StateChangedError, match=rf"iteration {from_step}: .*'teacher' \(Sequential, a variable of"):
+    if from_step == 1:
+        with pytest.raises(StateChangedError, match=r"iteration 1: .*'teacher' \(Sequential, a variable of"):
+            small.run(body)
+        assert done == [1]
+    else:
         small.run(body)
-    assert done[-1] == from_step
-    assert capsys.readouterr().out.count("not captured, because") == (from_step > 1)
+    said = capsys.readouterr()
+    assert said.out.count("not captured, because") == (from_step > 1)
+    assert said.err.count(f"iteration {from_step}: 'teacher' (Sequential, a variable of") == (from_step > 1)
+
+
+def test_a_copy_of_the_best_weights_ends_no_first_run_and_refuses_its_restart_unless_it_is_ignored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As early stopping keeps it."""
+    monkeypatch.setattr(undeclared_search, "_ignored", [])
+    small = Given()
+    room = len(codec.encode(small.host.small_state()))
+    best: Any = None
+
+    def body(step: int) -> None:
+        nonlocal best
+        small.iterate()
+        if step in (1, 4, 5):
+            best = copy.deepcopy(small.model.state_dict())
+
+    small.run(body)
+    small_state, tensors = handed_over(small.host)
+    assert best is not None and len(codec.encode(small_state)) <= room
+    said = capsys.readouterr().err
+    assert said.count("iteration 4: 'best' (OrderedDict, a variable of ") == 1 == said.count("will be refused: return")
+    with pytest.raises(ResumeError, match=r"lacks 'best' \(OrderedDict, .* fresh, and return .*ignore\('best'\)"):
+        take_over(Given().host, small_state, tensors)
+    ft_plugins.ignore("best")
+    take_over(Given().host, small_state, tensors)
 
 
 @pytest.mark.parametrize("changes", [True, False])
 def test_an_average_in_a_dict_that_is_filled_in_training_is_named_as_soon_as_its_tensors_are_others(
-    changes: bool,
+    changes: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = Given()
     ema: dict[str, torch.Tensor] = {}
@@ -119,11 +151,9 @@ def test_an_average_in_a_dict_that_is_filled_in_training_is_named_as_soon_as_its
             mean = ema[name] * 0.9 + one.detach() * 0.1 if name in ema and changes else one.detach().clone()
             ema[name] = mean if changes or name not in ema else ema[name].clone()
 
-    if changes:
-        with pytest.raises(StateChangedError, match=r"iteration 2: 'ema' \(dict, a variable of .*\) has changed"):
-            small.run(body)
-    else:
-        small.run(body)
+    small.run(body)
+    said = capsys.readouterr().err
+    assert ("iteration 2: 'ema' (dict, a variable of" in said) == changes == ("a restart, which would lose" in said)
 
 
 def test_an_average_that_begins_late_in_a_librarys_loop_is_named_once_and_does_not_end_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 import math
 import random
@@ -215,6 +216,33 @@ def test_a_default_comes_back_and_a_named_tuple_has_its_names() -> None:
     restored = decode(encode({"seen": collections.defaultdict(int, {"a": 3}), "best": Pair(0.5, [1])}))
     restored["seen"]["b"] += 1
     assert restored["seen"] == {"a": 3, "b": 1} and restored["best"].left == 0.5
+
+
+@dataclasses.dataclass
+class Best:
+    loss: float
+    steps: list[int]
+
+    def __post_init__(self) -> None:
+        self.steps.append(-1)  # not again, where it is decoded
+
+
+def test_a_deque_keeps_its_length_and_a_dataclass_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = Best(0.5, [1])
+    encoded = encode([collections.deque([1, (2,)], maxlen=3), best])
+    window, restored = decode(encoded)
+    assert window == collections.deque([1, (2,)]) and window.maxlen == 3
+    assert type(restored) is Best and restored == best and restored.steps == [1, -1]
+    monkeypatch.setitem(globals(), "Best", dataclasses.make_dataclass("Best", ["loss"]))
+    with pytest.raises(ProtocolError, match="test_codec.Best, which the program does not have with these fields"):
+        decode(encoded)
+
+
+def test_a_dataclass_that_keeps_more_than_its_fields_is_an_error() -> None:
+    best = Best(0.5, [1])
+    best.more = 1  # type: ignore[attr-defined]
+    with pytest.raises(InventoryError, match="Best cannot be captured as small state"):
+        encode(best)
 
 
 def test_a_named_tuple_that_the_program_no_longer_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
