@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import stat
@@ -30,6 +31,7 @@ FILE_LIMIT = 32 << 20  # bytes of the history
 RECENT_LIMIT = 16 << 20  # bytes of routine events, one by one
 SUMMED = 100  # routine events of one name in a summary
 _BLOCK = 1 << 16  # bytes read at once from the end of a history
+_KINDS = {"name": str, "node": str, "rank": int | None, "pid": int | str}  # in a line; fields may replace a pid
 _NAMED = re.compile(rb'\{"time": [^,]*, "name": "([^"]*)"')  # the begin of a line
 
 
@@ -217,12 +219,16 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def events_in(path: Path) -> Iterator[Event]:
-    """The events of one file, in the order in which they were written."""
-    if not path.exists():
+    """The events of one file, in the order in which they were written; none of what is no regular file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not wait for a writer
+    except (FileNotFoundError, NotADirectoryError):
         return
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             return
+        lines = file.read().split(b"\n")
+    for line in lines[:-1]:  # the last one is empty, or was cut short
         if (event := event_of(line)) is not None:
             yield event
 
@@ -232,9 +238,10 @@ def event_of(line: bytes) -> Event | None:
     try:
         entry = json.loads(line)
         known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
-    except (ValueError, KeyError, AttributeError, TypeError):
+        fits = math.isfinite(known["time"]) and all(isinstance(known[key], kind) for key, kind in _KINDS.items())
+    except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
         return None
-    return Event(**known, fields=entry)
+    return Event(**known, fields=entry) if fits else None
 
 
 def name_in(line: bytes) -> str:

@@ -208,7 +208,7 @@ def _account(plan: Plan) -> list[str]:
     """Why a protected job failed, as `ft-plugins why` says it: in events of this node, since ft-run was started."""
     if not plan.protected:
         return []
-    with suppress(OSError):  # the disk may be what failed
+    with suppress(Exception):  # the disk may be what failed, or a line damaged: the exit status must not change
         events = list(read(run_directory(plan.job, plan.node) / "events.jsonl"))
         starts = [at for at, event in enumerate(events) if event.type is catalogue.JOB_STARTED]
         account = why(events[starts[-1] :]) if starts else None

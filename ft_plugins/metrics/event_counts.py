@@ -11,6 +11,7 @@ In: the path of a history. Out: `Counts`. A damaged line or file is passed over;
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
@@ -63,20 +64,23 @@ class EventCounts:
             self._alarm = name
         elif kind is not None and self._alarm in kind.ends:
             self._alarm = ""
+        elif kind is None:  # damaged, or of another version; names without end would take memory
+            return
         fields = self._summed.get(name)
         entry: dict[str, Any] = {}
         if fields is not None:
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
         rank = entry.get("rank")
         rank = rank if type(rank) is int else None
         self._grow((name, "", rank), 1)
         for field in fields or ():
             value = entry.get(field)
-            if isinstance(value, (int, float)):
-                self._grow((name, field, rank), value)
+            with suppress(OverflowError):
+                if isinstance(value, (int, float)) and math.isfinite(value):
+                    self._grow((name, field, rank), float(value))
 
     def _grow(self, key: Key, amount: float) -> None:
         self._values[key] = self._values.get(key, 0) + amount
@@ -104,6 +108,8 @@ class _Followed:
                     file.seek(at)
                     content = file.read(-1 if limit is None else limit)
                     whole = content[: content.rfind(b"\n") + 1]
+                    if not whole and len(content) == limit:  # one damaged line: it would be read again for ever
+                        whole = content
                     read[status.st_ino] = at + len(whole)
                 yield from whole.splitlines()
         self._read = read

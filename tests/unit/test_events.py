@@ -319,3 +319,18 @@ def test_the_newest_alarm_is_found_whatever_is_read_at_once(
     last = standing_alarm(path)
     assert last is not None and last.fields == {"reason": "\u00fc" * 50}
 
+
+
+@pytest.mark.parametrize("wrong", [
+    {"name": {}}, {"time": "1"}, {"time": float("inf")}, {"time": 10**400}, {"node": []}, {"rank": "0"}, {"pid": []},
+])  # fmt: skip
+def test_a_line_with_values_of_another_type_is_passed_over(tmp_path: Path, wrong: dict[str, object]) -> None:
+    path, good = tmp_path / "events.jsonl", Event("smp.lost", 1.0, "n", None, 2)
+    line = json.dumps({**json.loads(good.line()), **wrong})
+    path.write_text(f"{good.line()}\n{line}\na\rb\n{'[' * 100_000}\n{good.line()}\n")
+    assert [*read(path)] == [good, good]
+
+
+def test_a_pipe_in_the_place_of_a_history_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    assert [*read(tmp_path / "events.jsonl")] == []

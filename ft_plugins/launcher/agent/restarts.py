@@ -85,6 +85,13 @@ class WorkerFailure:
         """How it ended, in words."""
         return f"was ended by {self.signal}" if self.exitcode < 0 else f"exited with status {self.exitcode}"
 
+    @property
+    def secondary(self) -> bool:
+        """Whether it may only show that another rank or node was lost."""
+        if self.exitcode < 0:
+            return -self.exitcode in _SECONDARY
+        return not self.refused and bool(_LOST_PEER.search(self.error))
+
     def line(self, node: str = "") -> str:
         """One line for people, with rank and error; with `node`, also where to look."""
         who = f"rank {self.rank} (pid {self.pid}, node {node})" if node else f"rank {self.rank}"

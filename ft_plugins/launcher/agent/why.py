@@ -141,20 +141,25 @@ def _failures(outage: Sequence[Event]) -> dict[int, WorkerFailure]:
 
 
 def _first(outage: Sequence[Event]) -> Event:
-    """What ended the ranks: a hang that was found, the failure that caused the others, or else the first event."""
+    """What ended the ranks: a hang that was found, the failure that caused the others, or else the first event. Where
+    ranks only say that they lost a peer, it is the loss of a node that was seen."""
     for event in outage:
         if event.type is catalogue.JOB_HUNG:
             return event
     failures = _failures(outage)
     if failures:
         cause = root_cause(list(failures.values()))
+        lost = next((event for event in outage if event.type is catalogue.NODE_LOST), None)
+        if lost is not None and cause.secondary:
+            return lost
         return next(event for event in outage if failures.get(id(event)) is cause)
     return outage[0]
 
 
 def _said(event: Event) -> str:
     lost = ", ".join(map(str, event.fields.get("lost", ())))
-    return str(event.fields.get("reason") or lost or (event.type.what if event.type else event.name))
+    seen = f"from there was seen the loss of {lost}" if lost else ""  # the event's node is not the one that was lost
+    return str(event.fields.get("reason") or seen or (event.type.what if event.type else event.name))
 
 
 def _signature(outage: Sequence[Event]) -> tuple[object, ...]:

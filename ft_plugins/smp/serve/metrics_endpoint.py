@@ -56,8 +56,8 @@ class MetricsEndpoint:
             return
         try:
             self._server = _Server(place, self.text)
-        except OSError as error:
-            reason = f"{place[0]}, port {place[1]}: {error.strerror or error}"
+        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+            reason = f"{place[0]}, port {place[1]}: {getattr(error, 'strerror', None) or error}"
             self._events.emit(catalogue.METRICS_FAILED, reason=reason)
 
     def text(self) -> str | None:
@@ -89,7 +89,11 @@ class _Server(ThreadingHTTPServer):
         self._thread = threading.Thread(
             target=self.serve_forever, args=(_POLL_SECONDS,), name="smp-metrics", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.server_close()
+            raise
 
     def server_bind(self) -> None:
         """Not that of HTTPServer, which looks the host's name up and may wait for a name server."""
@@ -99,7 +103,11 @@ class _Server(ThreadingHTTPServer):
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no more threads
+            self._room.release()
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

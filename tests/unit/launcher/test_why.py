@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ft_plugins.events import Event, catalogue
+from ft_plugins.launcher import command
 from ft_plugins.launcher.agent.why import Account, why
 
 
@@ -80,7 +85,16 @@ def test_a_failure_that_recurs_says_what_ft_run_found() -> None:
 
 
 def test_a_lost_node_is_named_as_other_nodes_saw_it() -> None:
-    assert told(why([at(5, "node.lost", None, "a", lost=["node b"])]))["failed"].endswith(": node b")
+    assert told(why([at(5, "node.lost", None, "a", lost=["node b"])]))["failed"].endswith("loss of node b")
+
+
+def test_a_lost_node_is_the_cause_and_not_the_ranks_that_lost_their_peer_on_it() -> None:
+    lost = at(5.1, "node.lost", None, "a", lost=["node b"])
+    aborted = [failed(5, 0, 1, "RuntimeError: Connection closed by peer"), failed(5, 1, -6), lost]
+    shown = told(why(aborted))
+    assert shown["failed"].endswith("loss of node b") and shown["others"] == "rank 0, rank 1"
+    own = told(why([failed(5, 0, 1, "ValueError: x"), lost]))
+    assert own["failed"].startswith("rank 0 "), "its own error is the cause"
 
 
 def test_lines_fit_a_terminal() -> None:
@@ -90,3 +104,15 @@ def test_lines_fit_a_terminal() -> None:
 
 def test_a_job_in_which_nothing_failed_has_no_account() -> None:
     assert why([]) is None and why([resumed(1)]) is None
+
+
+def test_what_cannot_be_told_at_the_end_of_ft_run_does_not_replace_its_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "run_directory", lambda job, node: tmp_path)
+    plan: Any = SimpleNamespace(protected=True, job="j", node="a")
+    started = at(1, "job.started").line()
+    for exitcode in (1, None):
+        last = Event("worker.failed", 2, "a", 0, 0, {"exitcode": exitcode}).line()
+        (tmp_path / "events.jsonl").write_text(f"{started}\n{last}\n")
+        assert bool(command._account(plan)) is (exitcode is not None)

@@ -110,3 +110,23 @@ def test_a_link_or_a_pipe_in_place_of_a_history_is_not_read(path: Path, tmp_path
     path.unlink()
     os.mkfifo(path)
     assert EventCounts(path, SUMMED).read().values == {}
+
+
+def test_damaged_lines_are_passed_over_once_and_do_not_stop_the_rest(path: Path) -> None:
+    begin = '{"time": 1.0, "name": "fence.waited", "node": "n", "rank": 0, "pid": 1, "seconds": '
+    deep = begin + "[" * 100_000 + "]" * 100_000 + "}"
+    huge, unending, unknown = f"{begin}1{'0' * 400}}}", begin + "Infinity}", '{"time": 1.0, "name": "not.known"}'
+    path.write_text("\n".join([deep, huge, unending, unknown, begin + "0.5}", ""]))
+    counts = EventCounts(path, SUMMED)
+    for _ in range(2):
+        assert counts.read().of("fence.waited", "seconds") == {0: 0.5}
+    assert counts.read().of("not.known") == {}, "names without end would take memory"
+
+
+def test_a_line_that_is_longer_than_a_reading_does_not_hide_what_follows(path: Path) -> None:
+    path.write_bytes(b"x" * 5000 + b"\n")
+    rank(path, 0).emit(catalogue.SMP_LOST, pid=1)
+    counts = EventCounts(path, SUMMED)
+    for _ in range(5000 // 1024 + 1):
+        counts.read(1024)
+    assert counts.read(1024).of("smp.lost") != {}

@@ -157,3 +157,29 @@ def test_of_two_scrapes_at_once_the_second_does_not_wait_for_long(
     finally:
         go_on.set()
         endpoint.close()
+
+
+def test_a_node_without_room_for_a_thread_loses_the_metrics_and_not_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    events, emitted = Events("n"), Emitted()
+    events.subscribe(emitted.append)
+    endpoint, place = MetricsEndpoint(tmp_path, lambda: None, events), (OWN, free_port())
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", full)
+        endpoint.become(place)
+    assert endpoint.port is None and [event.type for event in emitted] == [catalogue.METRICS_FAILED]
+    endpoint.become(place)
+    try:
+        assert endpoint.port == place[1], "the port was left free"
+        with monkeypatch.context() as context:
+            context.setattr(threading.Thread, "start", full)
+            for _ in range(metrics_endpoint._AT_ONCE + 1):
+                with pytest.raises(OSError):
+                    get(place[1])
+        assert get(place[1])[0] == 200, "a connection that got no thread takes no room"
+    finally:
+        endpoint.close()
