@@ -277,7 +277,10 @@ def _counter(loop: ast.For | ast.AsyncFor) -> tuple[str, str]:
     first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
     name = first.id if isinstance(first, ast.Name) else ""
     is_set = any(name in _changed(one) for one in _same_scope(loop.body))
-    return ("" if is_set else name), ast.unparse(loop.iter.args[0]) if isinstance(loop.iter, ast.Call) else ""
+    over = loop.iter.args if isinstance(loop.iter, ast.Call) else []  # none of `enumerate(iterable=loader)`
+    if is_set or not name or not over or isinstance(over[0], ast.Starred):
+        return "", ""
+    return name, ast.unparse(over[0])
 
 
 def _sliced(node: ast.AST) -> Iterator[str]:

@@ -175,7 +175,7 @@ def _length(over: Any) -> int | None:
     """How many elements a pass has; None if that is unknown."""
     try:
         return len(over) if isinstance(over, list | tuple) or is_sampled(over) else None
-    except TypeError:  # a sampler without length
+    except Exception:  # a sampler without length, or one of the script whose length fails
         return None
 
 

@@ -9,6 +9,7 @@ from textwrap import dedent, indent
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ft_plugins.adapters.script import loop_counters as loop_counters_module
 from ft_plugins.adapters.script.loop_code import LoopCode, loops_around
@@ -214,10 +215,10 @@ class Batches(Noting, list[int]):
         super().__init__(range(3))
 
 
-def cut_of(body: str, loader: Noting | None = None, **values: object) -> Mapping[str, int]:
+def cut_of(body: str, loader: Noting | None = None, over: str = "loader", **values: object) -> Mapping[str, int]:
     """What ends the pass of a loop over batches with this body."""
-    source = "for e in range(1):\n  for i, b in enumerate(loader):\n" + indent(dedent(body), "    ")
-    file = f"<{body} {values}>"
+    source = f"for e in range(1):\n  for i, b in enumerate({over}):\n" + indent(dedent(body), "    ")
+    file = f"<{body} {over} {values}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     loader = Loader() if loader is None else loader
     exec(compile(source, file, "exec"), {"__name__": "script", "loader": loader, **values})
@@ -268,6 +269,21 @@ def test_a_count_beyond_the_length_of_the_data_ends_no_pass(
     body: str, values: dict[str, object], cut: dict[str, int]
 ) -> None:
     assert cut_of(body, Batches(), **values) == cut
+
+
+@pytest.mark.parametrize("over", ["iterable=loader", "*[loader]"])
+def test_a_pass_whose_data_are_not_named_by_place_has_its_count_compared_all_the_same(over: str) -> None:
+    assert cut_of("if i >= 10**9: break", Batches(), over) == {"10": 10, "9": 9}
+
+
+def test_a_length_that_fails_is_unknown() -> None:
+    class Sampler(torch.utils.data.SequentialSampler):
+        def __len__(self) -> int:
+            raise RuntimeError("not yet known")
+
+    data = list(range(3))
+    loader = torch.utils.data.DataLoader(data, sampler=Sampler(data))  # type: ignore[arg-type, var-annotated]
+    assert loop_counters_module._length(loader) is None
 
 
 def test_what_is_read_from_a_clock_neither_ends_nor_decides_a_loop() -> None:
