@@ -191,7 +191,7 @@ def _stood_still(events: Sequence[Event]) -> Iterator[_Interval]:
     """Hangs, from the last completed iteration until they were found, and waits for a rank that may have worked."""
     waiting: float | None = None
     for event in events:
-        since = event.time - event.fields.get("seconds", 0.0)
+        since = event.time - (event.fields.get("seconds") or 0.0)
         if event.type is catalogue.JOB_HUNG:
             yield _microseconds(since), _microseconds(event.time), "hangs", 2
         elif event.type is catalogue.JOB_WAITING:
@@ -216,7 +216,7 @@ def _waits(events: Sequence[Event]) -> int:
         if event.type is catalogue.FENCE_WAITED and event.fields["iteration"] > summed.get(event.pid, 0):
             seconds = event.fields["seconds"]
         waited[event.rank] += _microseconds(seconds)
-    return max(waited.values(), default=0)
+    return max(0, *waited.values())
 
 
 def _swept(began: int, end: int, intervals: Sequence[_Interval]) -> dict[str, int]:

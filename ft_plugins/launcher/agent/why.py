@@ -157,7 +157,8 @@ def _first(outage: Sequence[Event]) -> Event:
 
 
 def _said(event: Event) -> str:
-    lost = ", ".join(map(str, event.fields.get("lost", ())))
+    said = event.fields.get("lost")  # names, or how many iterations
+    lost = ", ".join(map(str, said)) if isinstance(said, list | tuple) else ""
     seen = f"from there was seen the loss of {lost}" if lost else ""  # the event's node is not the one that was lost
     return str(event.fields.get("reason") or seen or (event.type.what if event.type else event.name))
 

@@ -215,8 +215,9 @@ class Batches(Noting, list[int]):
         super().__init__(range(3))
 
 
-def cut_of(body: str, loader: Noting | None = None, over: str = "loader", **values: object) -> Mapping[str, int]:
+def cut_of(body: str, loader: Noting | None = None, **values: object) -> Mapping[str, int]:
     """What ends the pass of a loop over batches with this body."""
+    over = values.pop("over", "loader")
     source = f"for e in range(1):\n  for i, b in enumerate({over}):\n" + indent(dedent(body), "    ")
     file = f"<{body} {over} {values}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
@@ -273,7 +274,7 @@ def test_a_count_beyond_the_length_of_the_data_ends_no_pass(
 
 @pytest.mark.parametrize("over", ["iterable=loader", "*[loader]"])
 def test_a_pass_whose_data_are_not_named_by_place_has_its_count_compared_all_the_same(over: str) -> None:
-    assert cut_of("if i >= 10**9: break", Batches(), over) == {"10": 10, "9": 9}
+    assert cut_of("if i >= 10**9: break", Batches(), over=over) == {"10": 10, "9": 9}
 
 
 def test_a_length_that_fails_is_unknown() -> None:

@@ -88,6 +88,11 @@ def test_a_lost_node_is_named_as_other_nodes_saw_it() -> None:
     assert told(why([at(5, "node.lost", None, "a", lost=["node b"])]))["failed"].endswith("loss of node b")
 
 
+def test_lost_iterations_are_no_names_of_nodes() -> None:
+    shown = told(why([at(5, "state.lost", None, "a", completed=9, lost=9)]))
+    assert shown["failed"].endswith(catalogue.STATE_LOST.what)
+
+
 def test_a_lost_node_is_the_cause_and_not_the_ranks_that_lost_their_peer_on_it() -> None:
     lost = at(5.1, "node.lost", None, "a", lost=["node b"])
     aborted = [failed(5, 0, 1, "RuntimeError: Connection closed by peer"), failed(5, 1, -6), lost]

@@ -125,3 +125,11 @@ def test_the_parts_add_up_to_the_wall_time_to_the_microsecond(made: list[tuple[A
     assert sum(one.parts.values()) == one.wall and min(one.parts.values()) >= 0
     first, last = min(event.time for event in events), max(event.time for event in events)
     assert one.wall == round(last * 1e6) - round(first * 1e6)
+
+
+def test_times_that_are_unknown_or_below_nothing_take_none_of_the_others() -> None:
+    odd = [at(50, "job.hung", about=1, seconds=None), at(155, "fence.waited", 5, pid=9, iteration=21, seconds=-9.0)]
+    one = goodput([*story(), *odd])
+    assert seconds(one) == seconds(goodput(story()))
+    alone = goodput([at(1, "fence.waited", 5, pid=9, iteration=21, seconds=-9.0)])
+    assert alone is not None and alone.wall == 0 and not any(alone.parts.values()) and len(alone.lines()) == 1
