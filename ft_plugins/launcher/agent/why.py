@@ -28,6 +28,7 @@ _CAUSES = (
     catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.JOB_HUNG, catalogue.FAILURE_RECURRED,
     catalogue.NODE_LOST, catalogue.RESUME_DIFFERED, catalogue.STATE_LOST,
 )  # fmt: skip
+_FOLLOWS = (catalogue.RESUME_DIFFERED, catalogue.STATE_LOST)  # what a resume shows after a failure
 _BEGINS = (catalogue.RANKS_RESUMED, catalogue.WORKERS_RESTARTED, catalogue.JOB_STARTED)
 
 
@@ -78,12 +79,15 @@ class Account:
 def why(events: Iterable[Event]) -> Account | None:
     """The account of the newest outage."""
     outages: list[list[Event]] = [[]]
-    recovered = False
+    recovered, resumed = False, True  # since the newest outage began; whether ranks resumed since its end
     for event in sorted(events, key=lambda event: event.time):
         if event.type in _BEGINS:
             recovered = recovered or event.type is catalogue.RANKS_RESUMED
+            resumed = recovered if len(outages) > 1 or outages[-1] else True
             if outages[-1]:
                 outages.append([])
+        elif event.type in _FOLLOWS and not resumed and not outages[-1]:
+            continue  # not why the job failed, but what that cost
         elif event.type in _CAUSES:
             outages[-1].append(event)
             recovered = False

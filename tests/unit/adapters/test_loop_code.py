@@ -249,7 +249,7 @@ def test_a_count_ends_no_pass_where_the_tests_around_it_cannot_hold(
     body: str, values: dict[str, object], cut: dict[str, int]
 ) -> None:
     """As `if args.dry_run: break` in torch's own example; a `break` of an evaluation's loop leaves that one."""
-    assert cut_of(body, **values) == cut
+    assert cut_of(body, None, **values) == cut
 
 
 @pytest.mark.parametrize(

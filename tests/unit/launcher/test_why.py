@@ -93,6 +93,16 @@ def test_lost_iterations_are_no_names_of_nodes() -> None:
     assert shown["failed"].endswith(catalogue.STATE_LOST.what)
 
 
+def test_what_a_resume_lost_does_not_hide_the_failure_before_it() -> None:
+    restarted = [failed(1, 3, 1, "ValueError: x"), at(2, "workers.restarted")]
+    lost = at(3, "state.lost", None, "a", completed=9, lost=9)
+    for after in ([], [resumed(4)]):
+        shown = told(why([resumed(0), *restarted, lost, *after]))
+        assert shown["failed"].startswith("rank 3 ") and ("since then" in shown) is bool(after)
+    later = at(5, "resume.differed", 0, "a", reason="another loss")
+    assert told(why([*restarted, resumed(4), later]))["failed"].endswith("another loss"), "it trained in between"
+
+
 def test_a_lost_node_is_the_cause_and_not_the_ranks_that_lost_their_peer_on_it() -> None:
     lost = at(5.1, "node.lost", None, "a", lost=["node b"])
     aborted = [failed(5, 0, 1, "RuntimeError: Connection closed by peer"), failed(5, 1, -6), lost]
