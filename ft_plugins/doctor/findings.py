@@ -73,7 +73,7 @@ def _too_little(limit: MemoryLimit, need: int) -> NodeFinding:
     needed, free, total = sizes_text(need, limit.free, limit.nbytes)
     return NodeFinding(
         Grade.FAILURE, f"{limit.where} has {free} free, of {total}",
-        f"protection claims {needed} there when the job starts, and is refused",
+        f"protection claims {needed} there when the job starts, unless it holds that already",
         f"{limit.remedy}; or remove what ended jobs have left with 'ft-plugins sweep'",
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def _port(port: EndpointPort) -> Iterator[NodeFinding]:
     match port.state:
         case "taken":
             yield NodeFinding(
-                Grade.FAILURE, f"the port of the endpoint {port.endpoint} is taken on this node",
+                Grade.FAILURE, f"this node cannot listen at the endpoint {port.endpoint} ({port.reason})",
                 "the rendezvous listens there, unless what listens is this job's own ft-run",
                 f"end what listens there (ss -ltnp 'sport = :{port.endpoint.port}'), or choose another port",
             )  # fmt: skip
@@ -157,11 +157,14 @@ def _interface(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
         problem = f"the device {device.name} has no IP address"
     else:
         return
-    usable = ", ".join(each.name for each in facts.devices if each.up and each.addresses)
     yield NodeFinding(
         Grade.FAILURE, f"--ftp-interface {job.interface}: {problem}", "this node would have no address for the others",
-        f"name one of {usable or 'none'}, or bring it up",
+        f"name one of {_usable(facts.devices)}, or bring it up",
     )  # fmt: skip
+
+
+def _usable(devices: Sequence[NetworkDevice]) -> str:
+    return ", ".join(each.name for each in devices if each.up and each.addresses) or "none"
 
 
 def _chosen(interface: str, devices: Sequence[NetworkDevice]) -> NetworkDevice | None:
@@ -169,9 +172,16 @@ def _chosen(interface: str, devices: Sequence[NetworkDevice]) -> NetworkDevice |
 
 
 def _ifnames(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
-    device = _chosen(job.interface, facts.devices or ()) if job.interface else None
+    devices = facts.devices or ()
+    device = _chosen(job.interface, devices) if job.interface else None
     for variable, names in facts.environment.items():
-        if device is not None and not _names_device(names, device.name, exact=variable.startswith("GLOO")):
+        named = {each.name for each in devices if _names_device(names, each.name, exact=variable.startswith("GLOO"))}
+        if devices and not named:
+            yield NodeFinding(
+                Grade.FAILURE, f"{variable}={names} names no device of this node", "training would have no network",
+                f"name one of {_usable(devices)}, or unset it",
+            )  # fmt: skip
+        elif device is not None and device.name not in named:
             yield NodeFinding(
                 Grade.WARNING, f"{variable}={names} does not name {device.name}, which --ftp-interface does",
                 "training and protection would use different networks",

@@ -73,10 +73,12 @@ class NetworkDevice:
 
 @dataclass(frozen=True)
 class EndpointPort:
-    """The port of an endpoint: free or taken on this node, or what another node says when it is called."""
+    """The port of an endpoint: free or taken on this node, or what another node says when it is called. `reason`: why
+    this node cannot listen there."""
 
     endpoint: Endpoint
     state: PortState
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,9 @@ def gather(job: DoctorJob, environ: Mapping[str, str] = os.environ) -> HostFacts
         descriptors=_descriptors(),
         secret_problem=_secret_problem(job.secret_file),
         endpoints=endpoints,
-        own_names=tuple(_resolved(name) for name in names if name),
+        own_names=tuple(_resolved(name) for name in names if name not in ("", "localhost")),
         ports=tuple(
-            EndpointPort(each, _port(addresses[each.host], each.port, own))
-            for each in job.endpoints
-            if each.port and addresses[each.host]
+            _port(each, addresses[each.host], own) for each in job.endpoints if each.port and addresses[each.host]
         ),
         devices=devices,
         environment={name: environ[name] for name in IFNAMES if environ.get(name)},
@@ -201,27 +201,33 @@ def _devices() -> tuple[NetworkDevice, ...]:
     )
 
 
-def _port(addresses: tuple[str, ...], port: int, own: set[str]) -> PortState:
-    """Only looked at: a socket that is bound and does not listen is in no one's way, not even of the same look."""
-    if here := [address for address in addresses if address in own or only_local(address)]:
-        return "free" if _is_free(here[0], port) else "taken"
-    try:
-        with closing(socket.create_connection((addresses[0], port), SECONDS)):
-            return "answers"
-    except ConnectionRefusedError:
-        return "refuses"
-    except OSError:
-        return "silent"
-
-
-def _is_free(address: str, port: int) -> bool:
-    with closing(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _port(endpoint: Endpoint, addresses: tuple[str, ...], own: set[str]) -> EndpointPort:
+    here = [address for address in addresses if address in own or only_local(address)]
+    if here:
+        problems = [_bind_problem(address, endpoint.port) for address in here]
+        return EndpointPort(endpoint, "taken" if all(problems) else "free", problems[0] if all(problems) else "")
+    state: PortState = "silent"
+    for address in addresses:
         try:
-            probe.bind((address, port))
+            with closing(socket.create_connection((address, endpoint.port), SECONDS / len(addresses))):
+                return EndpointPort(endpoint, "answers")
+        except ConnectionRefusedError:
+            state = "refuses"
         except OSError:
-            return False
-    return True
+            pass
+    return EndpointPort(endpoint, state)
+
+
+def _bind_problem(address: str, port: int) -> str:
+    """Why this node cannot listen there; '' if it can. The socket is bound and does not listen, so it is in the way of
+    no other process that does or looks."""
+    try:
+        with closing(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _checked_folder(role: str, look: Callable[[], str]) -> UsedFolder:

@@ -37,18 +37,19 @@ DOOR = Endpoint("node-a", 29400)
 SHM = MemoryLimit("/dev/shm", 8 * GIB, 8 * GIB, "enlarge it")
 CGROUP = MemoryLimit("a group", 9 * GIB, 9 * GIB, "raise it")
 DEVICE = NetworkDevice("eth0", True, ("10.0.0.1",))
+OTHER = NetworkDevice("ib0", True, ("10.1.0.1",))
 JOB = DoctorJob(2, (DOOR,), "job.secret", "eth0", 4 * GIB)
 HEALTHY = HostFacts(
     host="node-a", limits=(SHM, CGROUP), descriptors=1 << 16, secret_problem="",
     endpoints=(ResolvedName("node-a", ("10.0.0.1",)),), own_names=(ResolvedName("node-a", ("10.0.0.1",)),),
-    ports=(EndpointPort(DOOR, "free"),), devices=(DEVICE,), environment={},
+    ports=(EndpointPort(DOOR, "free"),), devices=(DEVICE, OTHER), environment={},
     folders=(UsedFolder("temporary files", "/tmp", ""),), ptrace_scope=0, py_spy=True, too_old=(), untested=(),
     removes_ipc=False,
 )  # fmt: skip
 
 
 def port(state: PortState) -> dict[str, Any]:
-    return {"ports": (EndpointPort(DOOR, state),)}
+    return {"ports": (EndpointPort(DOOR, state, "in use"),)}
 
 
 def environment(**variables: str) -> dict[str, Any]:
@@ -72,15 +73,16 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], Grade, str, str]] = [
     ({}, {"endpoints": (*HEALTHY.endpoints, ResolvedName("b", ()))}, Grade.WARNING, "b does not resolve", "correct"),
     ({}, {"own_names": (ResolvedName("a", ("127.0.1.1",)),)}, Grade.WARNING, "(a) resolves to 127.0.1.1", "GLOO"),
     ({}, {"own_names": (ResolvedName("a", ()),)}, Grade.WARNING, "(a) resolves to nothing", "--ftp-interface"),
-    ({}, port("taken"), Grade.FAILURE, "node-a:29400 is taken on this node", "sport = :29400"),
+    ({}, port("taken"), Grade.FAILURE, "cannot listen at the endpoint node-a:29400 (in use)", "sport = :29400"),
     ({}, port("silent"), Grade.WARNING, "node-a:29400 gives no answer", "let the port through"),
     ({}, port("refuses"), Grade.NOTE, "nothing listens at the endpoint", "nothing, if"),
-    ({"interface": "eth1"}, {}, Grade.FAILURE, "eth1: no device or address of this node", "name one of eth0,"),
+    ({"interface": "eth1"}, {}, Grade.FAILURE, "eth1: no device or address of this node", "name one of eth0, ib0,"),
     ({}, {"devices": (replace(DEVICE, up=False),)}, Grade.FAILURE, "the device eth0 is down", "bring it up"),
     ({}, {"devices": (replace(DEVICE, addresses=()),)}, Grade.FAILURE, "eth0 has no IP address", "name one of none"),
-    ({}, environment(GLOO_SOCKET_IFNAME="eth1"), Grade.WARNING, "GLOO_SOCKET_IFNAME=eth1 does not name eth0", "=eth0,"),
+    ({}, environment(GLOO_SOCKET_IFNAME="ib0"), Grade.WARNING, "GLOO_SOCKET_IFNAME=ib0 does not name eth0", "=eth0,"),
     ({}, environment(NCCL_SOCKET_IFNAME="^eth"), Grade.WARNING, "NCCL_SOCKET_IFNAME=^eth does not name", "=eth0,"),
-    ({}, environment(NCCL_SOCKET_IFNAME="=eth"), Grade.WARNING, "NCCL_SOCKET_IFNAME==eth does not name", "=eth0,"),
+    ({}, environment(NCCL_SOCKET_IFNAME="=eth"), Grade.FAILURE, "NCCL_SOCKET_IFNAME==eth names no device", "eth0, ib0"),
+    ({"interface": None}, environment(GLOO_SOCKET_IFNAME="eth"), Grade.FAILURE, "=eth names no device", "eth0, ib0"),
     ({}, {"folders": (UsedFolder("temporary files", "/t", "Read-only file system"),)}, Grade.FAILURE, "/t, cannot be",
      "set TMPDIR"),
     ({}, {"too_old": ("torch 2.1 is older than 2.6",)}, Grade.FAILURE, "torch 2.1 is older", "install a newer one"),
@@ -102,7 +104,7 @@ def test_each_fault_is_the_one_finding(
 @pytest.mark.parametrize(
     "facts",
     [
-        environment(GLOO_SOCKET_IFNAME="eth1,eth0", NCCL_SOCKET_IFNAME="eth"),
+        environment(GLOO_SOCKET_IFNAME="ib0,eth0", NCCL_SOCKET_IFNAME="eth"),
         environment(NCCL_SOCKET_IFNAME="^docker,lo"),
         environment(NCCL_SOCKET_IFNAME="=eth0"),
         {"own_names": (ResolvedName("a", ("127.0.1.1",)),), **environment(GLOO_SOCKET_IFNAME="eth0")},
@@ -132,8 +134,24 @@ def test_nodes_that_are_emulated_on_one_machine_need_no_secret_and_no_address() 
 def test_a_port_of_this_node_is_free_until_a_process_listens_there() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         place = Endpoint("127.0.0.1", listener.getsockname()[1])
-        assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["taken"]
+        assert gather(DoctorJob(1, (place,))).ports == (EndpointPort(place, "taken", "Address already in use"),)
     assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["free"]
+
+
+def test_the_port_of_another_node_answers_refuses_or_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_facts, "only_local", lambda address: False)
+    monkeypatch.setattr(host_facts, "_devices", lambda: ())
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        place = Endpoint("127.0.0.1", listener.getsockname()[1])
+        assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["answers"]
+    assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["refuses"]
+
+    def timed_out(address: object, seconds: float) -> None:
+        assert seconds <= host_facts.SECONDS
+        raise TimeoutError
+
+    monkeypatch.setattr(host_facts.socket, "create_connection", timed_out)
+    assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["silent"]
 
 
 def test_a_name_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +176,8 @@ def test_systemd_removes_shared_memory_unless_its_configuration_says_no(
     (tmp_path / "etc/systemd/logind.conf.d").mkdir(parents=True)
     (tmp_path / "etc/systemd/logind.conf").write_text(f"[Login]\n{whole}\n")
     (tmp_path / "etc/systemd/logind.conf.d/site.conf").write_text(f"[Login]\n{part}\n")
+    (tmp_path / "usr/lib/systemd/logind.conf.d").mkdir(parents=True)
+    (tmp_path / "usr/lib/systemd/logind.conf.d/site.conf").write_text("[Login]\nRemoveIPC=no\n")  # the one in etc wins
     assert removes_ipc(tmp_path, 1000) is expected and not removes_ipc(tmp_path, 999)
     (tmp_path / "var/lib/systemd/linger").mkdir(parents=True)
     (tmp_path / "var/lib/systemd/linger/ann").touch()
