@@ -7,7 +7,7 @@ MEGATRON = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
 DEEPSPEED = ("0.16.9", "0.18.9", "0.19.8")
 PYTHON = ("3.10", "3.11", "3.12", "3.13")
 
-_TESTED = {"Megatron": MEGATRON, "DeepSpeed": DEEPSPEED}
+_TESTED = {"torch": TORCH, "Megatron": MEGATRON, "DeepSpeed": DEEPSPEED}
 
 
 def untested(framework: str, version: str) -> str:

@@ -21,7 +21,7 @@ from ..errors import EXIT_REFUSED, ConfigError, FtError
 from ..systems.reft.dry_claim import DryJob
 from .memory_plan_command import MemoryPlan, averages, plan_memory
 
-_LAUNCHERS = ("ft-run", "torchrun")
+LAUNCHERS = ("ft-run", "torchrun")
 _OF_NEOX = (  # a yml file with one of them configures a job of gpt-neox; others may be those of a data set
     *("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "pipe_parallel_size"),
     deepspeed_json.BLOCK,
@@ -70,15 +70,15 @@ def _checked(words: Sequence[str], file: Path | None, ranks: int | None) -> tupl
         flags, rest = Config.from_flags(words, whole=False)
         if rest:
             raise FtError(f"{rest[0]}: unknown; give --deepspeed_config with flags of the job, or a command after '--'")
-        config = _on(merge(flags, deepspeed_json.from_file(file), ("the command line", str(file))))
+        config = with_reft(merge(flags, deepspeed_json.from_file(file), ("the command line", str(file))))
         return check_deepspeed(_mapping(file), config.systems, ranks or 1), config, None
     if not words:
         raise FtError("expected the command of a job after '--', or --deepspeed_config FILE")
     from ..launcher import command  # slow: imports torch
 
-    given = list(words[1:] if Path(words[0]).name in _LAUNCHERS else words)
+    given = list(words[1:] if Path(words[0]).name in LAUNCHERS else words)
     plan = command.plan(given, os.getuid(), os.getcwd(), "here")
-    config, options = _on(plan.config), plan.torch
+    config, options = with_reft(plan.config), plan.torch
     on_node = int(options.nproc_per_node) if str(options.nproc_per_node).isdigit() else 1
     world = ranks or command.parse_min_max_nnodes(options.nnodes)[1] * on_node
     arguments, named = options.training_script_args, on_node if on_node > 1 else None
@@ -92,7 +92,7 @@ def _checked(words: Sequence[str], file: Path | None, ranks: int | None) -> tupl
     return check_megatron(folder, arguments, config.systems, world), config, named
 
 
-def _on(config: Config) -> Config:
+def with_reft(config: Config) -> Config:
     """REFT if no system is on, so that a job can be asked about before its flags are chosen."""
     return config if config.systems else merge(config, Config.from_json({"reft": True}), ("the job", "check"))
 

@@ -32,6 +32,7 @@ from ..smp.serve import leftovers
 from ..smp.watch import liveness
 from . import status_command
 from .check_command import check
+from .doctor_command import doctor
 from .events_command import events
 from .job_events import EventsOption, JobArgument, job_events
 from .plan_command import plan_app
@@ -189,6 +190,7 @@ def config(
 
 app.add_typer(plan_app, name="plan")
 app.command(context_settings=_ANY_FLAGS)(check)
+app.command(context_settings=_ANY_FLAGS)(doctor)
 app.command()(why)
 app.command()(events)
 app.command()(trace)

@@ -74,7 +74,7 @@ def memory(
         raise ConfigError(f"{rest[0]}: unknown; expected flags of the job, such as --reft-redundancy, after '--'")
     each, what = precision.captured if bytes_per_parameter is None else (bytes_per_parameter, "as given")
     job = DryJob(
-        parameters, each, tp, pp, _replicas(tp * pp, dp, ranks_per_node, nodes), ranks_per_node,
+        parameters, each, tp, pp, replicas(tp * pp, dp, ranks_per_node, nodes), ranks_per_node,
         sharded=not replicated, whole=averages(config), order=order,
     )  # fmt: skip
     memory_plan = plan_memory(job, config, node_memory_gib)
@@ -136,7 +136,7 @@ def averages(config: Config) -> bool:
     return config.paft is not None and config.paft.mode != "audit"
 
 
-def _replicas(stages: int, dp: int | None, on_node: int, nodes: int | None) -> int:
+def replicas(stages: int, dp: int | None, on_node: int, nodes: int | None) -> int:
     """The data-parallel size, of so many ranks of a replica. Raises ConfigError."""
     if dp is None and nodes is None:
         raise ConfigError("--dp, --nodes: give the data-parallel size or the number of nodes")
