@@ -272,6 +272,11 @@ class TorchHost(PlainLoop, ReducingHost):
         }
 
     def restore(self, small: Mapping[str, Any]) -> None:
+        if "lost" not in small:
+            raise ResumeError(
+                f"rank {self.rank}: an earlier version of ft_plugins captured this, which did not note what it lacks: "
+                "resume with that version, or start with --ftp-resume fresh"
+            )
         self._undeclared.require_kept(small["lost"])
         saved = small["caller"]
         if (saved["scheduler"] is None) != (self._scheduler is None):
