@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..base.intake import shown
 from ..config import Config, add_flags, deepspeed_json, keys, merge, protects, run_directory, sources
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from ..events import catalogue, read
-from . import job_identity
+from . import job_identity, slurm
 from .agent.watcher import Job
 from .agent.why import why
 from .node_launch import Outcome, launch
@@ -41,7 +41,9 @@ _WORKER = "ft_plugins.launcher.worker"
 _STATIC = "static"  # ranks and addresses are given by the user: no node can be replaced
 _STATIC_FLAGS = {"node_rank": "--node-rank", "master_addr": "--master-addr", "master_port": "--master-port"}
 _UNSET = None
-_DEFAULTS = {"max_restarts": 0, "rdzv_backend": _STATIC, "node_rank": 0, "master_addr": "127.0.0.1"}  # torchrun's
+_DEFAULTS = {  # torchrun's
+    "nnodes": "1:1", "max_restarts": 0, "rdzv_backend": _STATIC, "node_rank": 0, "master_addr": "127.0.0.1",
+}  # fmt: skip
 _NO_ID = "none"  # torchrun's
 
 
@@ -54,6 +56,7 @@ class Plan:
     job: str
     node: str
     bounded: bool
+    from_slurm: str = ""  # the flags that Slurm gave
 
     @property
     def protected(self) -> bool:
@@ -73,8 +76,11 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
-    """Parse a command line given by user `uid` in `folder` on `host`. Raises ConfigError, SystemExit."""
+def plan(
+    argv: Sequence[str], uid: int, folder: str, host: str, environment: Mapping[str, str] | None = None
+) -> Plan:
+    """Parse a command line given by user `uid` in `folder` on `host`. `environment`: where Slurm's variables are, if
+    anywhere. Raises ConfigError, SystemExit."""
     config, words = Config.from_flags(argv, whole=False)
     options = parser().parse_args(words)
     _refuse_misspelt(options, Path(folder))
@@ -86,6 +92,13 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
         raise ConfigError("--no-python: hooks need Python in each rank; give the Python script itself")
     if not (options.module or options.no_python) and not os.path.exists(os.path.join(folder, options.training_script)):
         raise ConfigError(f"script {options.training_script}: no such file in {folder}; give its path, or -m MODULE")
+    step = slurm.step_of(environment or {}) if config.systems else None
+    taken = _take_from(step, options) if step else []
+    if options.nnodes is _UNSET:
+        options.nnodes = _DEFAULTS["nnodes"]
+    if step and step.node and not config.node_name:
+        host = step.node
+        taken.append(f"--ftp-node-name {job_identity.safe_name(host)}")
     if config.systems:
         _require_replaceable(options)
     id_given = "" if options.standalone else options.rdzv_id
@@ -96,7 +109,28 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str) -> Plan:
         job=job_identity.job_name(config.job, id_given, uid, folder, script, arguments),
         node=config.node_name or job_identity.safe_name(host),
         bounded=options.max_restarts is not _UNSET or not config.systems,
+        from_slurm=" ".join(taken),
     )
+
+
+def _take_from(step: slurm.SlurmStep, options: argparse.Namespace) -> list[str]:
+    """Set what the user did not give to what Slurm says; the flags that were set. Raises ConfigError."""
+    fixed = options.rdzv_backend == _STATIC or any(getattr(options, name) is not _UNSET for name in _STATIC_FLAGS)
+    if options.standalone or fixed:
+        return []
+    taken = []
+    if options.nnodes is _UNSET:
+        options.nnodes = str(step.nodes)
+        taken.append(f"--nnodes {options.nnodes}")
+    if not options.rdzv_endpoint and parse_min_max_nnodes(options.nnodes)[1] > 1:
+        options.rdzv_endpoint = step.endpoints
+        taken.append(f"--rdzv-endpoint {options.rdzv_endpoint}")
+    if taken and step.tasks != step.nodes:
+        raise ConfigError(
+            f"Slurm starts {step.tasks} tasks on {step.nodes} nodes, expected one ft-run on each node: give srun "
+            "--ntasks-per-node=1, or ft-run --nnodes and --rdzv-endpoint"
+        )
+    return taken
 
 
 def _refuse_misspelt(options: argparse.Namespace, folder: Path) -> None:
@@ -234,7 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script."""
     where = ""
     try:
-        planned = plan(sys.argv[1:] if argv is None else argv, os.getuid(), os.getcwd(), socket.gethostname())
+        words = sys.argv[1:] if argv is None else argv
+        planned = plan(words, os.getuid(), os.getcwd(), socket.gethostname(), os.environ)
+        if planned.from_slurm:
+            print(f"ft-run: taken from Slurm: {planned.from_slurm}; flags that you give replace these", file=sys.stderr)
         _require_temporary_folder(planned.torch.log_dir)
         where = _where(planned)
         outcome = execute(planned)

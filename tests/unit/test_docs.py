@@ -138,6 +138,13 @@ def run_pip(line: str, words: list[str], folder: Path) -> None:
     assert named <= extras(), line
 
 
+def run_sbatch(line: str, words: list[str], folder: Path) -> None:
+    """A batch script of the project that bash can read; what follows it, ft-run reads."""
+    (at,) = [number for number, word in enumerate(words) if word.endswith(".sbatch")]
+    subprocess.run(["bash", "-n", ROOT / words[at]], check=True, timeout=60)
+    run_ft_run(line, ["ft-run", *words[at + 1 :]], folder)
+
+
 def run_mkdocs(line: str, words: list[str], folder: Path) -> None:
     """.ci/run builds the pages with the same command."""
     assert " ".join(words[1:]) in (ROOT / ".ci" / "run").read_text()
@@ -156,6 +163,7 @@ RUNNERS: dict[str, Callable[[str, list[str], Path], None]] = {
     "python": run_python,
     "pip": run_pip,
     "mkdocs": run_mkdocs,
+    "sbatch": run_sbatch,
     "(umask": run_secret,
 }
 

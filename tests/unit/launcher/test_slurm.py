@@ -1,0 +1,68 @@
+"""What ft-run takes from Slurm where the user gave no flags."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.errors import ConfigError
+from ft_plugins.launcher import command, slurm
+
+STEP = {
+    "SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "n[001-003,7],m2",
+    "SLURMD_NODENAME": "n002", "SLURM_JOB_ID": "1017",
+}  # fmt: skip
+ENDPOINTS = "n001:29417,n002:29417,n003:29417,n7:29417"
+
+
+def plan(folder: Path, *words: str, **changed: str) -> command.Plan:
+    (folder / "train.py").write_text("")
+    return command.plan([*words, "train.py"], 1000, str(folder), "host0", STEP | changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n[001-003,7],m2", ["n001", "n002", "n003", "n7", "m2"]),
+        ("r[1-2]n[09-10]-ib", ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]),
+        ("one", ["one"]),
+    ],
+)
+def test_a_host_list_names_its_hosts_in_order(text: str, names: list[str]) -> None:
+    assert list(slurm.expand(text)) == names
+
+
+def test_of_a_huge_range_only_the_names_that_are_wanted_are_made() -> None:
+    assert list(itertools.islice(slurm.expand("n[1-999999999][1-999999999]"), 2)) == ["n11", "n12"]
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n[3-1]", "n[1--2]", "a,,b", "a,", "n[]", "x" * 70_000])
+def test_what_is_no_host_list_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST.*give --rdzv-endpoint"):
+        list(slurm.expand(text))
+
+
+def test_in_a_step_over_several_nodes_all_is_taken_and_said(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--reft")
+    assert (found.torch.nnodes, found.torch.rdzv_endpoint, found.node) == ("5", ENDPOINTS, "n002")
+    assert found.from_slurm == f"--nnodes 5 --rdzv-endpoint {ENDPOINTS} --ftp-node-name n002"
+
+
+def test_flags_that_are_given_win_each_for_itself(tmp_path: Path) -> None:
+    found = plan(tmp_path, "--reft", "--nnodes", "4", "--ftp-node-name", "mine")
+    assert (found.torch.nnodes, found.torch.rdzv_endpoint, found.node) == ("4", ENDPOINTS, "mine")
+    found = plan(tmp_path, "--reft", "--rdzv-endpoint", "b:1")
+    assert (found.torch.nnodes, found.torch.rdzv_endpoint) == ("5", "b:1")
+
+
+def test_nothing_is_taken_on_one_node_and_without_a_system(tmp_path: Path) -> None:
+    for found in (plan(tmp_path, "--reft", SLURM_STEP_NUM_NODES="1"), plan(tmp_path)):
+        assert (found.torch.nnodes, found.torch.rdzv_endpoint, found.node) == ("1:1", "", "host0")
+        assert not found.from_slurm
+
+
+def test_several_tasks_on_a_node_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="40 tasks on 5 nodes.*--ntasks-per-node=1"):
+        plan(tmp_path, "--reft", SLURM_STEP_NUM_TASKS="40")
