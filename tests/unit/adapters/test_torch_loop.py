@@ -128,6 +128,15 @@ def test_what_is_handed_over_is_gone_on_from_bit_for_bit(made: tuple[Any, ...]) 
     assert (second.described(), {**first.read, **second.read}) == golden
 
 
+def test_a_capture_that_does_not_say_what_it_lacks_is_refused_by_name() -> None:
+    loop = Loop()
+    host = loop.host()
+    run(loop, host, 0, 1)
+    older = {name: value for name, value in host.small_state().items() if name != "lost"}
+    with pytest.raises(ResumeError, match="rank 0: an earlier version of ft_plugins.*--ftp-resume fresh"):
+        Loop().host().restore(older)
+
+
 # ---- what would be lost ----
 
 
