@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -72,6 +73,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.name = f"slurm-{uuid.uuid4().hex[:12]}"  # of jobs: their memory outlives them
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin",
@@ -116,7 +118,7 @@ class Cluster:
         return "\n".join(path.read_text()[-2000:] for path in self.folder.glob("*.log"))
 
     def submit(self, *words: str, options: tuple[str, ...]) -> SlurmJob:
-        return SlurmJob(self, self.ask("sbatch", "--parsable", "--job-name=job", *options, *words))
+        return SlurmJob(self, self.ask("sbatch", "--parsable", f"--job-name={self.name}", *options, *words))
 
     def end(self) -> None:
         self.ask("scancel", "--full", "--signal=KILL", "--user=root")
@@ -128,9 +130,12 @@ class Cluster:
                 daemon.wait(60)
             daemon.kill()
             daemon.wait(60)
-        for process in below + self.leftovers():
+        left = below + self.leftovers()
+        for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(left, 60)
+        self.ask(str(Path(sys.executable).with_name("ft-plugins")), "sweep", "--job", self.name, "--older-than", "0")
 
     def leftovers(self) -> list[psutil.Process]:
         """Processes that a step has left, as SMPs do by design."""
@@ -180,7 +185,7 @@ class SlurmJob:
         self.cluster.ask("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def events(self, node: str, file: str = "events.jsonl") -> list[dict[str, Any]]:
-        path = self.cluster.folder / "tmp/ft_plugins/job" / node / file
+        path = self.cluster.folder / "tmp/ft_plugins" / self.cluster.name / node / file
         return list(entries(path)) if path.exists() else []
 
     def until_sealed(self, node: str, more: int = 0) -> None:
