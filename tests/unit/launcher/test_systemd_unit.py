@@ -1,0 +1,33 @@
+"""The unit of launch/systemd, as systemd itself reads it."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ft_plugins.errors import EXIT_REFUSED
+
+UNIT = Path(__file__).parents[3] / "launch/systemd/ft-run@.service"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_every_line(tmp_path: Path) -> None:
+    made = tmp_path / "ft-run@my-job.service"
+    made.write_text(UNIT.read_text())
+    done = subprocess.run(
+        ["systemd-analyze", "verify", made], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert made.name not in done.stderr, done.stderr  # other units of this machine may have faults
+
+
+def test_a_refused_job_is_not_started_again_and_its_memory_outlives_the_unit() -> None:
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(UNIT.read_text())
+    service = unit["Service"]
+    assert int(service["RestartPreventExitStatus"]) == EXIT_REFUSED and service["Restart"] == "on-failure"
+    assert service["KillMode"] == "process" and service["RuntimeDirectoryPreserve"] == "yes"
