@@ -273,6 +273,17 @@ def _trains(job: SlurmJob, node: str) -> bool:
     return any(line["name"] == "snapshot.sealed" for line in job.events(node))
 
 
+def test_a_job_that_is_cancelled_leaves_a_checkpoint_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(str(SCRIPT), *words(tmp_path), options=("--nodes=2",))
+    job.until_sealed("n1")
+    job.until_sealed("n2")
+    cluster.ask("scancel", job.number)
+    assert job.until("CANCELLED", "PENDING", "COMPLETED") == "CANCELLED"
+    wait_until(lambda: cluster.ask("squeue", "-h") == "", BOUND, job.output)  # its processes have ended too
+    assert (job.state(), job.restarts()) == ("CANCELLED", 0), job.output()[-4000:]
+    assert "is in " in job.output()
+
+
 def test_a_job_that_is_refused_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(str(SCRIPT), *words(tmp_path, "--reft-interval", "-3"), options=("--nodes=2",))
     assert job.until("COMPLETED", "FAILED", "CANCELLED") == "FAILED"
