@@ -182,7 +182,8 @@ class SlurmJob:
         """Wait for that, and spare the two minutes that Slurm waits before it starts such a job again."""
         wait_until(lambda: self.restarts() == restarts, BOUND, self.output)
         self.until("PENDING", "RUNNING")
-        self.cluster.ask("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        # not at once: within the second of the requeue Slurm takes the new start for the one that it has just revoked
+        self.cluster.ask("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
 
     def events(self, node: str, file: str = "events.jsonl") -> list[dict[str, Any]]:
         path = self.cluster.folder / "tmp/ft_plugins" / self.cluster.name / node / file
