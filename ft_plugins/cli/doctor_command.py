@@ -68,7 +68,8 @@ def _job(words: Sequence[str], parameters: float | None, tp: int, pp: int) -> Do
     given = list(words[1:] if words and Path(words[0]).name in LAUNCHERS else words)
     _, rest = Config.from_flags(given, whole=False)
     alone = command.parser().parse_args([*rest, os.devnull]).training_script == os.devnull  # flags, without a script
-    planned = command.plan([*given, os.devnull] if alone else given, os.getuid(), os.getcwd(), "here")
+    words = [*given, os.devnull] if alone else given
+    planned = command.plan(words, os.getuid(), os.getcwd(), "here", os.environ)  # under srun as ft-run would have it
     config, options = planned.config, planned.torch
     nodes = command.parse_min_max_nnodes(options.nnodes)[1]
     need = None

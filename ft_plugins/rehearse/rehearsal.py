@@ -132,7 +132,7 @@ def _halved(words: Sequence[str]) -> list[str]:
             f"--nproc-per-node {options.nproc_per_node}: expected an even number, of which each of {_NODES} emulated "
             "nodes takes a half"
         )
-    if str(options.nnodes) not in ("1", "1:1"):
+    if options.nnodes not in (None, "1", "1:1"):  # None: not given
         raise ConfigError(f"--nnodes {options.nnodes}: give the command of one node; --nodes emulates {_NODES}")
     half = str(int(options.nproc_per_node) // _NODES)
     scripts = len(words) - len(options.training_script_args)  # where the script's own words begin
