@@ -176,11 +176,6 @@ def require_consistent_sync(config: Config, spell: Spell) -> None:
             f"{spell(('sync',))}: contradicts {spell(('paft',))}, which compares replicas that local SGD lets differ; "
             "drop one of the two"
         )
-    if config.baft is not None:
-        raise ConfigError(
-            f"{spell(('sync',))}: contradicts {spell(('baft',))}, which sends a snapshot of every iteration to another "
-            "stage, while local SGD allows snapshots at synchronisations only; drop one of the two, or take --reft"
-        )
 
 
 def _require_clocked(config: Config, spell: Spell) -> None:

@@ -2,6 +2,7 @@
 
 A sender takes an allowance, cuts its next frame to it, sends the frame, and reports when it is through:
 
+    pacer.begins(bytes_of_the_copy)
     allowed = pacer.take(bytes_left, stop)      waits; nothing may be sent without an allowance
     ... send allowed.nbytes ...
     pacer.ended(allowed)                        counts what was in time and what was late
@@ -29,6 +30,10 @@ class Allowance:
 
 class Pacer(Protocol):
     """Decides how much may go now. Called by several threads."""
+
+    def begins(self, nbytes: int) -> None:
+        """A copy of `nbytes` is to be sent from now on, instead of any other."""
+        ...
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many, 0 only if stopped."""

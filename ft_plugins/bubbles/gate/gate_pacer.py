@@ -68,6 +68,11 @@ class GatePacer:
             fullest = sorted(self._state.filled.items(), key=lambda item: -item[1])
         return sorted(fullest[: self._limits.reported_bubbles if most is None else most])
 
+    def begins(self, nbytes: int) -> None:
+        """Note from when a copy of `nbytes` is being sent."""
+        with self._lock:
+            self._state.begins(nbytes, self._clock_ns())
+
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many, 0 only if stopped."""
         asking_ns = self._clock_ns()

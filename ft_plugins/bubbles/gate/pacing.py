@@ -1,8 +1,9 @@
 """Decide how many bytes one sender may send now, from what it has seen of its gate and of the link. Pure; no I/O.
 
 Inside the window of a bubble, never more than was planned for it, nor than is expected through by its deadline. Outside
-bubbles, only rate-limited sends: a granted rate (STEADY), sends before there is a plan, and a trickle of bytes that
-would otherwise never be sent. Nothing is sent while a gate is held.
+bubbles, only rate-limited sends: a granted rate (STEADY), sends before there is a plan, a trickle of bytes that would
+otherwise never be sent, and what is left of a copy that bubbles did not carry in time. Nothing is sent while a gate is
+held.
 
 `decide` reads `PacingState` and changes nothing; `PacingState.observe`, `sent` and `ended` record what was seen and
 done. Times are nanoseconds of CLOCK_MONOTONIC unless a name says seconds.
@@ -37,6 +38,9 @@ class PacingLimits:
     starved_openings: int = 8
     starved_seconds: float = 5.0
     trickle_duty: float = 0.01
+    # a copy that its bubbles did not carry in time, in multiples of the iterations planned for it
+    overdue_after: float = 1.5  # the rest goes at a rate, bubbles or not
+    through_by: float = 2.5  # by then, if `rate_duty` allows
     least_rate_frame_bytes: int = 1 << 10  # shorter frames measure nothing but latency
     # time without an opening after which nothing more is expected of the gate
     patience_seconds: float = 60.0  # under a plan, at least
@@ -71,7 +75,7 @@ class GateSight:
 @dataclass(frozen=True)
 class SendNow:
     """Send `nbytes`. `window_index`: the window of the opening whose bytes are used (0 for a STEADY grant); None for a
-    trickle frame. `duty`: part of the time to use from now on; the sender rests for the remainder."""
+    frame outside windows. `duty`: part of the time to use from now on; the sender rests for the remainder."""
 
     nbytes: int
     deadline_ns: int = NO_DEADLINE
@@ -114,6 +118,10 @@ class PacingState:
     openings_when_silent: int | None = None  # when patience ended: the gate is silent until another opening
     trickle_ns: int = 0  # no trickle frame before
     rate_ns: int = 0  # no rate-limited frame before
+    overdue_ns: int = 0  # no frame of an overdue copy before
+    copy_began_ns: int = 0  # when there was a copy to be sent
+    copy_left: int = 0  # bytes of it that are not through
+    window_rate: float = 0.0  # bytes per nanosecond planned in the last window
     rested_ns: int = 0  # no frame in a window before
     window_duty: float = 1.0  # part of the time for frames in windows
     rate_frame_bytes: int = 0  # of the next frame outside windows, from the time of the one before
@@ -139,6 +147,10 @@ class PacingState:
             openings_when_seen=sight.openings, fed_ns=now, openings_when_fed=sight.openings, asked_ns=now,
             plan=(sight.plan_iterations, sight.period_ns), rate_frame_bytes=limits.slow_frame_bytes,
         )  # fmt: skip
+
+    def begins(self, nbytes: int, now: int) -> None:
+        """A copy of `nbytes` is to be sent from now on, instead of any other."""
+        self.copy_began_ns, self.copy_left, self.overdue_ns = now, nbytes, 0
 
     def observe(self, sight: GateSight, asking_ns: int, now: int) -> None:
         """Record one look by a sender that has been asking since `asking_ns`."""
@@ -180,6 +192,7 @@ class PacingState:
     def ended(self, allowed: Allowance, opening: Opening | None, now: int) -> bool | None:
         """Record that a frame is through, while `opening` stands; whether in its window, None outside windows."""
         self.asked_ns = now
+        self.copy_left = max(0, self.copy_left - allowed.nbytes)
         if allowed.deadline_ns == NO_DEADLINE:
             self._ended_by_rate(allowed.nbytes, max(1, now - allowed.began_ns), now)
             return None
@@ -208,6 +221,11 @@ class PacingState:
         )  # fmt: skip
         self.trickle_ns = now + _rest(took, limits.trickle_duty)
         self.rate_ns = now + _rest(took, self.rate_duty)
+        slow = limits.much_slower * nbytes < self.window_rate * took
+        rest = _rest(took, self.rate_duty * (limits.slow_link_part if slow else 1.0))
+        until = self.copy_began_ns + int(limits.through_by * self.plan[0] * self.plan[1])
+        even = (until - now) * nbytes // max(nbytes, self.copy_left) - took  # if all frames are like this one
+        self.overdue_ns = now + max(rest, even)
 
     def _opened(self, opening: Opening, sight: GateSight, asking_ns: int, now: int) -> None:
         self.follow(sight.plan_iterations, sight.period_ns)
@@ -222,6 +240,9 @@ class PacingState:
         for window_index, (begin, deadline, _) in enumerate(opening.windows):
             self.ends[deadline] = (opening.bubble, window_index), begin
             self.shortened.opened((opening.bubble, window_index), deadline - begin)
+        if opening.bubble != STEADY and opening.windows:
+            begin, deadline, window_bytes = opening.windows[-1]
+            self.window_rate = window_bytes / max(1, deadline - begin) or self.window_rate
 
     def _patience_ns(self, sight: GateSight) -> int:
         patience = int(self.limits.patience_seconds * 1e9)
@@ -240,7 +261,7 @@ def decide(state: PacingState, sight: GateSight, nbytes: int, now: int) -> Decis
     decision = _in_opening(state, sight.opening, nbytes, now)
     if isinstance(decision, SendNow):
         return decision
-    if _starved(state, sight, now):
+    if _starved(state, sight, now) or _overdue(state, sight, now):
         return SendNow(min(nbytes, state.rate_frame_bytes))
     if state.has_fallback and state.is_unplanned(sight):  # protect the first capture soon
         return AskFallback(nbytes)
@@ -258,6 +279,16 @@ def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
         and sight.openings - state.openings_when_fed >= state.limits.starved_openings
         and now >= state.trickle_ns
     )
+
+
+def _overdue(state: PacingState, sight: GateSight, now: int) -> bool:
+    """Whether a frame of a copy is due that bubbles should have carried by now. Not while the gate is held."""
+    opening = sight.opening
+    if opening is not None and stands(opening, now) and not any(window[2] for window in opening.windows):
+        return False
+    planned = sight.plan_iterations * sight.period_ns
+    waits = now - state.copy_began_ns > state.limits.overdue_after * planned
+    return planned > 0 and state.copy_left > 0 and waits and now >= state.overdue_ns
 
 
 def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: int) -> SendNow | WaitFor:

@@ -137,6 +137,9 @@ class ExchangeSender:
         for rank in plan.ranks[position]:
             for holder in plan.small_state_holders(rank):
                 self._lanes.setdefault(self._lane(holder, rank), ([], []))[1].append(rank)
+        for rank, pacer in pacers.items():
+            sends = (send for lane, (those, _) in self._lanes.items() if lane.rank == rank for send in those)
+            pacer.begins(sum(send.stop - send.start for send in sends))
         self._done = dict.fromkeys(sorted(self._lanes), False)
         self._peers = {lane: source.connect(lane.target) for lane in self._done}
         self._threads = [

@@ -68,6 +68,9 @@ class RatePacer:
         self._lock = threading.Lock()
         self._free_at = time.monotonic()
 
+    def begins(self, nbytes: int) -> None:
+        """A rate is the same for every copy."""
+
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until all of `nbytes` may be sent; an empty allowance if stopped."""
         if self._rate:

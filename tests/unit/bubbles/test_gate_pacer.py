@@ -35,10 +35,10 @@ from ft_plugins.bubbles.gate.pacing import (
 )
 from ft_plugins.bubbles.round_trips import LAST
 from ft_plugins.model.pacer import Allowance
+from harness.waited_clock import MS, Clock, Stop
 
 Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[Callable[[], object], int]]]
 WAIT_SECONDS = 90.0  # for anything that takes milliseconds
-MS = 1_000_000  # nanoseconds
 
 
 def grant(bubble: int, begin: float, deadline: float, nbytes: int, after: int = 0) -> Grant:
@@ -47,33 +47,6 @@ def grant(bubble: int, begin: float, deadline: float, nbytes: int, after: int = 
 
 def empty() -> np.ndarray:
     return np.zeros(GATE_BYTES, dtype=np.uint8)
-
-
-class Clock:
-    """Time that passes only where somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
-
-
-class Stop(threading.Event):
-    """Waiting moves the clock, and lets things happen at their time; it is set at `end`."""
-
-    def __init__(self, clock: Clock, end: int, events: dict[int, Callable[[], None]] | None = None) -> None:
-        super().__init__()
-        self._clock, self._end, self._events = clock, end, events or {}
-
-    def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None and timeout > 0, "it does not wait at all"
-        self._clock.now += max(1, int(timeout * 1e9))
-        for at in sorted(at for at in self._events if at <= self._clock.now):
-            self._events.pop(at)()
-        if self._clock.now >= self._end:
-            self.set()
-        return self.is_set()
 
 
 def send(
@@ -92,6 +65,8 @@ def send(
 
 class Free:
     """Lets everything go at once."""
+
+    def begins(self, nbytes: int) -> None: ...
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         return Allowance(nbytes)

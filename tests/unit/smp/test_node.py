@@ -407,7 +407,7 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     bubbles((0, 1, 2, 3), 0)  # from now on there is a plan, by which nothing may go now
     for node in job.nodes:
         for segment in node.segments.values():
-            Gate(segment.gate).plan(2, 1.0)
+            Gate(segment.gate).plan(2, SECONDS)  # so that no copy is overdue, however slow the machine is
     job.begin(2)
     bubbles((2,), 300_000)  # less than the copy; the last frame has to be through before it is opened anew
     wait(lambda: job.nodes[1].status("in_bubbles") == 300_000)

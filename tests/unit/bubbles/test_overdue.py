@@ -1,0 +1,91 @@
+"""A copy that its bubbles did not carry in the planned iterations goes on at a rate, by a clock of its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ft_plugins.bubbles.filling import Grant
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate.gate_pacer import GatePacer
+from harness.waited_clock import MS, Clock, Stop
+
+PLANNED, PERIOD = 2, 1000 * MS  # iterations, and their length
+COPY, PER_MS = 200_000, 1000  # bytes, and those that the link carries in a millisecond
+
+
+class LateBubbles:
+    """A trainer whose bubbles are over before their windows begin, and a sender of one copy after the other."""
+
+    def __init__(self, iterations: int, window_bytes: int = 10 * PER_MS) -> None:
+        self.clock, self.gate = Clock(), Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
+        self.gate.plan(PLANNED, PERIOD / 1e9)
+        self.pacer = GatePacer(self.gate, clock_ns=self.clock)
+        grant = Grant(1, 0, 0.012, 0.022, window_bytes)
+        opened = {PERIOD * at: lambda: self.gate.open([grant], 0, self.clock.now) for at in range(iterations)}
+        closed = {at + 10 * MS: self.gate.close for at in opened}
+        self.stop = Stop(self.clock, iterations * PERIOD, {**opened, **closed})
+
+    def send(self, nbytes: int) -> list[tuple[int, int]]:
+        """Send a copy. When each frame began and ended, in milliseconds."""
+        went = []
+        self.pacer.begins(nbytes)
+        while nbytes and (allowed := self.pacer.take(nbytes, self.stop)).nbytes:
+            began = self.clock.now // MS
+            self.clock.now += allowed.nbytes * MS // PER_MS
+            self.stop.wait(1e-9)  # what was due meanwhile has happened
+            assert self.pacer.ended(allowed) is None, "it is in no window"
+            nbytes -= allowed.nbytes
+            went.append((began, self.clock.now // MS))
+        return went
+
+
+def part_of_the_time(went: list[tuple[int, int]]) -> float:
+    """In which frames were under way, each with the rest after it; without the last one, which has none."""
+    return sum(ended - began for began, ended in went[:-1]) / (went[-1][0] - went[0][0])
+
+
+def test_what_bubbles_did_not_carry_in_time_is_through_at_two_and_a_half_times_the_plan() -> None:
+    late = LateBubbles(40)
+    for begin in (0, 20_000):
+        late.clock.now = begin * MS
+        went = late.send(COPY)
+        assert late.pacer.rate_bytes == COPY * (1 + begin // 20_000)
+        assert begin + 1.5 * 2000 < went[0][0] < begin + 1.5 * 2000 + 100, "until then bubbles may carry it"
+        # the first frame does not know how many there will be, the last one ends a poll after it is due
+        assert begin + 0.9 * 5000 < went[-1][1] <= begin + 5000 + 100
+        assert max(later[0] - sooner[1] for sooner, later in pairwise(went)) < 400, "evenly, without bursts"
+
+
+def test_more_than_fits_in_that_time_takes_its_part_of_the_link_and_no_more() -> None:
+    late = LateBubbles(40)
+    went = late.send(20 * COPY)
+    assert 0.4 < part_of_the_time(went) <= 0.5
+    assert went[-1][1] > 5000
+
+
+def test_of_a_link_much_slower_than_planned_an_overdue_copy_takes_an_eighth() -> None:
+    late = LateBubbles(120, window_bytes=10 * 10 * PER_MS)
+    went = late.send(20 * COPY)
+    assert went[0][0] > 3000
+    assert 0.1 < part_of_the_time(went) <= 0.125
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_while_the_gate_is_held_an_overdue_copy_waits(held: bool) -> None:
+    late = LateBubbles(0)
+    late.pacer.begins(COPY)
+    late.clock.now = 3500 * MS
+    if held:
+        late.gate.hold(600.0, late.clock.now)
+    allowed = late.pacer.take(COPY, Stop(late.clock, 4500 * MS))
+    assert bool(allowed.nbytes) is not held
+
+
+def test_a_copy_without_a_plan_is_never_overdue() -> None:
+    late = LateBubbles(0)
+    late.pacer.begins(COPY)
+    late.gate.plan(0, 0.0)
+    assert not late.pacer.take(COPY, Stop(late.clock, 60_000 * MS)).nbytes
