@@ -15,6 +15,8 @@ Settings, few and the same for all policies:
 `edit_low_rate` is EDiT with a quarter of the inner rate. EDiT's authors searched the rate of each method, and trained
 with half of the baseline's: the outer optimizer goes lr / (1 - momentum) = 5.3 times as far as replicas agree.
 
+`edit_without_...` leave out a part of the penalty, as the paper's ablation does (figure 7a).
+
 The loss of a run is that of all held-out examples, measured right after a synchronisation, when replicas are equal; its
 final loss is the mean of the last 3 evaluations, at most the last 10% of the iterations.
 
@@ -39,9 +41,14 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     DILOCO: {"policy": "diloco"},
     EDIT: {"policy": "edit"},
     EDIT_LOW: {"policy": "edit"},
+    # without a part of the penalty: no norm is that far from the mean, no change is that large
+    "edit_without_elimination": {"policy": "edit", "threshold": 1e30},
+    "edit_without_weighting": {"policy": "edit", "weighting": False},
+    "edit_without_clipping": {"policy": "edit", "clip": 1e30},
 }
+ABLATED = tuple(POLICIES)[-3:]
 LOW_RATE = 0.25  # of the inner rate of the others
-STRUCK = (POST, DILOCO, EDIT)  # policies that also have a run with garbage
+STRUCK = (POST, DILOCO, EDIT, *ABLATED)  # policies that also have a run with garbage
 WARM_UP, GARBAGE_FROM, GARBAGE_FOR = 0.1, 0.6, 0.1  # shares of the iterations
 LAST = 3  # evaluations in the final loss
 

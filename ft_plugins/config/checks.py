@@ -214,7 +214,7 @@ def _without_effect_on_sync(sync: Any) -> Iterator[tuple[str, str]]:
     if not sync.is_edit:
         yield "penalty", f"with {sync.policy}: edit and a_edit alone have it"
     if not sync.penalizes:
-        for name in ("alpha", "threshold", "penalty_warmup", "clip"):
+        for name in ("alpha", "threshold", "penalty_warmup", "weighting", "clip"):
             yield name, "without the penalty of edit"
     if sync.apply in ("update", "wait"):
         yield "prefetch", f"with apply {sync.apply}"

@@ -115,6 +115,9 @@ class SyncConfig(SystemConfig):
         description="first synchronisations, in which norms are recorded but none is an outlier",
         json_schema_extra=more("synchronisations"),
     )
+    weighting: bool = Field(
+        True, description="weight replicas by the norms of their changes, the smaller the more; false: all the same"
+    )
     clip: float = Field(
         10.0, gt=0, description="largest norm of a module's mean change; a larger one is scaled down to it"
     )

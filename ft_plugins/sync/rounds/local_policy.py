@@ -147,7 +147,7 @@ def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
     )
     penalty = None
     if config.penalizes:
-        penalty = PenaltyRules(config.alpha, config.threshold, config.penalty_warmup, config.clip)
+        penalty = PenaltyRules(config.alpha, config.threshold, config.penalty_warmup, config.clip, config.weighting)
     return LocalSgdPolicy(
         config.policy, config.tau, config.warmup, apply, outer, penalty, config.period, config.weights or "uniform",
         config.is_layered,

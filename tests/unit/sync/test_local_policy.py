@@ -95,6 +95,9 @@ def test_each_policy_has_the_outer_optimizer_and_the_penalty_of_its_paper() -> N
     assert (diloco.outer.lr, diloco.outer.momentum, diloco.penalty) == (0.7, 0.9, None)
     assert (edit.outer.lr, edit.outer.momentum) == (0.8, 0.85) and edit.penalty is not None
     assert (edit.penalty.alpha, edit.penalty.threshold, edit.penalty.clip) == (0.02, 3.0, 10.0)
+    assert edit.penalty.weighting
+    unweighted = policy_of(SyncConfig(policy="edit", weighting=False), AppliedAt.WAIT).penalty
+    assert unweighted is not None and not unweighted.weighting and unweighted.threshold == 3.0
     assert policy_of(SyncConfig(penalty=False, outer_lr=1.0, outer_momentum=0.0), AppliedAt.WAIT).outer.takes_target
 
 
