@@ -14,7 +14,8 @@ from pathlib import Path
 from ft_plugins.report.plan_pictures import new_figure, style_axes
 from workloads.quality_runs import POLICIES, Outcomes, QualityOutcome
 
-COLOURS = dict(zip(POLICIES, ("#1c1f22", "#d98e04", "#c8322b", "#0b6fb8", "#2c8a4b"), strict=False))
+_SEVERAL = ("#1c1f22", "#d98e04", "#c8322b", "#0b6fb8", "#2c8a4b", "#7a4fb3", "#4fb3a5", "#b34f7a")
+COLOURS = dict(zip(POLICIES, _SEVERAL, strict=True))
 
 
 def median_curve(outcomes: Iterable[QualityOutcome]) -> tuple[list[int], list[float]]:

@@ -73,6 +73,7 @@ BENCHMARKS = {
     "gpu_snapshot": Benchmark(240, 60),
     "double_capture": Benchmark(240, 60),
     "ledger_cost": Benchmark(60, 40),
+    "watch_cost": Benchmark(180, 50),
     "parity": Benchmark(180, 50),
     "recovery": Benchmark(700, 120),
     "bubble_overhead": Benchmark(9000, 175, links=True),
