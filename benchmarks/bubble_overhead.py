@@ -56,7 +56,7 @@ from typing import Any
 
 from ft_plugins.bubbles.bubble_plan import BubblePlan, plan_bubbles
 from ft_plugins.bubbles.filling import Granularity, Transfer
-from ft_plugins.bubbles.gate.pacing import least_bytes
+from ft_plugins.bubbles.gate.pacing_limits import least_bytes
 from ft_plugins.bubbles.timeline.messages import traffic
 from ft_plugins.bubbles.windows import SHORTEST_SECONDS, Reserve
 from ft_plugins.events import catalogue

@@ -32,7 +32,7 @@ from dataclasses import replace
 from ..bubbles.bubble_plan import BubblePlan, SenderPlan, plan_bubbles
 from ..bubbles.filling import Grant, Granularity, transfers_of
 from ..bubbles.gate.gate import STEADY, Gate, Gatekeeper, edge_tolerance
-from ..bubbles.gate.pacing import least_bytes
+from ..bubbles.gate.pacing_limits import least_bytes
 from ..bubbles.timeline.messages import Traffic, traffic
 from ..bubbles.timeline.timeline_readers import TimelineReaders
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ft_plugins.bubbles.gate.pacing import LIMITS
+from ft_plugins.bubbles.gate.pacing_limits import LIMITS
 from ft_plugins.bubbles.timeline.timeline_values import Row
 from ft_plugins.events import Event, catalogue
 

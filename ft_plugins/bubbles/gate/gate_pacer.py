@@ -17,7 +17,8 @@ from dataclasses import replace
 from ...model.pacer import Allowance, Pacer
 from ..bubble_plan import LARGEST_RATE_DUTY
 from .gate import Gate
-from .pacing import LIMITS, AskFallback, GateSight, PacingLimits, PacingState, SendNow, decide
+from .pacing import AskFallback, GateSight, PacingState, SendNow, decide
+from .pacing_limits import LIMITS, PacingLimits
 from .window_use import Fullness
 
 

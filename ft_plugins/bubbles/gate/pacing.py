@@ -18,48 +18,9 @@ from ...model.pacer import NO_DEADLINE, Allowance
 from ..bubble_plan import LARGEST_RATE_DUTY
 from ..round_trips import RoundTrips
 from .gate import STEADY, Opening
+from .overdue import OverdueFrames
+from .pacing_limits import PacingLimits
 from .window_use import Fullness, Shortened, WindowKey
-
-
-@dataclass(frozen=True)
-class PacingLimits:
-    """The constants of pacing, in bytes and seconds. A duty is the part of the time in which frames are under way."""
-
-    # frames in bubbles
-    least_frame_bytes: int = 64 << 10  # a smaller frame is not worth its round trip: it waits for the next window
-    least_frame_seconds: float = 0.001  # a frame that takes the link this long is worth it, whatever its bytes
-    frame_seconds: float = 0.004  # longest frame: a message that ends a bubble early waits this long for it
-    slow_frame_bytes: int = 16 << 10  # up to this size a frame may take longer: shorter ones cost mostly processor
-    slow_frame_seconds: float = 0.016  # longest frame of up to slow_frame_bytes
-    margin: float = 0.75  # part of the time to the deadline for which a frame is sized, so that it ends in time
-    much_slower: float = 2.0  # a link this many times slower than planned has bubbles full of training's messages
-    slow_link_part: float = 0.25  # duty in windows of such a link, as a part of `rate_duty`
-    # outside bubbles: a trickle begins after starved_openings and starved_seconds without a frame
-    starved_openings: int = 8
-    starved_seconds: float = 5.0
-    trickle_duty: float = 0.01
-    # a copy that its bubbles did not carry in time, in multiples of the iterations planned for it
-    overdue_after: float = 1.5  # the rest goes at a rate, bubbles or not
-    through_by: float = 2.5  # by then, if `rate_duty` allows
-    least_rate_frame_bytes: int = 1 << 10  # shorter frames measure nothing but latency
-    # time without an opening after which nothing more is expected of the gate
-    patience_seconds: float = 60.0  # under a plan, at least
-    patience_iterations: int = 3  # under a plan, at least as many of its iterations: each opens the gate
-    unplanned_seconds: float = 1.0  # without a plan
-    idle_seconds: float = 1.0  # a sender that has not asked for so long had nothing to send
-    # waiting
-    poll_seconds: float = 0.002  # between looks at a gate that is open
-    opening_seconds: float = 0.02  # until a closed gate is looked at again, though no opening was signalled
-    # reporting
-    reported_bubbles: int = 32  # bubbles whose bytes are reported, the fullest ones
-
-
-LIMITS = PacingLimits()
-
-
-def least_bytes(bytes_per_second: float) -> int:
-    """Bytes that a window must carry, over a link of that speed, to be planned with."""
-    return min(LIMITS.least_frame_bytes, int(LIMITS.least_frame_seconds * bytes_per_second))
 
 
 @dataclass(frozen=True)
@@ -122,6 +83,7 @@ class PacingState:
     copy_began_ns: int = 0  # when there was a copy to be sent
     copy_left: int = 0  # bytes of it that are not through
     window_rate: float = 0.0  # bytes per nanosecond planned in the last window
+    overdue: OverdueFrames = field(default_factory=OverdueFrames)
     rested_ns: int = 0  # no frame in a window before
     window_duty: float = 1.0  # part of the time for frames in windows
     rate_frame_bytes: int = 0  # of the next frame outside windows, from the time of the one before
@@ -221,11 +183,31 @@ class PacingState:
         )  # fmt: skip
         self.trickle_ns = now + _rest(took, limits.trickle_duty)
         self.rate_ns = now + _rest(took, self.rate_duty)
-        slow = limits.much_slower * nbytes < self.window_rate * took
-        rest = _rest(took, self.rate_duty * (limits.slow_link_part if slow else 1.0))
-        until = self.copy_began_ns + int(limits.through_by * self.plan[0] * self.plan[1])
-        even = (until - now) * nbytes // max(nbytes, self.copy_left) - took  # if all frames are like this one
-        self.overdue_ns = now + max(rest, even)
+        if self.is_overdue(now):
+            self.overdue.ended(nbytes, took, limits)
+            if self.overdue.large:  # most of its time it waited for a processor, not for the link
+                link = int(nbytes / self.window_rate)
+                rest = link + _rest(link, self.rate_duty) - took
+            else:
+                slow = limits.much_slower * nbytes < self.window_rate * took
+                rest = _rest(took, self.rate_duty * (limits.slow_link_part if slow else 1.0))
+            until = self.copy_began_ns + int(limits.through_by * self.plan[0] * self.plan[1])
+            even = (until - now) * nbytes // max(nbytes, self.copy_left) - took  # if all frames are like this one
+            self.overdue_ns = now + max(rest, even)
+
+    def is_overdue(self, now: int) -> bool:
+        """Whether the bubbles of the plan should have carried the copy by now."""
+        planned = self.plan[0] * self.plan[1]
+        late = now - self.copy_began_ns > self.limits.overdue_after * planned
+        return late and planned > 0 < self.window_rate
+
+    def largest_frame(self) -> int:
+        """Bytes of the largest frame of an overdue copy."""
+        return max(self.rate_frame_bytes, int(self.window_rate * self.limits.slow_frame_seconds * 1e9))
+
+    def overdue_bytes(self) -> int:
+        """Bytes of the next frame of an overdue copy."""
+        return self.overdue.size(self.rate_frame_bytes, self.largest_frame())
 
     def _opened(self, opening: Opening, sight: GateSight, asking_ns: int, now: int) -> None:
         self.follow(sight.plan_iterations, sight.period_ns)
@@ -258,10 +240,12 @@ def stands(opening: Opening, now: int) -> bool:
 
 def decide(state: PacingState, sight: GateSight, nbytes: int, now: int) -> Decision:
     """How many of `nbytes` may go now, after `sight` was observed."""
+    if _overdue(state, sight.opening, now):
+        return SendNow(min(nbytes, state.overdue_bytes()))
     decision = _in_opening(state, sight.opening, nbytes, now)
     if isinstance(decision, SendNow):
         return decision
-    if _starved(state, sight, now) or _overdue(state, sight, now):
+    if _starved(state, sight, now):
         return SendNow(min(nbytes, state.rate_frame_bytes))
     if state.has_fallback and state.is_unplanned(sight):  # protect the first capture soon
         return AskFallback(nbytes)
@@ -281,14 +265,11 @@ def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
     )
 
 
-def _overdue(state: PacingState, sight: GateSight, now: int) -> bool:
-    """Whether a frame of a copy is due that bubbles should have carried by now. Not while the gate is held."""
-    opening = sight.opening
+def _overdue(state: PacingState, opening: Opening | None, now: int) -> bool:
+    """Whether a frame of an overdue copy is due. Not while the gate is held."""
     if opening is not None and stands(opening, now) and not any(window[2] for window in opening.windows):
         return False
-    planned = sight.plan_iterations * sight.period_ns
-    waits = now - state.copy_began_ns > state.limits.overdue_after * planned
-    return planned > 0 and state.copy_left > 0 and waits and now >= state.overdue_ns
+    return state.copy_left > 0 and now >= state.overdue_ns and state.is_overdue(now)
 
 
 def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: int) -> SendNow | WaitFor:

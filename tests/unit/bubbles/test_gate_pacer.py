@@ -23,16 +23,8 @@ from ft_plugins.bubbles.bubble_plan import LARGEST_RATE_DUTY
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate.gate import GATE_BYTES, STEADY, Gate
 from ft_plugins.bubbles.gate.gate_pacer import GatePacer
-from ft_plugins.bubbles.gate.pacing import (
-    LIMITS,
-    AskFallback,
-    GateSight,
-    PacingLimits,
-    PacingState,
-    SendNow,
-    WaitFor,
-    decide,
-)
+from ft_plugins.bubbles.gate.pacing import AskFallback, GateSight, PacingState, SendNow, WaitFor, decide
+from ft_plugins.bubbles.gate.pacing_limits import LIMITS, PacingLimits
 from ft_plugins.bubbles.round_trips import LAST
 from ft_plugins.model.pacer import Allowance
 from harness.waited_clock import MS, Clock, Stop

@@ -10,6 +10,8 @@ import pytest
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.gate.gate_pacer import GatePacer
+from ft_plugins.bubbles.gate.overdue import OverdueFrames
+from ft_plugins.bubbles.gate.pacing_limits import LIMITS
 from harness.waited_clock import MS, Clock, Stop
 
 PLANNED, PERIOD = 2, 1000 * MS  # iterations, and their length
@@ -19,10 +21,14 @@ COPY, PER_MS = 200_000, 1000  # bytes, and those that the link carries in a mill
 class LateBubbles:
     """A trainer whose bubbles are over before their windows begin, and a sender of one copy after the other."""
 
-    def __init__(self, iterations: int, window_bytes: int = 10 * PER_MS) -> None:
+    def __init__(
+        self, iterations: int, window_bytes: int = 10 * PER_MS, latency_ms: int = 0, rate_duty: float = 0.5
+    ) -> None:
+        """A frame takes `latency_ms` besides its bytes."""
+        self.latency_ms = latency_ms
         self.clock, self.gate = Clock(), Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
         self.gate.plan(PLANNED, PERIOD / 1e9)
-        self.pacer = GatePacer(self.gate, clock_ns=self.clock)
+        self.pacer = GatePacer(self.gate, clock_ns=self.clock, rate_duty=rate_duty)
         grant = Grant(1, 0, 0.012, 0.022, window_bytes)
         opened = {PERIOD * at: lambda: self.gate.open([grant], 0, self.clock.now) for at in range(iterations)}
         closed = {at + 10 * MS: self.gate.close for at in opened}
@@ -34,7 +40,7 @@ class LateBubbles:
         self.pacer.begins(nbytes)
         while nbytes and (allowed := self.pacer.take(nbytes, self.stop)).nbytes:
             began = self.clock.now // MS
-            self.clock.now += allowed.nbytes * MS // PER_MS
+            self.clock.now += self.latency_ms * MS + allowed.nbytes * MS // PER_MS
             self.stop.wait(1e-9)  # what was due meanwhile has happened
             assert self.pacer.ended(allowed) is None, "it is in no window"
             nbytes -= allowed.nbytes
@@ -73,10 +79,24 @@ def test_of_a_link_much_slower_than_planned_an_overdue_copy_takes_an_eighth() ->
     assert 0.1 < part_of_the_time(went) <= 0.125
 
 
+def test_where_a_frame_takes_long_whatever_its_bytes_an_overdue_copy_goes_in_few_of_them() -> None:
+    """As on a machine whose ranks share cores: a tenth of a second for each frame, and four ranks share the link."""
+    late = LateBubbles(400, latency_ms=100, rate_duty=0.125)
+    late.send(COPY)  # the first one finds how large a frame may be
+    for number in (1, 2, 3):
+        began = late.clock.now // MS
+        went = late.send(COPY)
+        assert went[-1][1] - began < 3 * PLANNED * 1000, f"copy {number} of {len(went)} frames"
+        assert len(went) <= COPY // (16 * PER_MS) + 2, "no longer on the link than a frame in a bubble may be"
+
+
 @pytest.mark.parametrize("held", [True, False])
 def test_while_the_gate_is_held_an_overdue_copy_waits(held: bool) -> None:
     late = LateBubbles(0)
     late.pacer.begins(COPY)
+    late.gate.open([Grant(1, 0, 0.012, 0.022, 10 * PER_MS)], 0, 0)
+    assert not late.pacer.take(COPY, Stop(late.clock, 10 * MS)).nbytes
+    late.gate.close()
     late.clock.now = 3500 * MS
     if held:
         late.gate.hold(600.0, late.clock.now)
@@ -89,3 +109,25 @@ def test_a_copy_without_a_plan_is_never_overdue() -> None:
     late.pacer.begins(COPY)
     late.gate.plan(0, 0.0)
     assert not late.pacer.take(COPY, Stop(late.clock, 60_000 * MS)).nbytes
+
+
+def test_larger_frames_are_kept_only_while_they_take_hardly_longer() -> None:
+    limits, usual, most = LIMITS, 1000, 16_000
+    busy = OverdueFrames()
+    assert busy.size(usual, most) == 4000
+    busy.ended(4000, 100 * MS, limits)
+    assert busy.size(usual, most) == most
+    busy.ended(700, 300 * MS, limits)  # the last one of a copy shows nothing
+    busy.ended(most, 130 * MS, limits)
+    assert busy.large and busy.size(usual, most) == most
+    for took, large in ((900, True), (900, True), (100, True), (900, True), (900, True), (900, False)):
+        busy.ended(most, took * MS, limits)
+        assert busy.large is large, "one that is stuck now and then is none of three in a row"
+    slow = OverdueFrames()
+    slow.ended(4000, 40 * MS, limits)
+    slow.ended(most, 160 * MS, limits)
+    assert not slow.large
+    for _ in range(limits.retry_frames):
+        assert slow.size(usual, most) == usual
+        slow.ended(usual, 10 * MS, limits)
+    assert slow.size(usual, most) == 4000, "it may have become faster"

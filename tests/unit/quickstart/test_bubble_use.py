@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.bubbles.gate.pacing import LIMITS
+from ft_plugins.bubbles.gate.pacing_limits import LIMITS
 from ft_plugins.events import Event
 from quickstart_report.bubble_use import BubbleUse, bubble_use
 from quickstart_report.run_pictures import draw_bubbles, size

@@ -9,7 +9,7 @@ import pytest
 
 from ft_plugins.bubbles.bubble_plan import BubblePlan, SenderPlan
 from ft_plugins.bubbles.gate.gate import GATE_BYTES, STEADY, Gate
-from ft_plugins.bubbles.gate.pacing import LIMITS
+from ft_plugins.bubbles.gate.pacing_limits import LIMITS
 from ft_plugins.config import BaftConfig
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Event, Events

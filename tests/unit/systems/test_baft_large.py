@@ -12,7 +12,7 @@ import pytest
 from ft_plugins.bubbles.bubble_plan import plan_bubbles
 from ft_plugins.bubbles.filling import transfers_of
 from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
-from ft_plugins.bubbles.gate.pacing import least_bytes
+from ft_plugins.bubbles.gate.pacing_limits import least_bytes
 from ft_plugins.bubbles.timeline.messages import traffic
 from ft_plugins.bubbles.timeline.timeline_readers import TimelineReaders
 from ft_plugins.bubbles.timeline.timeline_values import Packed, pack

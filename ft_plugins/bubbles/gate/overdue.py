@@ -1,0 +1,48 @@
+"""Choose the frames of a copy that its bubbles did not carry in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from .pacing_limits import PacingLimits
+
+GROWTH = 4  # of the larger frame that is measured
+_STRIKES = 3
+
+
+@dataclass
+class OverdueFrames:
+    """Whether frames of an overdue copy may be large, as large as the planned link carries in `slow_frame_seconds`.
+
+    On a busy machine a frame takes far longer than its bytes take on the link, and one four times larger at most twice
+    as long. On a slow link it takes four times as long. So a small one and a large one are measured; again after
+    `retry_frames` usual ones, or after _STRIKES large ones in a row that took long after all."""
+
+    large: bool = False
+    small: tuple[int, int] | None = None  # bytes and nanoseconds of a smaller frame
+    waits: int = 0  # usual frames until a larger one is tried
+    strikes: int = 0
+
+    def size(self, usual: int, most: int) -> int:
+        """Bytes of the next frame; `usual`: those of a link that is as slow as frames are."""
+        if self.waits:
+            return usual
+        return most if self.small is not None else max(1, most // GROWTH)
+
+    def ended(self, nbytes: int, took: int, limits: PacingLimits) -> None:
+        """Record a frame."""
+        if self.waits:
+            self.waits -= 1
+        elif self.small is None:
+            self.small = nbytes, took
+        elif nbytes >= GROWTH // 2 * self.small[0]:  # else it is the last one of a copy
+            times_larger, times_longer = nbytes / self.small[0], took / self.small[1]
+            if self.large:
+                self.strikes = self.strikes + 1 if times_longer > 2 * times_larger else 0
+                self.large = self.strikes < _STRIKES
+            else:
+                self.large, self.strikes = times_longer <= sqrt(times_larger), 0
+                self.waits = 0 if self.large else limits.retry_frames
+            if not self.large:
+                self.small = None
