@@ -32,7 +32,7 @@ import torch
 from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
-from .loop_values import NOTHING, Spaces, comparable, is_unsteady, parsed, truth_of, value_of
+from .loop_values import NOTHING, Spaces, comparable, is_unsteady, length_of, parsed, truth_of, value_of
 from .script_names import is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -174,7 +174,7 @@ def _is_beyond(test: ast.expr, cut: Cut, length: int, spaces: Spaces) -> bool:
 def _length(over: Any) -> int | None:
     """How many elements a pass has; None if that is unknown."""
     try:
-        return len(over) if isinstance(over, list | tuple) or is_sampled(over) else None
+        return len(over) if (known := length_of(over)) is None and is_sampled(over) else known
     except Exception:  # a sampler without length, or one of the script whose length fails
         return None
 
