@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ast
 import linecache
-import sysconfig
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ...base.installed import is_installed
 from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
@@ -40,7 +40,6 @@ LEAVING = (
     "end a pass behind the training on its last batch, as a restart can: `if engine.global_steps % n == 0: break` "
     "after engine.step(); and look at samples of the data set, not at a batch of the loader"
 )
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
@@ -126,13 +125,13 @@ def loop_counters() -> LoopCounters:
     seen: set[Any] = set()  # functions that loops call
     inside = False  # a function of the script
     for frame, variables in stack():
-        if inside and _is_installed(frame.f_code.co_filename):
+        installed = is_installed(frame.f_code.co_filename)
+        if inside and installed:
             continue  # it only calls the script, as a test runner or a command line library does
-        inside = inside or not _is_installed(frame.f_code.co_filename)
+        inside = inside or not installed
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
         code, spaces = _loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
-        installed = frame.f_code.co_filename.startswith(_INSTALLED)
         cut = dict.fromkeys(text for one in code.cuts if _is_in_force(one, spaces) for text in one.expressions)
         for kind in ("counters", *(() if installed else ("bounds", "deciding", "indices", "cut"))):
             for expression in cut if kind == "cut" else getattr(code, kind):
@@ -201,13 +200,6 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
 
 
 @cache
-def _is_installed(file: str) -> bool:
-    """Whether a file belongs to Python or an installed package."""
-    paths = sysconfig.get_paths()
-    return file.startswith("<frozen") or any(file.startswith(paths[name]) for name in ("stdlib", "purelib", "platlib"))
-
-
-@cache
 def _loops_at(file: str, line: int) -> LoopCode:
     tree = _tree(file)
     return LoopCode() if tree is None else loops_around(tree, line)
@@ -230,5 +222,5 @@ def _function_code(function: FunctionType) -> FunctionCode | None:
 @cache
 def _code_at(code: CodeType, module: str) -> FunctionCode | None:
     """By the code, not by the function: a closure that a loop makes in each step would stay, with what it refers to."""
-    tree = None if is_of_library(module) or _is_installed(code.co_filename) else _tree(code.co_filename)
+    tree = None if is_of_library(module) or is_installed(code.co_filename) else _tree(code.co_filename)
     return None if tree is None else function_at(tree, code.co_firstlineno, code.co_name)

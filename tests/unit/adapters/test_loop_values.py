@@ -6,6 +6,8 @@ import ast
 import gc
 import linecache
 import random
+import site
+import sysconfig
 import weakref
 from argparse import Namespace
 from collections import deque
@@ -20,6 +22,7 @@ import torch
 from ft_plugins.adapters.script.loop_counters import LoopCounters, decided_otherwise, loop_counters
 from ft_plugins.adapters.script.loop_values import NOTHING, comparable, value_of
 from ft_plugins.adapters.script.own_counters import OwnCounters
+from ft_plugins.base import installed
 from ft_plugins.snapshot.capture import codec
 
 
@@ -426,3 +429,32 @@ def test_slots_read_from_their_class_have_no_value() -> None:
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo])
 def test_a_sparse_tensor_of_one_element_has_no_value(layout: torch.layout) -> None:
     assert comparable(torch.ones(1, 1).to_sparse(layout=layout)) is None
+
+
+SITE = sysconfig.get_path("purelib")
+
+
+@pytest.mark.parametrize(
+    ("folder", "bounds"),
+    [
+        (SITE, False),
+        (site.getusersitepackages(), False),
+        ("/usr/lib/python3/dist-packages", False),
+        (f"{sysconfig.get_path('stdlib')}-of-mine", True),
+        ("/home/me", True),
+    ],
+    ids=["environment", "user", "system", "almost", "elsewhere"],
+)
+def test_a_loop_is_the_scripts_unless_its_file_is_installed_wherever_that_is(
+    folder: str, bounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bounds of a progress bar's own loop say nothing about the script."""
+    monkeypatch.setattr(site, "getsitepackages", lambda: [SITE, "/usr/lib/python3/dist-packages"])  # as on Debian
+    installed.is_installed.cache_clear()
+    file, source = f"{folder}/bar.py", "def bar(total):\n    for _ in range(total):\n        yield loop_counters()\n"
+    monkeypatch.setitem(linecache.cache, file, (len(source), None, source.splitlines(keepends=True), file))
+    space: dict[str, Any] = {"loop_counters": loop_counters}
+    exec(compile(source, file, "exec"), space)  # noqa: S102
+    found = next(space["bar"](3))
+    installed.is_installed.cache_clear()
+    assert ("`total` in bar()" in found.bounds) == bounds
