@@ -9,9 +9,9 @@ same code.
     now       right before the first iteration after the restore
 
 Invariant: nothing of the script is changed, and nothing called but the length of a loader. What cannot be read
-(`loop_values`), and code without source, is not compared, and what of it the loop carries on is named. Only integers
-end a job: what else decides something, or is carried on, is named. A counter that has not moved since the job's first
-iteration (a total, which a restart may change) is not compared.
+(`loop_values`), and code without source, is not compared; tensors and arrays of it that the loop carries on are named.
+Only an integer that differs ends a job; other values that differ are named in a remark. A counter that has not moved
+since the job's first iteration (a total, which a restart may change) is not compared.
 
 In: the stack. Out: `LoopCounters`, plain values, and what is wrong, or None.
 """
@@ -26,13 +26,14 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...base.installed import is_installed
 from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
-from .loop_values import NOTHING, Spaces, comparable, is_unsteady, length_of, parsed, truth_of, value_of
+from .loop_values import NOTHING, Spaces, comparable, is_a, is_unsteady, length_of, parsed, truth_of, value_of
 from .script_names import is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -44,8 +45,8 @@ LEAVING = (
 
 @dataclass(frozen=True)
 class LoopCounters:
-    """The values in the expressions of `LoopCode`, of the loops that run, by "`name` in function()". `unread`: the
-    kinds of what they carry on and cannot be compared."""
+    """The values in the expressions of `LoopCode`, of the loops that run, by "`name` in function()". Fields are as
+    there; `unread`: the kinds of tensors and arrays that are carried on and cannot be compared."""
 
     counters: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
@@ -88,7 +89,7 @@ def decided_otherwise(
     first: LoopCounters, version: LoopCounters, now: LoopCounters, within: bool, ignored: Collection[str] = ()
 ) -> str | None:
     """What of a loop that continues is not what it was, and decides something in it; None for nothing. `within`: the
-    version was captured in the middle of an epoch, whose rest `enumerate` counts from zero."""
+    version was captured in the middle of a pass over the data, whose rest `enumerate` counts from zero."""
     changed = [_changed(first.deciding, version.deciding, now.deciding, False, ignored)]
     for name, was in version.indices.items() if within else ():
         if not _is_in(name, ignored):
@@ -191,7 +192,7 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
         noted: Any = value
     elif carried and kind in ("counters", "deciding"):
         noted, kind = comparable(value), "deciding"
-        if noted is None and isinstance(value, torch.Tensor):
+        if noted is None and is_a(value, torch.Tensor, np.ndarray):
             noted, kind = type(value).__name__, "unread"
     else:
         return

@@ -219,17 +219,16 @@ def test_what_a_call_counts_by_which_a_loop_ends_is_a_counter() -> None:
     assert version.counters["`stopper.bad` in in_methods()"] == 1
 
 
-def test_a_tensor_that_a_loop_carries_on_is_named() -> None:
-    total, versions = torch.zeros(2), {}
+@pytest.mark.parametrize(("total", "kind"), [(torch.zeros(2), "Tensor"), (np.zeros(2), "ndarray")])
+def test_a_tensor_or_array_that_a_loop_carries_on_is_named(total: Any, kind: str) -> None:
+    versions = {}
     for step in range(3):
         versions[step] = loop_counters()
         total += 1
-    place = "test_a_tensor_that_a_loop_carries_on_is_named()"
-    assert versions[0].unread == {f"`total` in {place}": "Tensor"}
+    place = "test_a_tensor_or_array_that_a_loop_carries_on_is_named()"
+    assert versions[0].unread == {f"`total` in {place}": kind}
     said = decided_otherwise(versions[0], versions[2], versions[0], within=False)
-    assert (
-        said is not None and f"what cannot be compared is what the script has set: `total` in {place} (Tensor)" in said
-    )
+    assert f"what cannot be compared is what the script has set: `total` in {place} ({kind})" in (said or "")
     assert (
         decided_otherwise(versions[0], versions[2], versions[0], False, ignored={"total", "step", "versions"}) is None
     )
