@@ -1,7 +1,8 @@
 """The metrics: every figure that Prometheus is given, declared once. Pure.
 
-Invariant: a metric without a sample is left out; nothing unknown is reported as 0. An alarm that did not come is known
-not to have come, so it has a sample of 0 from the start, and `increase` sees the first one.
+Invariant: a metric without a sample is left out; nothing unknown is reported as 0. An event that did not come is known
+not to have come, so counts of a node have a sample of 0 from the start, and `increase` sees the first one. Those of
+ranks begin with the rank's first event.
 
 To add a metric: declare it here, and write what derives from the table again (see `derived`). Tests
 compare them. In: a `Node`. Out: samples.
@@ -34,7 +35,7 @@ class Node:
 @dataclass(frozen=True)
 class Metric:
     """`labels`: in addition to `ftp_job` and `node`. `counts`: the event and its field ('' for how often) that are
-    summed, if any."""
+    summed, if any. `meaning` is shown alone, without the name."""
 
     name: str
     meaning: str
@@ -142,17 +143,17 @@ def _standing(node: Node) -> Iterator[Sample]:
         yield {"alarm": node.counts.alarm}, 1.0
 
 
-def _counted(name: str, meaning: str, kind: EventType, field: str = "", ranks: bool = False) -> Metric:
+def _counted(name: str, meaning: str, event: EventType, field: str = "", ranks: bool = False) -> Metric:
     """A metric that counts events, or sums one of their fields; `ranks`: of each rank that reports them."""
 
     def read(node: Node) -> Iterator[Sample]:
-        found = node.counts.of(kind.name, field)
+        found = node.counts.of(event.name, field)
         if ranks:
             yield from (({"rank": str(rank)}, value) for rank, value in found.items() if rank is not None)
-        elif found:
+        else:
             yield {}, sum(found.values())
 
-    return Metric(name, meaning, read, ("rank",) if ranks else (), (kind.name, field))
+    return Metric(name, meaning, read, ("rank",) if ranks else (), (event.name, field))
 
 
 # ---- the table ----
@@ -166,32 +167,38 @@ METRICS: tuple[Metric, ...] = (
         "ftp_iteration", "The last iteration that all ranks of the node have completed.", _fact("history", "iteration")
     ),
     Metric(
-        "ftp_iteration_age_seconds", "Since it was completed.", _fact("history", "iteration_age_seconds")
+        "ftp_iteration_age_seconds", "Seconds since the last completed iteration.",
+        _fact("history", "iteration_age_seconds"),
     ),
     Metric(
         "ftp_iteration_seconds", "The usual duration of an iteration, as measured recently.",
         _fact("progress", "iteration_seconds"),
     ),
-    Metric("ftp_idle_seconds", "Without progress of any rank of the node, where that is judged.", _idle),
-    Metric("ftp_hang_limit_seconds", "After which that is a hang.", _hang_limit),
-    Metric("ftp_slow_rank_ratio", "Of a slow rank: its computing time in those of the others.", _slow, ("rank",)),
+    Metric("ftp_idle_seconds", "Seconds without progress of any rank of the node, where that is judged.", _idle),
+    Metric("ftp_hang_limit_seconds", "Seconds without progress after which the job is hung.", _hang_limit),
+    Metric(
+        "ftp_slow_rank_ratio", "Computing time of a slow rank, as a multiple of that of the others.", _slow, ("rank",)
+    ),
     Metric("ftp_world_size", "Ranks of the job.", _fact("world_size")),
     Metric("ftp_restarts_total", "Restarts that this node has seen.", _fact("history", "restarts")),
     Metric(
-        "ftp_downtime_seconds_total", "Time without training, also of an outage that is not over.",
+        "ftp_downtime_seconds_total", "Seconds without training, also of an outage that is not over.",
         _fact("history", "downtime_seconds"),
     ),
-    Metric("ftp_down_seconds", "Of the outage that is not over.", _fact("history", "down_for_seconds")),
+    Metric("ftp_down_seconds", "Seconds of the present outage.", _fact("history", "down_for_seconds")),
     Metric("ftp_version_iteration", "The newest version, by tier: process, node or storage.", _tiers("iteration"),
            ("tier",)),
-    Metric("ftp_version_age_seconds", "Since that version was first seen.", _tiers("age_seconds"), ("tier",)),
+    Metric(
+        "ftp_version_age_seconds", "Seconds since the newest version was first seen, by tier.", _tiers("age_seconds"),
+        ("tier",),
+    ),
     Metric("ftp_memory_claimed_bytes", "Host memory claimed on the node, parity included.", _memory),
     Metric("ftp_parity_bytes", "Parity and copies stored for other nodes.", _fact("node_tier", "parity_bytes")),
     _counted("ftp_snapshots_total", "Snapshots that ranks completed.", catalogue.SNAPSHOT_SEALED),
-    _counted("ftp_captured_bytes_total", "Captured by these.", catalogue.SNAPSHOT_SEALED, "bytes"),
+    _counted("ftp_captured_bytes_total", "Bytes that ranks captured.", catalogue.SNAPSHOT_SEALED, "bytes"),
     _counted(
-        "ftp_capture_seconds_total", "From version point to seal, hidden behind compute.", catalogue.SNAPSHOT_SEALED,
-        "seconds",
+        "ftp_capture_seconds_total", "Seconds from version point to seal of snapshots, hidden behind compute.",
+        catalogue.SNAPSHOT_SEALED, "seconds",
     ),
     _counted("ftp_snapshots_skipped_total", "Versions that a rank did not capture.", catalogue.SNAPSHOT_SKIPPED),
     _counted(
@@ -199,28 +206,31 @@ METRICS: tuple[Metric, ...] = (
         ranks=True,
     ),
     _counted(
-        "ftp_fence_wait_seconds_total", "For which training stood still at the fence.", catalogue.FENCE_WAITED,
+        "ftp_fence_wait_seconds_total", "Seconds that training stood still at the fence.", catalogue.FENCE_WAITED,
         "seconds", ranks=True,
     ),
-    _counted("ftp_exchanged_bytes_total", "Sent to other nodes.", catalogue.EXCHANGE_SENT, "bytes"),
-    _counted("ftp_exchanged_in_bubbles_bytes_total", "Of these, within bubbles.", catalogue.EXCHANGE_SENT,
-             "in_bubbles"),
-    _counted("ftp_exchange_seconds_total", "For which versions were being sent.", catalogue.EXCHANGE_SENT, "seconds"),
+    _counted("ftp_exchanged_bytes_total", "Bytes sent to other nodes.", catalogue.EXCHANGE_SENT, "bytes"),
+    _counted("ftp_exchanged_in_bubbles_bytes_total", "Bytes sent to other nodes within bubbles.",
+             catalogue.EXCHANGE_SENT, "in_bubbles"),
+    _counted("ftp_exchange_seconds_total", "Seconds in which versions were being sent.", catalogue.EXCHANGE_SENT,
+             "seconds"),
     Metric(
-        "ftp_exchange_backlog_iterations", "From the committed version to the newest one in memory, of one lineage.",
-        _backlog,
+        "ftp_exchange_backlog_iterations",
+        "Iterations from the committed version to the newest one in memory, of one lineage.", _backlog,
     ),
-    Metric("ftp_bubble_fill_ratio", "Of the windows in bubbles in which there was data, how full they were.", _fill),
+    Metric("ftp_bubble_fill_ratio", "How full the windows in bubbles were in which there was data.", _fill),
     _counted("ftp_versions_committed_total", "Versions complete on all nodes.", catalogue.VERSION_COMMITTED),
     _counted("ftp_checkpoints_total", "Checkpoints complete in storage.", catalogue.CHECKPOINT_COMPLETED),
     _counted("ftp_averagings_total", "Averagings of replicas.", catalogue.REPLICAS_AVERAGED, ranks=True),
     _counted(
-        "ftp_averaging_wait_seconds_total", "For which training waited for averagings.", catalogue.REPLICAS_AVERAGED,
+        "ftp_averaging_wait_seconds_total", "Seconds that training waited for averagings.", catalogue.REPLICAS_AVERAGED,
         "waited_seconds", ranks=True,
     ),
-    _counted("ftp_synchronisations_total", "Of local SGD.", catalogue.REPLICAS_SYNCHRONISED, ranks=True),
     _counted(
-        "ftp_synchronisation_wait_seconds_total", "For which training waited for synchronisations.",
+        "ftp_synchronisations_total", "Synchronisations of local SGD.", catalogue.REPLICAS_SYNCHRONISED, ranks=True
+    ),
+    _counted(
+        "ftp_synchronisation_wait_seconds_total", "Seconds that training waited for synchronisations.",
         catalogue.REPLICAS_SYNCHRONISED, "waited_seconds", ranks=True,
     ),
     Metric(

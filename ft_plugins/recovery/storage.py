@@ -198,14 +198,14 @@ def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int, before
     ignored: list[str] = []
     try:
         stored = within(LOOK_SECONDS, lambda: _folders(base, lambda name: ignored.append(printable(name))))
-        others = [each for each in stored if each.complete and each.fingerprint not in (origin.digest, "")]
+        others = [each for each in stored if each.complete and each.fingerprint not in (origin.fingerprint_digest, "")]
         newest = max(others, key=lambda each: each.version, default=None)
         if newest is not None:
             other_fingerprint = within(LOOK_SECONDS, lambda: checkpoint.read_manifest(base / newest.name)).fingerprint
     except (OSError, TimeoutError, StorageError) as error:
         return [[], 0, "", getattr(error, "strerror", None) or str(error), None, []]
     own = sorted(
-        retention.candidates(stored, origin.digest),
+        retention.candidates(stored, origin.fingerprint_digest),
         key=lambda each: before is not None and each.version.iteration >= before,
     )[:_OFFERED]
     other, resized = "", None

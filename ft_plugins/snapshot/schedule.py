@@ -1,4 +1,5 @@
-"""When versions are captured, exchanged, compared and stored: at multiples of intervals, so iterations decide. Pure.
+"""When versions are captured, exchanged and compared: at multiples of intervals, so iterations decide. Pure. When they
+are stored is in `capture.retention`.
 
 Invariant: ranks and SMPs derive the same iterations from the same intervals without communicating. A version that is
 exchanged or compared is one that is captured.

@@ -1,4 +1,5 @@
-"""How messages and payloads lie on a connection, of whatever purpose. Sans I/O: no socket, no thread, no clock.
+"""The bytes of frames: how messages and payloads lie on a connection, of whatever purpose. Sans I/O: no socket, no
+thread, no clock; `framed` sends and receives them.
 
 Invariant: a frame is delivered whole, in order and as it was sent, across any relay: its message and each unit of its
 payload are units of the connection's channel (`channel`), sent without a copy unless they are encrypted. Nothing is
@@ -94,8 +95,7 @@ def seal(
     message: Message, payload: Buffer = b"", sealer: Sealer | None = None, bounds: FrameBounds = PLAIN
 ) -> tuple[int, Iterator[Buffer]]:
     """A frame: its size in bytes, and its buffers, sealed one after another while they are taken. Frames are taken in
-    the order in which they are sent. Raises ProtocolError
-    if it exceeds the `bounds`, or as `pack`."""
+    the order in which they are sent. Raises ProtocolError if it exceeds the `bounds`, or as `pack`."""
     if len(payload) > bounds.payload:
         raise ProtocolError(f"a payload of {len(payload)} bytes exceeds the limit of {bounds.payload}")
     packed = pack({**message, "bytes": len(payload)} if payload else message, bounds.sent)

@@ -1,4 +1,4 @@
-"""A connection as frames (`frame_codec`): of a socket that blocks, and of one in a selector.
+"""Send and receive frames, whose bytes `frame_codec` lays out: on a socket that blocks, and on one in a selector.
 
 Invariant: no wait is longer, and no memory more, than the bounds say, whatever the peer does. Nothing is read beyond a
 frame, so a connection can be handed on between two of them.

@@ -128,7 +128,7 @@ def assert_whole(folder: Path, ranks: int) -> None:
     manifest = checkpoint.read_manifest(folder)
     origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint)
     assert manifest.world_size == ranks, f"{folder} is of {manifest.world_size} ranks, expected {ranks}"
-    absent = checkpoint.missing(folder, origin, Version(manifest.lineage, manifest.iteration))
+    absent = checkpoint.unusable(folder, origin, Version(manifest.lineage, manifest.iteration))
     assert not absent, f"{folder}: the files of ranks {absent} are missing or of another version"
     for rank in range(ranks):
         path = folder / checkpoint.data_file(rank)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..data.loaders import GENERATORS
 from .loop_code import EACH, FunctionCode, root_of
-from .loop_values import NOTHING, Spaces, attribute, parsed, unparsed, value_of
+from .loop_values import NOTHING, Spaces, attribute, is_a, length_of, parsed, unparsed, value_of
 
 _DEPTH, _MOST, _EACH = 3, 48, 16  # of calls in calls; functions of a loop; elements of a list that are called
 
@@ -48,7 +48,7 @@ def carried_by(
     """What a call changes, or decides by: names, objects, and whether it changes them. `seen`: what was followed."""
     if EACH in call:
         container = value_of(parsed(call.partition(EACH)[0]), spaces)
-        for number in range(min(len(container), _EACH) if isinstance(container, list | tuple) else 0):
+        for number in range(min(length_of(container) or 0, _EACH)):
             yield from carried_by(call.replace(EACH, f"[{number}]", 1), spaces, code_of, seen, depth)
         return
     node = parsed(call)
@@ -77,7 +77,7 @@ def _generators(node: ast.expr, spaces: Spaces) -> Iterator[tuple[str, Any]]:
         receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         for part in (*receiver, *node.args, *(one.value for one in node.keywords)):
             value = value_of(part, spaces)
-            if isinstance(value, GENERATORS):
+            if is_a(value, *GENERATORS):
                 yield unparsed(part), value
 
 

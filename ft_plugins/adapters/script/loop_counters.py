@@ -9,9 +9,9 @@ same code.
     now       right before the first iteration after the restore
 
 Invariant: nothing of the script is changed, and nothing called but the length of a loader. What cannot be read
-(`loop_values`), and code without source, is not compared, and what of it the loop carries on is named. Only integers
-end a job: what else decides something, or is carried on, is named. A counter that has not moved since the job's first
-iteration (a total, which a restart may change) is not compared.
+(`loop_values`), and code without source, is not compared; tensors and arrays of it that the loop carries on are named.
+Only an integer that differs ends a job; other values that differ are named in a remark. A counter that has not moved
+since the job's first iteration (a total, which a restart may change) is not compared.
 
 In: the stack. Out: `LoopCounters`, plain values, and what is wrong, or None.
 """
@@ -20,19 +20,20 @@ from __future__ import annotations
 
 import ast
 import linecache
-import sysconfig
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...base.installed import is_installed
 from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
-from .loop_values import NOTHING, Spaces, comparable, is_unsteady, parsed, truth_of, value_of
+from .loop_values import NOTHING, Spaces, comparable, is_a, is_unsteady, length_of, parsed, truth_of, value_of
 from .script_names import is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -40,13 +41,12 @@ LEAVING = (
     "end a pass behind the training on its last batch, as a restart can: `if engine.global_steps % n == 0: break` "
     "after engine.step(); and look at samples of the data set, not at a batch of the loader"
 )
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
 class LoopCounters:
-    """The values in the expressions of `LoopCode`, of the loops that run, by "`name` in function()". `unread`: the
-    kinds of what they carry on and cannot be compared."""
+    """The values in the expressions of `LoopCode`, of the loops that run, by "`name` in function()". Fields are as
+    there; `unread`: the kinds of tensors and arrays that are carried on and cannot be compared."""
 
     counters: Mapping[str, int] = field(default_factory=dict)
     bounds: Mapping[str, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def decided_otherwise(
     first: LoopCounters, version: LoopCounters, now: LoopCounters, within: bool, ignored: Collection[str] = ()
 ) -> str | None:
     """What of a loop that continues is not what it was, and decides something in it; None for nothing. `within`: the
-    version was captured in the middle of an epoch, whose rest `enumerate` counts from zero."""
+    version was captured in the middle of a pass over the data, whose rest `enumerate` counts from zero."""
     changed = [_changed(first.deciding, version.deciding, now.deciding, False, ignored)]
     for name, was in version.indices.items() if within else ():
         if not _is_in(name, ignored):
@@ -126,13 +126,13 @@ def loop_counters() -> LoopCounters:
     seen: set[Any] = set()  # functions that loops call
     inside = False  # a function of the script
     for frame, variables in stack():
-        if inside and _is_installed(frame.f_code.co_filename):
+        installed = is_installed(frame.f_code.co_filename)
+        if inside and installed:
             continue  # it only calls the script, as a test runner or a command line library does
-        inside = inside or not _is_installed(frame.f_code.co_filename)
+        inside = inside or not installed
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
         code, spaces = _loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
-        installed = frame.f_code.co_filename.startswith(_INSTALLED)
         cut = dict.fromkeys(text for one in code.cuts if _is_in_force(one, spaces) for text in one.expressions)
         for kind in ("counters", *(() if installed else ("bounds", "deciding", "indices", "cut"))):
             for expression in cut if kind == "cut" else getattr(code, kind):
@@ -174,7 +174,7 @@ def _is_beyond(test: ast.expr, cut: Cut, length: int, spaces: Spaces) -> bool:
 def _length(over: Any) -> int | None:
     """How many elements a pass has; None if that is unknown."""
     try:
-        return len(over) if isinstance(over, list | tuple) or is_sampled(over) else None
+        return len(over) if (known := length_of(over)) is None and is_sampled(over) else known
     except Exception:  # a sampler without length, or one of the script whose length fails
         return None
 
@@ -192,19 +192,12 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
         noted: Any = value
     elif carried and kind in ("counters", "deciding"):
         noted, kind = comparable(value), "deciding"
-        if noted is None and isinstance(value, torch.Tensor):
+        if noted is None and is_a(value, torch.Tensor, np.ndarray):
             noted, kind = type(value).__name__, "unread"
     else:
         return
     if noted is not None and len(found[kind]) < _MOST:
         found[kind].setdefault(name, noted)
-
-
-@cache
-def _is_installed(file: str) -> bool:
-    """Whether a file belongs to Python or an installed package."""
-    paths = sysconfig.get_paths()
-    return file.startswith("<frozen") or any(file.startswith(paths[name]) for name in ("stdlib", "purelib", "platlib"))
 
 
 @cache
@@ -230,5 +223,5 @@ def _function_code(function: FunctionType) -> FunctionCode | None:
 @cache
 def _code_at(code: CodeType, module: str) -> FunctionCode | None:
     """By the code, not by the function: a closure that a loop makes in each step would stay, with what it refers to."""
-    tree = None if is_of_library(module) or _is_installed(code.co_filename) else _tree(code.co_filename)
+    tree = None if is_of_library(module) or is_installed(code.co_filename) else _tree(code.co_filename)
     return None if tree is None else function_at(tree, code.co_firstlineno, code.co_name)

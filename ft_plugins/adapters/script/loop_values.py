@@ -18,7 +18,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from types import MemberDescriptorType
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from ..data.loaders import GENERATORS, state_of
 from .script_names import is_of_library
 
 Spaces = tuple[Mapping[str, Any], ...]
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MOST = 256  # values of a container that are compared
 _SHOWN = 40  # characters of a text
@@ -43,7 +43,7 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
 _LARGE, _BITS = 1 << 40, 64  # of a number that is computed with; of an exponent
 _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-    ast.Pow: lambda base, exponent: base ** exponent if exponent < _BITS else NOTHING,
+    ast.Pow: lambda base, exponent: base ** exponent if 0 <= exponent < _BITS else NOTHING,
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def value_of(node: ast.expr, spaces: Spaces) -> Any:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             numbers = value_of(left, spaces), value_of(right, spaces)
             known = all(type(one) is int and abs(one) < _LARGE for one in numbers)
-            return _ARITHMETIC[type(op)](*numbers) if known and numbers[1] >= 0 else NOTHING
+            return _ARITHMETIC[type(op)](*numbers) if known else NOTHING
     return NOTHING
 
 
@@ -114,23 +114,39 @@ def comparable(value: Any) -> int | str | None:
         return value
     if type(value) in _PLAIN:
         return _short(repr(value))
-    if isinstance(value, torch.Tensor):
-        on_host = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() == 1
-        return repr(value.detach().reshape(()).item()) if on_host and not value.is_sparse else None
-    if isinstance(value, GENERATORS):
+    if is_a(value, torch.Tensor):
+        plain_tensor = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+        return repr(value.detach().reshape(()).item()) if plain_tensor and value.numel() == 1 else None
+    if is_a(value, *GENERATORS):
         return f"a {type(value).__name__} ({xxhash.xxh3_64_hexdigest(codec.encode(state_of(value)))[:8]})"
-    if isinstance(value, np.generic):
+    if is_a(value, np.generic):
         return repr(value.item())
-    if isinstance(value, _CONTAINERS):
+    if container := _container(value):
         plain = _leaves(value)
         digest = "" if plain is None else f" ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
-        return f"a {type(value).__name__} of {len(value)}{digest}"
+        return f"a {type(value).__name__} of {container.__len__(value)}{digest}"
     own = _attributes(value)
-    if own and not is_of_library(type(value).__module__) and not isinstance(value, type):
+    if own and not is_of_library(type(value).__module__) and not is_a(value, type):
         plain = _leaves(dict(own))
         if plain is not None:
             return f"a {type(value).__name__} ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
     return None
+
+
+def is_a(value: Any, *kinds: type) -> bool:
+    """`isinstance` without a look at `__class__`, which may be a property of the script."""
+    return issubclass(type(value), kinds)
+
+
+def length_of(value: Any) -> int | None:
+    """The length of a list or tuple; None for what is none."""
+    kind = _container(value)
+    return kind.__len__(value) if kind in (list, tuple) else None
+
+
+def _container(value: Any) -> Any:
+    """Which of Python's own containers it is, whose methods read it whatever a class of the script overrides."""
+    return next((kind for kind in _CONTAINERS if is_a(value, kind)), None)
 
 
 def _short(text: str) -> str:
@@ -145,9 +161,9 @@ def _leaves(value: Any) -> list[Any] | None:
         for one in pending[-1]:
             if type(one) in _PLAIN:
                 found.append(one)
-            elif isinstance(one, _CONTAINERS) and len(one) <= _MOST and len(found) <= _MOST:
+            elif (kind := _container(one)) and kind.__len__(one) <= _MOST and len(found) <= _MOST:
                 found.append(type(one).__name__)
-                pending.append(_parts(one))
+                pending.append(_parts(kind, one))
                 break
             else:
                 return None
@@ -158,45 +174,46 @@ def _leaves(value: Any) -> list[Any] | None:
     return found
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
+def _parts(kind: Any, value: Any) -> Iterator[Any]:
+    if kind is dict:
         return iter([*dict.keys(value), *dict.values(value)])
-    if isinstance(value, set | frozenset):
-        plain = all(_leaves(one) is not None for one in value)  # else the `repr` of an object would be called
-        return iter(sorted(value, key=repr)) if plain else iter([NOTHING])
-    return iter(list(value))
+    parts = list(kind.__iter__(value))
+    if kind in (set, frozenset):
+        leaves = [_leaves(one) for one in parts]  # no `repr` of an object is called
+        return iter([NOTHING] if None in leaves else sorted(leaves, key=repr))
+    return iter(parts)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     try:
-        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+        own = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return {}
+    return own if type(own) in (dict, MappingProxyType) else dict(dict.items(own))
 
 
 def attribute(value: Any, name: str) -> Any:
-    """An attribute of an object, or what its class has of that name."""
-    own = _attributes(value)
-    if name in own:
-        return own[name]
-    for kind in type.mro(value) if isinstance(value, type) and value is not type else type.mro(type(value)):
-        if name in vars(kind):
-            found = vars(kind)[name]
-            if not isinstance(found, MemberDescriptorType):
+    """An attribute of an object, or what its class has of that name: a property or a function as itself."""
+    of_class = is_a(value, type)
+    spaces = [] if of_class else [_attributes(value)]
+    for space in (*spaces, *map(vars, type.mro(value if of_class else type(value)))):
+        if name in space:
+            found = space[name]
+            if type(found) is not MemberDescriptorType:
                 return found
             try:
                 return found.__get__(value)
-            except AttributeError:  # not set yet
+            except (AttributeError, TypeError):  # not set yet; read from the class
                 return NOTHING
     return NOTHING
 
 
 def _element(container: Any, key: Any) -> Any:
     try:
-        if isinstance(container, dict) and type(key) in _PLAIN:
-            return dict.get(container, key, NOTHING)
-        if isinstance(container, list | tuple) and type(key) is int:
-            kind: Any = list if isinstance(container, list) else tuple
+        if is_a(container, dict) and type(key) in _PLAIN:
+            plain = set(map(type, dict.keys(container))) <= _PLAIN  # others are compared by the script
+            return dict.get(container, key, NOTHING) if plain else NOTHING
+        if (kind := _container(container)) in (list, tuple) and type(key) is int:
             return kind.__getitem__(container, key)
     except IndexError:
         pass

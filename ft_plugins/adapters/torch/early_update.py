@@ -49,7 +49,12 @@ class _EarlyStep:
 def _sums(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum and sum of squares of all elements: (2,) float64. The same values give the same bits."""
     parts = [torch.stack([one.sum(dtype=torch.float64), one.double().square().sum()]) for one in gradients]
-    return torch.stack(parts).sum(0)
+    return _together(parts).sum(0)
+
+
+def _together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor, on the device of the first part: a model, or a module, may lie on several."""
+    return torch.stack([one.to(parts[0].device) for one in parts])
 
 
 class EarlyUpdate:
@@ -147,10 +152,10 @@ class EarlyUpdate:
             if [parameter._version for parameter in one.parameters] != one.versions:
                 self._refuse(one.module, "had a parameter changed between backward and update")
         if self._steps:
-            before = torch.stack([one.sums for one in self._steps])
-            now = torch.stack([_sums(one.gradients) for one in self._steps])
-            for place, same in enumerate((before == now).all(1).tolist()):  # non-finite sums are not equal, either
-                if not same and bool(before[place].isfinite().all()):
+            before = _together([one.sums for one in self._steps])
+            now = _together([_sums(one.gradients) for one in self._steps])
+            for place, same in enumerate((before == now).all(1).tolist()):
+                if not same and bool(before[place].isfinite().all()):  # NaN is never equal: it shows no change
                     self._refuse(
                         self._steps[place].module,
                         "had its gradient changed between backward and update (clipping, GradScaler)",

@@ -34,7 +34,7 @@ from ...model.host import Hooks
 from ...model.inventory import Role
 from ...model.reduction import ReductionControl
 from ..host_parts import local_part
-from .fsdp_layout import ShardLayout, layout_of, sharded_dimensions
+from .fsdp_layout import ShardLayout, layout_of, sharding_mesh_dimensions
 from .fsdp_reduction import FsdpReduction, fsdp_units
 from .torch_loop import TorchHost
 from .torch_module import require_equal_replicas, require_known_wrappers
@@ -78,7 +78,8 @@ class FsdpHost(TorchHost):
         return {**super().fingerprint(), "mesh": list(self._layout.sizes)}
 
     def _require_parameters(self, place: str) -> None:
-        """Raises ConfigError or UnsupportedError unless `fully_shard` has sharded parameters, all in the same way."""
+        """Note how `fully_shard` has sharded parameters. Raises ConfigError or UnsupportedError unless it has, all in
+        the same way."""
         require_known_wrappers(self._module, place)
         self._units = fsdp_units(self._module)
         self._reshard()
@@ -100,15 +101,15 @@ class FsdpHost(TorchHost):
         for name, layout in layouts.items():
             if layout != self._layout:
                 raise UnsupportedError(
-                    f"{place}: '{name}' is sharded over ranks {list(layout.shards)}, '{next(iter(layouts))}' over "
-                    f"{list(self._layout.shards)}: shard all parameters over one mesh"
+                    f"{place}: '{name}' is sharded over {layout}, '{next(iter(layouts))}' over {self._layout}: shard "
+                    "all parameters over one mesh"
                 )
 
     def _placed(self, role: Role, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, int, int] | None]:
         if local_part(tensor) is tensor:
             return (self.rank,), None
         placements: Any = tensor.placements  # type: ignore[attr-defined]
-        dimensions = sharded_dimensions(tensor)
+        dimensions = sharding_mesh_dimensions(tensor)
         if len(dimensions) != 1 or not placements[dimensions[0]].is_shard():
             raise UnsupportedError(
                 f"rank {self.rank}: {self._optimizers.kinds} keeps a tensor of shape {tuple(tensor.shape)} "
@@ -153,11 +154,10 @@ class FsdpHost(TorchHost):
     # ---- local SGD ----
 
     def _make_control(self) -> ReductionControl:
+        """Layout and items must be known."""
         parameters = {name: tensor for name, (role, tensor) in self._known.items() if role is Role.PARAMETER}
-        mesh = self._mesh
         return FsdpReduction(
-            self.rank, self._module, parameters, self._layout, mesh,
-            lambda: self._iteration,
+            self.rank, self._module, parameters, self._layout, self._mesh, lambda: self._iteration
         )  # fmt: skip
 
     def early_refusal(self) -> str:

@@ -38,6 +38,10 @@ class ShardLayout:
     sync_dimension: int | None
     hybrid: bool
 
+    def __str__(self) -> str:
+        """For messages."""
+        return f"ranks {list(self.shards)}{' and replicated by fully_shard (HSDP)' if self.hybrid else ''}"
+
     def piece(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """The elements of this rank in a flattened tensor that is sharded by its first dimension: start, stop, total.
 
@@ -78,7 +82,7 @@ def layout_of(mesh: Any, parameter: Any, name: str, rank: int, world_size: int) 
     `mesh` may be None if the parameter's own mesh has all ranks. Raises ConfigError or UnsupportedError.
     """
     own = parameter.device_mesh
-    dimensions = sharded_dimensions(parameter)
+    dimensions = sharding_mesh_dimensions(parameter)
     if len(dimensions) != 1 or own.ndim > 2:
         raise UnsupportedError(
             f"rank {rank}: '{name}' is placed by {parameter.placements} on a mesh of {own.ndim} dimensions, but "
@@ -104,6 +108,6 @@ def layout_of(mesh: Any, parameter: Any, name: str, rank: int, world_size: int) 
     return found
 
 
-def sharded_dimensions(tensor: Any) -> list[int]:
+def sharding_mesh_dimensions(tensor: Any) -> list[int]:
     """The dimensions of its mesh over which a DTensor is divided."""
     return [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]

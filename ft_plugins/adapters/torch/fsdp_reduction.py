@@ -1,12 +1,12 @@
 """Control of the reduction of `fully_shard` for local SGD, and calls before parameters are gathered.
 
 `fully_shard` reduce-scatters the gradients of a unit (the parameters that one call of it has taken) over the shards of
-a replica. With ALL, a hook then all-reduces them over the replicas.
+a replica. With `ReducedOver.ALL`, a hook then all-reduces them over the replicas.
 
-Parameters are read where a unit is gathered, which is before the forward of its module, so that is where `call` is
-called. FSDP's own hook is the first of the module's; ours is put before it. A unit may be gathered earlier: explicitly
-by `set_modules_to_forward_prefetch` (then `call` is called for its modules, too, before the forward of the unit that
-gathers it), or by `FSDPModule.unshard` (then it is gathered again, after the first `call` of the iteration).
+Parameters are read where a unit is gathered, which is before the forward of its module, so that is where the `call` of
+`before_modules` is called. FSDP's own hook is the first of the module's; ours is put before it. A unit may be gathered
+earlier: by `set_modules_to_forward_prefetch` (then `call` is called for its modules, too, before the forward of the
+unit that gathers it), or by `FSDPModule.unshard` (then it is gathered again, after the first `call` of the iteration).
 
 Invariant: what is gathered by the first forward of an iteration are the present shards. All ranks of a replica gather
 equally often: nothing here depends on values.
@@ -135,12 +135,13 @@ class FsdpReduction(ModuleCalls):
                 reduced.div_(members)
 
         for unit in self._units:
-            self._require_hook(unit)
+            self._require_free_all_reduce_hook(unit)
         for unit in self._units:
             unit.modules[0].set_all_reduce_hook(average)
 
     def require_reduced(self) -> None:
-        """Raises ConfigError if nothing averages gradients over replicas whose snapshots are shared out."""
+        """Raises ConfigError if nothing averages gradients over the replicas, each of which captures a part of one
+        state."""
         layout = self._layout
         if layout.hybrid or len(layout.replicas) == 1:
             return
@@ -154,7 +155,7 @@ class FsdpReduction(ModuleCalls):
                     "script that averages gradients itself does so in set_all_reduce_hook"
                 )
 
-    def _require_hook(self, unit: FsdpUnit) -> None:
+    def _require_free_all_reduce_hook(self, unit: FsdpUnit) -> None:
         name = unit.paths[0]
         if not hasattr(unit.modules[0], "set_all_reduce_hook"):
             self._refuse(
@@ -227,8 +228,9 @@ class FsdpReduction(ModuleCalls):
             self._refresh(number)
             modules = dict.fromkeys(called[path])
             for state in getattr(self._units[number].state, "_states_to_forward_prefetch", ()):
-                self._refresh(numbers[id(state)])
-                modules.update(dict.fromkeys(m for one in self._units[numbers[id(state)]].paths for m in called[one]))
+                if (other := numbers.get(id(state))) is not None:  # else a unit that this host does not have
+                    self._refresh(other)
+                    modules.update(dict.fromkeys(m for one in self._units[other].paths for m in called[one]))
             for one in modules:
                 call(one)
 

@@ -22,10 +22,8 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
-import site
 import socket
 import sys
-import sysconfig
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +34,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter
 
 from ...base import files, stamps
+from ...base.installed import is_installed
 from ...base.intake import read_bytes
 from ...config import launch_context
 from ...events import say
@@ -126,13 +125,6 @@ class _Preloader:
         self._traces = traces.read()
         self._before: list[str] = []  # folders that the script puts first on the path
         self._files: dict[str, tuple[int, ...] | None] = {}
-        places = [
-            *map(sysconfig.get_path, ("stdlib", "platstdlib")),
-            os.path.dirname(os.__file__),
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-        ]
-        self._installed_in = tuple(f"{place}/" for place in (*places, str(Path(__file__).parents[2])))
 
     # ---- import ----
 
@@ -204,7 +196,7 @@ class _Preloader:
             return "it changes the working folder"
         for name in sys.modules.keys() - known:
             path = getattr(sys.modules[name], "__file__", None)
-            if isinstance(path, str) and os.path.isabs(path) and not self._is_installed(path):
+            if isinstance(path, str) and os.path.isabs(path) and not is_installed(path):
                 return f"it imports {path}, which is not installed"
             if "." not in name and self._is_before(name):
                 return f"it imports {name}, which the script finds in a folder of its own"
@@ -257,7 +249,7 @@ class _Preloader:
         places = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or ()) if spec else []
         if not places:
             return package in sys.stdlib_module_names
-        return all(self._is_installed(place) for place in places)  # not one of the script that has the name of Python's
+        return all(is_installed(place) for place in places)  # not one of the script that has the name of Python's
 
     def _is_before(self, package: str) -> bool:
         """Whether the script finds it in a folder that it puts first on the path."""
@@ -265,9 +257,6 @@ class _Preloader:
             return False
         whole = importlib.machinery.PathFinder.find_spec(package, [*self._before, *sys.path])
         return spec.origin is not None or whole is None or whole.origin is None  # a folder without code comes last
-
-    def _is_installed(self, path: str) -> bool:
-        return path.startswith(self._installed_in) or os.path.realpath(path).startswith(self._installed_in)
 
     # ---- fork ----
 

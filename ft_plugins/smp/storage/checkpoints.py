@@ -118,7 +118,7 @@ class Checkpoints:
             return
         self._scanned, self.last, self.done = origin, None, None
         with suppress(OSError):  # writing will report it
-            own = retention.candidates(self._list(base), origin.digest)
+            own = retention.candidates(self._list(base), origin.fingerprint_digest)
             for stored in sorted(own, key=lambda each: each.version):
                 if stored.problem or stored.version.lineage > seen.lineage:
                     continue
@@ -186,7 +186,7 @@ class Checkpoints:
         late = time.monotonic() - item.written > max(self._patience, 10 * (item.written - item.begun))
         try:
             if 0 in item.ranks:
-                absent = checkpoint.missing(folder, item.origin, item.version)
+                absent = checkpoint.unusable(folder, item.origin, item.version)
                 item.update_verdict()
                 if not absent:
                     audited = bool(storage.audits)
@@ -283,7 +283,7 @@ class Checkpoints:
         surplus: Sequence[StoredCheckpoint] = ()
         failed = ""
         try:
-            surplus = retention.surplus(self._list(base), storage.keep, origin.digest)
+            surplus = retention.surplus(self._list(base), storage.keep, origin.fingerprint_digest)
         except OSError as error:
             failed = describe(error)
         for stored in surplus:

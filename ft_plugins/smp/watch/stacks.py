@@ -9,7 +9,8 @@ Invariant: bounded in time; a signal is sent only to a process that listens for 
 rank without stacks gets a file that says why.
 
     <run directory>/stack.R                   the file of rank R, which it opens at start
-    <run directory>/hangs/TOKEN/rankR.txt     stacks by incarnation and rank, of the last KEPT hangs
+    <run directory>/hangs/TOKEN/rankR.txt     stacks by incarnation and rank, of the last KEPT incarnations that had
+                                              any; a later one of the same rank replaces it
 
 In: run directory, processes by rank. Out: `listen` in a rank; in the SMP `dump`, which returns the folder of stacks,
 `of_ranks` and `place`, for ranks that go on, and `forget` at its end.
@@ -32,7 +33,7 @@ from pathlib import Path
 from . import liveness
 
 SECONDS = 8.0  # for all ranks of a node together
-KEPT = 8
+KEPT = 8  # folders of stacks
 _SIGNAL = signal.SIGRTMAX - 3  # scripts and batch systems use SIGUSR1 and SIGUSR2
 _POLL_SECONDS = 0.02
 _KILLED_SECONDS = 0.5
@@ -42,22 +43,21 @@ _LIMIT = 1 << 20  # bytes of a file that are kept
 Processes = Mapping[int, tuple[int, int]]  # (pid, start time) by rank
 
 
-def _own(run_dir: Path, rank: int) -> Path:
+def _file_of(run_dir: Path, rank: int) -> Path:
     return run_dir / f"stack.{rank}"
 
 
 def listen(run_dir: Path, rank: int) -> Callable[[], None]:
     """Write the stacks of this process's threads when asked. Returns what ends that, once. Raises OSError."""
-    descriptor = os.open(
-        _own(run_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_APPEND  # `_ask` empties it
+    descriptor = os.open(_file_of(run_dir, rank), flags, 0o600)
     faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
 
     def end() -> None:
         faulthandler.unregister(_SIGNAL)
         os.close(descriptor)
         with suppress(OSError):
-            _own(run_dir, rank).unlink(missing_ok=True)
+            _file_of(run_dir, rank).unlink(missing_ok=True)
 
     return end
 
@@ -77,24 +77,22 @@ def dump(run_dir: Path, token: int, processes: Processes, seconds: float = SECON
     deadline = time.monotonic() + seconds
     spied = _by_py_spy(folder, processes, time.monotonic() + seconds / 2)
     rest = {rank: process for rank, process in processes.items() if rank not in spied}
-    asked = {rank: _ask(run_dir, rank, *process) for rank, process in rest.items()}
-    sizes = {rank: before for rank, before in asked.items() if isinstance(before, int)}
-    for rank, reason in asked.items():
-        if rank not in sizes:
+    refused = {rank: _ask(run_dir, rank, *process) for rank, process in rest.items()}
+    for rank, reason in refused.items():
+        if reason:
             _write(folder, rank, f"no stacks: {reason}\n")
-    for rank in _answered(run_dir, sizes, processes, deadline):
-        _write(folder, rank, _answer(_own(run_dir, rank), sizes[rank]))
+    for rank in _answered(run_dir, refused, processes, deadline):
+        _write(folder, rank, _answer(_file_of(run_dir, rank)))
     return folder
 
 
 def of_ranks(run_dir: Path, processes: Processes, seconds: float) -> dict[int, str]:
     """The stacks of the main threads of ranks that go on, which write them themselves; '' for one that does not."""
     deadline = time.monotonic() + seconds
-    asked = {rank: _ask(run_dir, rank, *process) for rank, process in processes.items()}
-    sizes = {rank: before for rank, before in asked.items() if isinstance(before, int)}
+    refused = {rank: _ask(run_dir, rank, *process) for rank, process in processes.items()}
     found = dict.fromkeys(processes, "")
-    for rank in _answered(run_dir, sizes, processes, deadline):
-        found[rank] = _main_thread(_answer(_own(run_dir, rank), sizes[rank]))
+    for rank in _answered(run_dir, refused, processes, deadline):
+        found[rank] = _main_thread(_answer(_file_of(run_dir, rank)))
     return found
 
 
@@ -123,7 +121,7 @@ def _write(folder: Path, rank: int, text: str) -> None:
 
 
 def _prune(parent: Path) -> None:
-    """Keep the folders of the last hangs."""
+    """Keep the folders of the last incarnations that have one."""
     with suppress(OSError):
         folders = sorted((each for each in parent.iterdir() if each.name.isdigit()), key=lambda each: int(each.name))
         for old in folders[:-KEPT]:
@@ -154,59 +152,59 @@ def _by_py_spy(folder: Path, processes: Processes, deadline: float) -> set[int]:
         for process in running.values():
             if process.poll() is None:
                 process.kill()
+        deadline = time.monotonic() + _KILLED_SECONDS
         for rank, process in running.items():
             with suppress(subprocess.TimeoutExpired):  # it reads what does not answer: the next process reaps it
-                process.wait(_KILLED_SECONDS)
+                process.wait(max(0.0, deadline - time.monotonic()))
             with suppress(OSError):
                 if process.returncode == 0 and (folder / f"rank{rank}.txt").stat().st_size:
                     done.add(rank)
     return done
 
 
-def _ask(run_dir: Path, rank: int, pid: int, began: int) -> int | str:
-    """Ask one rank for its stacks. Returns the bytes that its file has already, or why it cannot be asked."""
+def _ask(run_dir: Path, rank: int, pid: int, began: int) -> str:
+    """Empty the file of a rank, and ask the rank for its stacks. Returns why it cannot be asked; '' if it was."""
     if not began or liveness.started(pid) != began:
         return f"process {pid} has ended"
     if liveness.is_stopped(pid, began):
         return f"process {pid} is stopped by a signal, or by a debugger; install py-spy for stacks of stopped processes"
     try:
-        before = _own(run_dir, rank).stat().st_size
         status = Path(f"/proc/{pid}/status").read_text()
         caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
         if not int(caught, 16) >> (_SIGNAL - 1) & 1:
             return f"process {pid} does not write its stacks"
+        os.close(os.open(_file_of(run_dir, rank), os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW))
         liveness.signal_process(pid, began, _SIGNAL)
     except (OSError, StopIteration, ValueError) as error:
         return f"process {pid} cannot be asked: {error}"
-    return before
+    return ""
 
 
-def _answered(run_dir: Path, sizes: Mapping[int, int], processes: Processes, deadline: float) -> Iterator[int]:
-    """The ranks whose files, of that many bytes before, have grown and grow no longer, as they come; then the others.
+def _answered(run_dir: Path, refused: Mapping[int, str], processes: Processes, deadline: float) -> Iterator[int]:
+    """The ranks that were not `refused` and whose files have grown and grow no longer, as they come; then the others.
 
-    As they come: the ranks may be killed meanwhile, and the next ones empty the files.
+    As they come: the ranks may be killed meanwhile, and those of the next incarnation empty the files.
     """
-    seen, grown = dict(sizes), dict.fromkeys(sizes, time.monotonic())
-    waiting = list(sizes)
+    waiting = [rank for rank, reason in refused.items() if not reason]
+    seen, grown = dict.fromkeys(waiting, 0), dict.fromkeys(waiting, time.monotonic())
     while waiting and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
         for rank in list(waiting):
             pid, began = processes[rank]
             over = liveness.started(pid) != began
             with suppress(OSError):
-                if (present := _own(run_dir, rank).stat().st_size) != seen[rank]:
+                if (present := _file_of(run_dir, rank).stat().st_size) != seen[rank]:
                     seen[rank], grown[rank] = present, time.monotonic()
-            if over or seen[rank] != sizes[rank] and time.monotonic() - grown[rank] >= _QUIET_SECONDS:
+            if over or seen[rank] and time.monotonic() - grown[rank] >= _QUIET_SECONDS:
                 waiting.remove(rank)
                 yield rank
     yield from waiting
 
 
-def _answer(path: Path, before: int) -> str:
-    """What a rank has added to its file."""
+def _answer(path: Path) -> str:
+    """What a rank has written to its file."""
     try:
         with open(path, "rb") as file:
-            file.seek(before)
             return file.read(_LIMIT).decode(errors="replace") or "no stacks: the process did not answer\n"
     except OSError as error:
         return f"no stacks: {error}\n"

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from ..segment.slots import Mark, Version
 FORMAT = "ft_plugins checkpoint 2"
 _PARTIAL = ".partial"
 _VOID = ".void"
+_MOST_VOID = 100  # void checkpoints of one version
 _KEEP = "keep"
 # Names as `folder_of` writes them. Numbers are below 10**15: iterations of a millisecond reach it in 30,000 years.
 _FOLDER = re.compile(
@@ -62,7 +63,7 @@ class Origin:
     fingerprint: Mapping[str, Any]
 
     @property
-    def digest(self) -> str:
+    def fingerprint_digest(self) -> str:
         return xxhash.xxh3_64_hexdigest(json.dumps(self.fingerprint, sort_keys=True).encode())
 
 
@@ -92,7 +93,8 @@ class RankRecord:
 @dataclass(frozen=True)
 class CheckpointManifest:
     """The content of `manifest.json`. `certified`: True if the replicas are known to agree, False if they were captured
-    in parts and not compared yet, None if there is nothing to compare (no audits, or each replica is captured whole).
+    in parts and not compared yet, None if there is nothing to compare (no audits, or each replica is captured whole:
+    `Mark.DIVERGED`).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -131,8 +133,8 @@ def record_file(rank: int) -> str:
 # ---- completing and removing ----
 
 
-def missing(folder: Path, origin: Origin, version: Version) -> list[int]:
-    """The ranks whose files are missing; if none are, those whose files belong to another version or job."""
+def unusable(folder: Path, origin: Origin, version: Version) -> list[int]:
+    """The ranks whose files are missing; if none are, those whose files are damaged or of another version or job."""
     named = {int(match[1]) for name in os.listdir(folder) if (match := _RECORD.fullmatch(name))}
     absent = [rank for rank in range(origin.world_size) if rank not in named]
     return absent or [rank for rank in range(origin.world_size) if not _belongs(folder, rank, origin, version)]
@@ -211,21 +213,28 @@ def remove(folder: Path) -> None:
 
 def void(base: Path, after: int, lineage: int) -> list[str]:
     """Rename the checkpoints in a job's folder that are newer than iteration `after` and of an older lineage than
-    `lineage`, so that no recovery finds them: v1-200 becomes v1-200.void. Returns the new names. Raises StorageError.
+    `lineage`, so that no recovery finds them: v1-200 becomes v1-200.void, or v1-200.void.2 if that is there already.
+    Returns the new names. Raises StorageError.
 
     They are neither read nor removed by this package again.
     """
     voided = []
     try:
-        for each in listing(base):
+        for each in _folders(base):
             if each.version.iteration > after and each.version.lineage < lineage:
-                os.rename(base / each.name, base / f"{each.name}{_VOID}")
-                voided.append(f"{each.name}{_VOID}")
+                voided.append(_void_name(base, each.name))
+                os.rename(base / each.name, base / voided[-1])
         if voided:
             files.sync_folder(base)
     except OSError as error:
         raise StorageError(f"{base}: newer checkpoints cannot be renamed ({error}); rename them yourself") from error
     return voided
+
+
+def _void_name(base: Path, name: str) -> str:
+    """The first name for a void checkpoint that is free: an older one of the same version may have the others."""
+    names = [f"{name}{_VOID}", *(f"{name}{_VOID}.{number}" for number in range(2, _MOST_VOID + 1))]
+    return next((one for one in names if not os.path.lexists(base / one)), names[0])
 
 
 # ---- reading ----
@@ -234,25 +243,28 @@ def void(base: Path, after: int, lineage: int) -> list[str]:
 def listing(base: Path, on_invalid: Callable[[str], None] = lambda name: None) -> tuple[StoredCheckpoint, ...]:
     """Every checkpoint in a job's folder; () if the folder does not exist. Raises OSError.
 
-    A folder with a manifest is complete, whatever its name: its writer died before it could rename it. `on_invalid` is
-    called with each name that resembles a checkpoint's but is not a version's or not a folder's.
+    A folder with a manifest is complete, whatever its name: its writer died before it could rename it. Of two folders
+    of a version the one that can be used is listed. `on_invalid` is called with each name that resembles a checkpoint's
+    but is not a version's or not a folder's.
     """
+    stored: dict[Version, StoredCheckpoint] = {}
+    for each in sorted(_folders(base, on_invalid), key=lambda one: (not one.complete, bool(one.problem))):
+        stored.setdefault(each.version, each)
+    return tuple(stored.values())
+
+
+def _folders(base: Path, on_invalid: Callable[[str], None] = lambda name: None) -> Iterator[StoredCheckpoint]:
     try:
         names = sorted(os.listdir(base))
     except FileNotFoundError:
-        return ()
-    stored: dict[Version, StoredCheckpoint] = {}
+        return
     for name in names:
         matched = _FOLDER.fullmatch(name)
         if not (matched and (base / name).is_dir()):
             if _LIKE_A_FOLDER.fullmatch(name):
                 on_invalid(name)
             continue
-        version = Version(int(matched["lineage"]), int(matched["iteration"]))
-        each = _stored(base / name, version)
-        if version not in stored or each.complete:
-            stored[version] = each
-    return tuple(stored.values())
+        yield _stored(base / name, Version(int(matched["lineage"]), int(matched["iteration"])))
 
 
 def _stored(folder: Path, version: Version) -> StoredCheckpoint:
@@ -265,7 +277,7 @@ def _stored(folder: Path, version: Version) -> StoredCheckpoint:
     if Version(manifest.lineage, manifest.iteration) != version:
         problem = f"{folder}: its manifest is of another version"
         return StoredCheckpoint(version, folder.name, complete=True, problem=problem)
-    digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest
+    digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).fingerprint_digest
     kept = os.path.lexists(folder / _KEEP)
     return StoredCheckpoint(version, folder.name, True, fingerprint=digest, certified=manifest.certified, kept=kept)
 
@@ -293,7 +305,7 @@ def is_complete(folder: Path, origin: Origin) -> bool:
         manifest = read_manifest(folder)
     except FileNotFoundError:
         return False
-    if Origin(manifest.job, manifest.world_size, manifest.fingerprint).digest != origin.digest:
+    if Origin(manifest.job, manifest.world_size, manifest.fingerprint).fingerprint_digest != origin.fingerprint_digest:
         raise StorageError(f"{folder} is a checkpoint of another job; choose another folder")
     return True
 
@@ -328,11 +340,11 @@ def _belongs(folder: Path, rank: int, origin: Origin, version: Version) -> bool:
         size = (folder / data_file(rank)).stat().st_size
     except (StorageError, OSError):
         return False
-    ours = (version, origin.world_size, origin.digest)
+    ours = (version, origin.world_size, origin.fingerprint_digest)
     return (record.version, record.world_size, record.fingerprint) == ours and size == record.nbytes
 
 
-# ---- small files ----
+# ---- making folders, checking small files ----
 
 
 def make_job_folder(base: Path) -> None:

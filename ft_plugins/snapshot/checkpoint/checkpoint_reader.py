@@ -72,7 +72,7 @@ class CheckpointReader:
         record, own = read_record(self.folder, rank), self.manifest
         origin = Origin(own.job, own.world_size, own.fingerprint)
         identity = (record.lineage, record.iteration, record.world_size, record.fingerprint)
-        if identity != (own.lineage, own.iteration, own.world_size, origin.digest):
+        if identity != (own.lineage, own.iteration, own.world_size, origin.fingerprint_digest):
             raise StorageError(f"{self.folder}: the file of rank {rank} is of another version or job than the manifest")
         return record, *read_head(self.folder / data_file(rank), record)
 

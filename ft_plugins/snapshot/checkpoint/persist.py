@@ -97,7 +97,7 @@ def write_rank(
     shape = segment.shape
     nbytes = len(head) + digests.nbytes + shape.data_nbytes + len(small)
     record = RankRecord(
-        rank, version.lineage, version.iteration, origin.world_size, origin.digest,
+        rank, version.lineage, version.iteration, origin.world_size, origin.fingerprint_digest,
         nbytes, shape.data_nbytes, len(digests), shape.layout, seal.hexdigest(),
     )  # fmt: skip
     if _present(folder, record):
@@ -124,7 +124,7 @@ def _head(segment: Segment, version: Version, origin: Origin, small: bytes, stag
     shape, rank, buckets = segment.shape, segment.rank, len(segment.data_ranges)
     held = manifest.read(manifest.split(small, f"rank {rank}")[0], f"rank {rank}").tensors
     metadata = {
-        "format": FORMAT, "job": origin.job, "fingerprint": origin.digest, "rank": str(rank),
+        "format": FORMAT, "job": origin.job, "fingerprint": origin.fingerprint_digest, "rank": str(rank),
         "world_size": str(origin.world_size), "lineage": str(version.lineage), "iteration": str(version.iteration),
         "layout": str(shape.layout),
     }  # fmt: skip

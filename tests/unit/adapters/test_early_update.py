@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ft_plugins.adapters.torch import early_update
 from ft_plugins.adapters.torch.early_update import EarlyUpdate, early_refusal
 from ft_plugins.adapters.torch.fsdp import FsdpHost
 from ft_plugins.errors import StateChangedError, UnsupportedError
@@ -79,6 +81,14 @@ def test_a_module_is_updated_in_the_backward_before_the_others():
     loop.backward(0)
     changed = {name for name, one in loop.model.state_dict().items() if not torch.equal(one, before[name])}
     assert changed == {"3.weight", "3.bias"}
+
+
+def test_the_layers_of_a_model_may_lie_on_two_devices_and_so_may_the_parameters_of_one():
+    with FakeTensorMode():  # devices that are not there
+        gradients = [torch.ones(2, device=f"cuda:{number}") for number in range(2)]
+        within = early_update._sums(gradients)
+        apart = early_update._together([early_update._sums([one]) for one in gradients])
+    assert (within.shape, within.device.index) == ((2,), 0) and (apart.shape, apart.device.index) == ((2, 2), 0)
 
 
 def _clip(loop: Loop) -> None:

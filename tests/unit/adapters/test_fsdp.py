@@ -427,6 +427,10 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     fully_shard(model.layers[0], mesh=whole["sync"])
     fully_shard(model, mesh=mesh)
     refuse("two", lambda: host(model, mesh=whole))
+    model = Net()
+    fully_shard(model.layers[0], mesh=whole)
+    fully_shard(model, mesh=mesh)
+    refuse("hybrid", lambda: host(model, mesh=whole))
     model = sharded(mesh)
     refuse("optimizer", lambda: FsdpHost(model, torch.optim.Adafactor(model.parameters()), mesh=whole))
     with torch.device("meta"):
@@ -451,6 +455,11 @@ def test_what_cannot_be_captured_is_refused_by_name() -> None:
         assert "build the model from the same seed" in words["seed"]
         assert "sharded over ranks [0, 1, 2, 3], which are no dimension of the mesh [[0, 1], [2, 3]]" in words["other"]
         assert f"'layers.0.weight' is sharded over ranks [{rank % 2}, {rank % 2 + 2}], 'shift' over" in words["two"]
+        shards = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert (
+            f"'layers.0.weight' is sharded over ranks {shards} and replicated by fully_shard (HSDP), 'shift' over "
+            f"ranks {shards}: shard all"
+        ) in words["hybrid"]
         assert "Adafactor keeps a tensor" in words["optimizer"]
         assert "on the meta device" in words["meta"]
 

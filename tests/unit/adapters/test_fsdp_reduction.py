@@ -293,6 +293,24 @@ def test_calls_come_before_parameters_are_gathered(wrap: Callable[[Any, DeviceMe
     gang(_called, 4, wrap, seconds=SECONDS)
 
 
+def _outside(rank: int, world: int) -> list[str]:
+    """The host has a part of what is sharded; its last layer gathers one that comes after it."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole: Any = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    for layer in whole:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(whole, mesh=mesh)
+    whole[1].set_modules_to_forward_prefetch([whole[2]])
+    called: list[str] = []
+    host_of(whole[:2], mesh).before_modules(called.append)
+    whole(torch.ones(1, 4)).sum().backward()
+    return called
+
+
+def test_a_layer_may_gather_one_that_the_host_does_not_have() -> None:
+    assert gang(_outside, 2, seconds=SECONDS) == [["0", "1"]] * 2
+
+
 def _trained(rank: int, world: int) -> None:
     """With calls that do nothing, and gradients over all replicas, training is that without the package."""
     mesh, inner = meshes((2, 2))

@@ -122,7 +122,7 @@ def test_integers_are_read_from_variables_attributes_and_elements_and_nothing_is
 def test_what_a_progress_bar_counts_is_its_own_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, shown = [], 0
     for at in range(2):
-        monkeypatch.setattr(loop_counters_module, "_INSTALLED", () if at else (__file__,))
+        monkeypatch.setattr(loop_counters_module, "is_installed", lambda file, at=at: not at and file == __file__)
         seen += [loop_counters()]
         shown += 2
     name = "test_what_a_progress_bar_counts_is_its_own_matter()"

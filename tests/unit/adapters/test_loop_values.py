@@ -6,6 +6,8 @@ import ast
 import gc
 import linecache
 import random
+import site
+import sysconfig
 import weakref
 from argparse import Namespace
 from collections import deque
@@ -20,6 +22,7 @@ import torch
 from ft_plugins.adapters.script.loop_counters import LoopCounters, decided_otherwise, loop_counters
 from ft_plugins.adapters.script.loop_values import NOTHING, comparable, value_of
 from ft_plugins.adapters.script.own_counters import OwnCounters
+from ft_plugins.base import installed
 from ft_plugins.snapshot.capture import codec
 
 
@@ -216,17 +219,16 @@ def test_what_a_call_counts_by_which_a_loop_ends_is_a_counter() -> None:
     assert version.counters["`stopper.bad` in in_methods()"] == 1
 
 
-def test_a_tensor_that_a_loop_carries_on_is_named() -> None:
-    total, versions = torch.zeros(2), {}
+@pytest.mark.parametrize(("total", "kind"), [(torch.zeros(2), "Tensor"), (np.zeros(2), "ndarray")])
+def test_a_tensor_or_array_that_a_loop_carries_on_is_named(total: Any, kind: str) -> None:
+    versions = {}
     for step in range(3):
         versions[step] = loop_counters()
         total += 1
-    place = "test_a_tensor_that_a_loop_carries_on_is_named()"
-    assert versions[0].unread == {f"`total` in {place}": "Tensor"}
+    place = "test_a_tensor_or_array_that_a_loop_carries_on_is_named()"
+    assert versions[0].unread == {f"`total` in {place}": kind}
     said = decided_otherwise(versions[0], versions[2], versions[0], within=False)
-    assert (
-        said is not None and f"what cannot be compared is what the script has set: `total` in {place} (Tensor)" in said
-    )
+    assert f"what cannot be compared is what the script has set: `total` in {place} ({kind})" in (said or "")
     assert (
         decided_otherwise(versions[0], versions[2], versions[0], False, ignored={"total", "step", "versions"}) is None
     )
@@ -342,3 +344,116 @@ def test_objects_in_a_set_are_not_asked_for_their_text() -> None:
     assert comparable({Trap()}) == "a set of 1"
     assert comparable({(1, Trap())}) == "a set of 1"
     assert comparable({(1, 2), 3}) == comparable({3, (1, 2)}) != comparable({(1, 2), 4})
+
+
+class Shuffled(list[int]):
+    """Draws when it is read, as a list of samples may."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(list(range(list.__len__(self))), list.__len__(self)))
+
+
+class Unsized(dict[str, int]):
+    def __len__(self) -> int:
+        raise AssertionError("called")
+
+    def __contains__(self, key: object) -> bool:
+        raise AssertionError("called")
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("called")
+
+
+class Disguised:
+    """As a lazy proxy is: what it pretends to be costs a call."""
+
+    @property
+    def __class__(self) -> Any:
+        raise AssertionError("called")
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None: ...
+
+
+class Written(tuple[int, ...]):
+    def __repr__(self) -> str:
+        raise AssertionError("called")
+
+
+def test_containers_of_a_script_are_read_by_the_methods_of_pythons_own() -> None:
+    shuffled, unsized, holder = Shuffled([3, 1, 2]), Unsized(step=2), Slotted.__new__(Slotted)
+    before = random.getstate()
+    assert comparable(shuffled) == comparable(Shuffled([3, 1, 2])) != comparable(Shuffled([1, 2, 3]))
+    assert comparable([shuffled]) == comparable([Shuffled([3, 1, 2])])
+    assert random.getstate() == before, "reading a value drew a random number of the script"
+    assert comparable(unsized) == comparable(Unsized(step=2)) != comparable(Unsized(step=3))
+    assert comparable({Written((1, 2))}) == comparable({Written((1, 2))}) != comparable({Written((1, 3))})
+    assert comparable(Disguised()) is comparable(holder) is None
+    owner = Namespace()
+    owner.__dict__ = unsized
+    assert read("owner.step", owner=owner) == 2
+
+
+def read(expression: str, **space: Any) -> Any:
+    found = value_of(ast.parse(expression, mode="eval").body, (space,))
+    return None if found is NOTHING else found
+
+
+def test_a_number_may_be_below_zero_unless_it_is_an_exponent() -> None:
+    space = {"at": 5, "back": -2}
+    assert [read(one, **space) for one in ("at + back", "at - back", "at * back")] == [3, 7, -10]
+    assert (read("at ** back", **space), read("back ** at", **space)) == (None, -32)
+
+
+class Key:
+    """Equal to its name, by a comparison of the script."""
+
+    def __hash__(self) -> int:
+        return hash("step")
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("called")
+
+
+def test_what_only_the_script_can_compare_is_not_looked_up() -> None:
+    assert read("counts['step']", counts={Key(): 1}) is None
+    assert read("counts['step']", counts={"step": 1, 4: 2}) == 1
+
+
+def test_slots_read_from_their_class_have_no_value() -> None:
+    assert read("kind.step", kind=Slotted) is None
+    assert read("kind.total", kind=Slotted) == 9
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo])
+def test_a_sparse_tensor_of_one_element_has_no_value(layout: torch.layout) -> None:
+    assert comparable(torch.ones(1, 1).to_sparse(layout=layout)) is None
+
+
+SITE = sysconfig.get_path("purelib")
+
+
+@pytest.mark.parametrize(
+    ("folder", "bounds"),
+    [
+        (SITE, False),
+        (site.getusersitepackages(), False),
+        ("/usr/lib/python3/dist-packages", False),
+        (f"{sysconfig.get_path('stdlib')}-of-mine", True),
+        ("/home/me", True),
+    ],
+    ids=["environment", "user", "system", "almost", "elsewhere"],
+)
+def test_a_loop_is_the_scripts_unless_its_file_is_installed_wherever_that_is(
+    folder: str, bounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bounds of a progress bar's own loop say nothing about the script."""
+    monkeypatch.setattr(site, "getsitepackages", lambda: [SITE, "/usr/lib/python3/dist-packages"])  # as on Debian
+    installed.is_installed.cache_clear()
+    file, source = f"{folder}/bar.py", "def bar(total):\n    for _ in range(total):\n        yield loop_counters()\n"
+    monkeypatch.setitem(linecache.cache, file, (len(source), None, source.splitlines(keepends=True), file))
+    space: dict[str, Any] = {"loop_counters": loop_counters}
+    exec(compile(source, file, "exec"), space)  # noqa: S102
+    found = next(space["bar"](3))
+    installed.is_installed.cache_clear()
+    assert ("`total` in bar()" in found.bounds) == bounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -60,13 +61,14 @@ def test_what_the_smp_knows_is_shown_with_its_labels() -> None:
 
 def test_what_is_unknown_is_left_out_and_not_zero() -> None:
     found = shown()
-    absent = ("ftp_down_seconds", "ftp_snapshots", 'ftp_version_age_seconds{tier="storage"')
+    absent = ("ftp_down_seconds", 'ftp_version_age_seconds{tier="storage"')
     assert not [name for name in found if name.startswith(absent)]
     silent = shown(status=None)
     assert silent.pop("ftp_smp_answered") == "0"
-    assert {name.partition("{")[0] for name in silent} == {"ftp_alarms_total"}, "only what needs no SMP"
+    counts = {each.name for each in METRICS if each.counts and not each.labels}
+    assert {name.partition("{")[0] for name in silent} == {"ftp_alarms_total", *counts}, "only what needs no SMP"
     alone = shown({**STATUS, "node_tier": {"nodes": [], "offered": 0}})
-    assert not [name for name in alone if "backlog" in name or "bubble" in name]
+    assert not [name for name in alone if "backlog" in name or "bubble_fill" in name]
 
 
 def test_ranks_on_which_there_is_no_verdict_are_not_said_to_be_idle_for_no_time() -> None:
@@ -91,6 +93,11 @@ def test_events_are_summed_over_the_node_or_shown_by_rank() -> None:
     assert found['ftp_fence_wait_seconds_total{rank="1"}'] == "0.5"
     assert (found['ftp_alarms_total{alarm="smp.lost"}'], found['ftp_alarms_total{alarm="job.hung"}']) == ("2", "0")
     assert found['ftp_alarm_standing{alarm="smp.lost"}'] == "1"
+
+
+def test_a_count_begins_at_zero_so_that_the_first_event_is_an_increase() -> None:
+    before, after = shown(), shown(counts=Counts({("snapshot.skipped", "", 1): 1}))
+    assert [found["ftp_snapshots_skipped_total"] for found in (before, after)] == ["0", "1"]
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
@@ -118,6 +125,26 @@ def test_a_label_is_escaped() -> None:
 def test_what_is_generated_from_the_table_is_up_to_date(kind: str) -> None:
     path = ROOT / GENERATED[kind]
     assert path.read_text() == KINDS[kind](), f"python -m ft_plugins.metrics.derived {kind} > {GENERATED[kind]}"
+
+
+def test_a_rule_about_what_has_no_node_says_what_it_has() -> None:
+    """`up` is Prometheus' own: it knows the address that it scrapes, not what a scrape would have said."""
+    summaries = re.findall(r"alert: (\w+)\n.*\n.*\n.*\n *summary: \"(.*)\"", KINDS["alerts"]())
+    assert len(summaries) > len(ALARMS)
+    places = {name: set(re.findall(r"[$]labels[.](\w+)", summary)) for name, summary in summaries}
+    assert places.pop("FtpUnreachable") == {"instance"}
+    assert set(map(frozenset, places.values())) == {frozenset({"ftp_job", "node"})}
+
+
+def test_the_dashboard_shows_rates_in_units_that_grafana_knows_and_asks_the_chosen_source() -> None:
+    board = json.loads(KINDS["dashboard"]())
+    units = {panel["title"]: panel["fieldConfig"]["defaults"]["unit"] for panel in board["panels"]}
+    assert set(units.values()) == {"none", "s", "bytes", "percentunit", "Bps", "cps"}
+    expected = {"ftp_captured_bytes_total": "Bps", "ftp_capture_seconds_total": "percentunit"}
+    assert {name: units[name] for name in expected} == expected
+    source, job = board["templating"]["list"]
+    assert job["datasource"]["uid"] == f"${{{source['name']}}}"
+    assert job["query"] == "label_values(ftp_smp_answered, ftp_job)", "known before the first iteration"
 
 
 def test_every_alarm_of_the_catalogue_has_a_rule() -> None:

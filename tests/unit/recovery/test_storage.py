@@ -84,8 +84,8 @@ def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_kn
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: RecoveryPlan, expected: Version
 ) -> None:
     stored = [
-        StoredCheckpoint(Version(2, 60), "v2-60", True, ORIGIN.digest, certified=True),
-        StoredCheckpoint(Version(3, 90), "v3-90", True, ORIGIN.digest, certified=False),
+        StoredCheckpoint(Version(2, 60), "v2-60", True, ORIGIN.fingerprint_digest, certified=True),
+        StoredCheckpoint(Version(3, 90), "v3-90", True, ORIGIN.fingerprint_digest, certified=False),
     ]
     monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: stored)
     read: list[str] = []
@@ -134,7 +134,7 @@ def test_two_fingerprints_differ_by_name() -> None:
 def three_stored() -> list[StoredCheckpoint]:
     names = ("v1-40", "v2-60", "v2-80")
     found = {name: Version(*map(int, name[1:].split("-"))) for name in names}
-    return [StoredCheckpoint(version, name, True, ORIGIN.digest) for name, version in found.items()]
+    return [StoredCheckpoint(version, name, True, ORIGIN.fingerprint_digest) for name, version in found.items()]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,22 @@ def test_what_the_job_went_back_past_is_renamed_and_found_no_more(tmp_path: Path
     left = checkpoint.listing(tmp_path, ignored.append)
     assert sorted(each.name for each in left) == ["v1-40", "v5-90"] and not ignored
     assert checkpoint.void(tmp_path, 40, 5) == []
+
+
+def test_a_checkpoint_is_renamed_again_when_the_job_goes_back_a_second_time(tmp_path: Path) -> None:
+    """Renamed ones are not read, so a later lineage may have the number of theirs, and reach the same iteration."""
+    for renamed in ("v2-60.void", "v2-60.void.2", "v2-60.void.3"):
+        (tmp_path / "v2-60").mkdir()
+        (tmp_path / "v2-60" / "manifest.json").touch()
+        assert checkpoint.void(tmp_path, 40, 5) == [renamed] and (tmp_path / renamed).is_dir()
+    assert checkpoint.listing(tmp_path) == ()
+
+
+def test_all_folders_of_a_version_that_the_job_went_back_past_are_renamed(tmp_path: Path) -> None:
+    for name in ("v2-60", "v2-60.partial"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.void(tmp_path, 40, 5) == ["v2-60.void", "v2-60.partial.void"]
+    assert checkpoint.listing(tmp_path) == ()
 
 
 @pytest.mark.parametrize(("mark", "agreed", "tier"), [

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,15 @@ def test_a_rank_that_goes_on_shows_where_its_main_thread_stands(start: Start, tm
     assert stacks.of_ranks(tmp_path, {1: (pid, began)}, SECONDS) == {1: ""} and stacks.place(folder / "rank1.txt") == ""
 
 
+def test_the_file_of_a_rank_that_is_asked_again_and_again_does_not_grow(start: Start, tmp_path: Path) -> None:
+    """It lies in memory, and a rank may be slow for days."""
+    process, sizes = {0: start(0, SLEEPS)}, []
+    for _ in range(3):
+        assert "in outer" in stacks.of_ranks(tmp_path, process, SECONDS)[0]
+        sizes.append((tmp_path / "stack.0").stat().st_size)
+    assert sizes == [sizes[0]] * 3
+
+
 def test_of_stacks_by_py_spy_the_thread_that_it_calls_the_main_one_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "rank0.txt"
     path.write_text(
@@ -164,6 +175,31 @@ def test_py_spy_that_cannot_be_killed_is_not_waited_for(
         spy.wait()
     assert killed
     assert "in outer" in (folder / "rank0.txt").read_text()
+
+
+def test_several_py_spies_that_do_not_end_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, waited, wait = SimpleNamespace(now=0.0), [], subprocess.Popen.wait
+
+    def wait_in_vain(spy: Any, timeout: float) -> int:
+        waited.append(spy)
+        clock.now += timeout
+        raise subprocess.TimeoutExpired("py-spy", timeout)
+
+    tool = tmp_path / "bin" / "py-spy"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\nexec sleep 3600\n")
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/bin:/usr/bin")
+    monkeypatch.setattr(stacks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "wait", wait_in_vain)
+        this = os.getpid(), liveness.started(os.getpid())
+        assert stacks._by_py_spy(tmp_path, dict.fromkeys(range(8), this), 2.0) == set()
+    for spy in set(waited):
+        wait(spy, SECONDS)
+    assert len(set(waited)) == 8 and clock.now == 2.0 + stacks._KILLED_SECONDS
 
 
 def test_the_stacks_of_the_last_hangs_are_kept(tmp_path: Path) -> None:

@@ -95,11 +95,11 @@ class Alone(Collective):
 def read_everything(base: Path, folder: Path) -> None:
     """Each way in which a checkpoint is read. Raises what is none of the project's own errors."""
     checkpoint.listing(base)
-    retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
+    retention.surplus(checkpoint.listing(base), 1, ORIGIN.fingerprint_digest)
     Notices(base, "n").offers(2)
     Notices(base, "n").have(V)
     with suppress(FtError, OSError):
-        checkpoint.missing(folder, ORIGIN, V)
+        checkpoint.unusable(folder, ORIGIN, V)
     with suppress(FtError, OSError):
         checkpoint.is_complete(folder, ORIGIN)
     with suppress(FtError):
@@ -166,7 +166,7 @@ def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, t
     assert [event.name for event, _ in alarms] == ["checkpoint.ignored"]
     assert "not a checkpoint name" in alarms[0][1]
     assert name.encode(errors="replace").decode().strip("v?-1") in alarms[0][1] and alarms[0][1].isprintable()
-    retention_left = retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
+    retention_left = retention.surplus(checkpoint.listing(base), 1, ORIGIN.fingerprint_digest)
     assert retention_left == () and (base / name).exists()
 
 
@@ -200,7 +200,7 @@ def test_what_another_job_has_begun_is_not_removed(original: Path, tmp_path: Pat
         (folder / checkpoint.record_file(0)).unlink()
     source.dirty(1, None, TOKEN)
     source.close()
-    found = retention.surplus(checkpoint.listing(base), 1, ORIGIN.digest)
+    found = retention.surplus(checkpoint.listing(base), 1, ORIGIN.fingerprint_digest)
     assert [each.name for each in found] == ["v1-200.partial"]
 
 

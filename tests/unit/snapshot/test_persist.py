@@ -114,7 +114,7 @@ def test_anyones_reader_of_safetensors_finds_the_tensors_by_name(make: Callable[
         assert sorted(file.keys()) == ["ft_plugins.digests", *gaps, "ft_plugins.small", "t0", "t4032", "t7040"]
         told = file.metadata()
         assert (told["rank"], told["lineage"], told["iteration"], told["world_size"]) == ("0", "2", "300", "2")
-        assert told["fingerprint"] == ORIGIN.digest and told["layout"] == str(SHAPE.layout)
+        assert told["fingerprint"] == ORIGIN.fingerprint_digest and told["layout"] == str(SHAPE.layout)
         assert np.array_equal(file.get_tensor("ft_plugins.digests"), source.digests(0))
         assert file.get_tensor("ft_plugins.small").tobytes() == source.small(0)
         for offset, nbytes in RANGES:
@@ -391,12 +391,12 @@ def test_a_rank_counts_when_its_file_is_there_and_is_of_this_version_and_job(
         source = make(rank)
         capture(source, V, rank)
         persist.write_rank(folder, source, V, ORIGIN)
-        assert checkpoint.missing(folder, ORIGIN, V) == ([0] if rank else [])
-    assert checkpoint.missing(folder, replace(ORIGIN, world_size=3), V) == [2]
-    assert checkpoint.missing(folder, replace(ORIGIN, fingerprint={}), V) == [0, 1]
-    assert checkpoint.missing(folder, ORIGIN, Version(2, 301)) == [0, 1]
+        assert checkpoint.unusable(folder, ORIGIN, V) == ([0] if rank else [])
+    assert checkpoint.unusable(folder, replace(ORIGIN, world_size=3), V) == [2]
+    assert checkpoint.unusable(folder, replace(ORIGIN, fingerprint={}), V) == [0, 1]
+    assert checkpoint.unusable(folder, ORIGIN, Version(2, 301)) == [0, 1]
     os.truncate(folder / "rank-00001.safetensors", 100)
-    assert checkpoint.missing(folder, ORIGIN, V) == [1]
+    assert checkpoint.unusable(folder, ORIGIN, V) == [1]
 
 
 @pytest.mark.parametrize("point", ["before", "after"])
@@ -410,7 +410,7 @@ def test_the_manifest_makes_it_complete_whether_or_not_the_folder_was_renamed(
     assert (found.name, found.version, found.complete) == ("v2-300.partial", V, point == "after")
     if point == "before":
         return
-    assert found.fingerprint == ORIGIN.digest
+    assert found.fingerprint == ORIGIN.fingerprint_digest
     checkpoint.withdraw(tmp_path / found.name, [0, 1])
     persist.read_rank(tmp_path / found.name, make(0, "to"), V, TOKEN)  # what is complete is not withdrawn
     checkpoint.publish(tmp_path / found.name, checkpoint.folder_of(tmp_path, V))
@@ -434,6 +434,18 @@ def test_the_listing_tells_complete_unfinished_and_damaged_ones_and_nothing_else
     assert [found[name].complete for name in sorted(found)] == [True, True, True, False]
     assert "does not match its digest" in found["v1-200"].problem and found["v1-200"].fingerprint == ""
     assert "of another version" in found["v2-400"].problem and found["v2-300"].problem == ""
+
+
+@pytest.mark.parametrize("damaged", ["v2-300", "v2-300.partial"])
+def test_of_two_folders_of_a_version_the_one_that_can_be_used_is_listed_whichever_it_is(
+    make: Callable[..., Segment], tmp_path: Path, damaged: str
+) -> None:
+    """A writer that died before it renamed its folder, or a copy made by hand, may leave both."""
+    written(make, tmp_path)
+    shutil.copytree(tmp_path / "v2-300", tmp_path / "v2-300.partial")
+    (tmp_path / damaged / "manifest.json").write_bytes(b"\0" * 100)
+    (found,) = checkpoint.listing(tmp_path)
+    assert (found.complete, found.problem) == (True, "") and found.name != damaged
 
 
 def test_what_is_there_of_another_job_is_not_taken_for_ours(make: Callable[..., Segment], tmp_path: Path) -> None:
