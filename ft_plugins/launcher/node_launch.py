@@ -40,6 +40,7 @@ from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
 from .agent.agent import ProgressAgent
+from .agent.node_check import NodeCheck
 from .agent.restarts import Status
 from .agent.signals import SignalStop, end_by_signals, notices, report_missed
 from .agent.watcher import Job, Watcher
@@ -95,7 +96,7 @@ def launch(
     events = Events(job.node if job else "")
     outcome: Outcome | None = None
     with ExitStack() as stack:
-        watcher = None
+        watcher = check = None
         if job:
             lock, run_dir = None, job.run_dir
             end_by_signals(config.signals_to_handle)
@@ -107,6 +108,7 @@ def launch(
                 events.subscribe(file_sink(run_dir / "events.jsonl"))
                 events.subscribe(log_sink("ft-run: "))
                 _sweep_old(job, events)
+                check = _checked(job, events, stack)
                 watcher = _protect(job, events, stack)
             except FtError as error:
                 _report_refusal(config, job, error, serves=lock is not None)
@@ -123,7 +125,7 @@ def launch(
         stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
         try:
             with notices(watcher, config.signals_to_handle) if watcher else nullcontext():
-                outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop)
+                outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop, check)
             status, everywhere = outcome.status, outcome.everywhere
         except ConfigError:
             status = "refused"
@@ -183,6 +185,16 @@ def _sweep_old(job: Job, events: Events) -> None:
         events.emit(catalogue.SWEEP_COMPLETED, paths=[str(path) for path in removed])
 
 
+def _checked(job: Job, events: Events, stack: ExitStack) -> NodeCheck | None:
+    """The site's own check of this node, passed; None without one. Raises NodeError."""
+    if job.config.node_check is None:
+        return None
+    check = NodeCheck(job.config.node_check, job.config.node_check_seconds, job.node, events)
+    stack.callback(check.stop)
+    check.require()
+    return check
+
+
 def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
     """The watcher of this node's SMP; None if there is no SMP and none is required. Raises ProtectionError."""
     watcher = Watcher(job, events)
@@ -233,11 +245,14 @@ def _run(
     events: Events,
     bounded: bool,
     stop: SignalStop | None,
+    check: NodeCheck | None,
 ) -> Outcome:
     """Build the agent and run it."""
     handler, spec = _specify(config, entrypoint, args, job, bounded)
     if isinstance(handler, Rendezvous):
         handler.events.subscribe(functools.partial(_forward, events))
+        if check:
+            handler.check_before_rounds(check)
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}

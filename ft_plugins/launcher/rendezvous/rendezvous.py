@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from ...errors import ProtocolError
 from ...events import catalogue, say
+from ..agent.node_check import NodeCheck
 from ..agent.restarts import Status
 from ..rounds import round_store
 from ..rounds.field_types import reason_text
@@ -67,6 +68,10 @@ class Rendezvous(RendezvousHandler):
         self._next_look = self._next_report = 0.0  # monotonic
         self._waiting = 0
         self._is_shut = False
+
+    def check_before_rounds(self, check: NodeCheck) -> None:
+        """Take part in a round only if this node passes."""
+        self._join.node_check = check
 
     def get_backend(self) -> str:
         """The name by which torch knows this handler."""

@@ -87,7 +87,7 @@ class Look:
 
     `wait`: seconds for which the reply may be held back while nothing has changed that the process must learn at once.
     `seen`: the `RoundView.changes` that it knows. `roster`: it wants that of a newer round; `base`: the digest of the
-    one that it knows.
+    one that it knows. `ready`: a round for which it is chosen need not wait for a check of its node.
     """
 
     token: Token
@@ -96,6 +96,7 @@ class Look:
     seen: Count = 0
     roster: Flag = False
     base: Digest = ""
+    ready: Flag = True
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class NodeService:
             if rounds is None or self.closed or not rounds.knows(look.token):
                 return False
             self._note_user(connection, look.token)
-            rounds.hear(look.token, look.round, now)
+            rounds.hear(look.token, look.round, now, look.ready)
             if look.seen != rounds.changes:
                 return False
             until = now + min(look.wait, longest_hold(self._silence))
@@ -312,7 +312,7 @@ class NodeService:
         return {"accepted": accepted, "roster": self._roster_pages(rounds).page(request.base, 0) if unknown else None}
 
     def _roster(self, rounds: RoundMachine, request: ReadRoster) -> Message:
-        rounds.hear(request.token, 0, time.monotonic())
+        rounds.hear(request.token, 0, time.monotonic(), ready=False)
         return {"roster": self._roster_pages(rounds).page(request.base, request.page)}
 
     def _roster_pages(self, rounds: RoundMachine) -> RosterPages:
@@ -323,7 +323,7 @@ class NodeService:
     def _look(self, rounds: RoundMachine, request: Look, hears: bool = True) -> Message:
         """`hears`: it has just arrived."""
         token, now = request.token, time.monotonic()
-        waits = rounds.hear(token, request.round, now) if hears else rounds.is_waiting(token)
+        waits = rounds.hear(token, request.round, now, request.ready) if hears else rounds.is_waiting(token)
         if self._common[0] != (self._leads, rounds.revision):
             self._common = (self._leads, rounds.revision), self._seen_by_all(rounds)
         view: Message = {**self._common[1], "waits": waits}
@@ -358,7 +358,7 @@ class NodeService:
         return {}
 
     def _refuse(self, rounds: RoundMachine, request: Refuse) -> Message:
-        rounds.refuse(request.node, request.reason, time.monotonic())
+        rounds.refuse(request.node, request.reason, time.monotonic(), request.token)
         return {}
 
     def _finish(self, rounds: RoundMachine, request: Finish) -> Message:

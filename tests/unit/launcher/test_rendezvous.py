@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 import traceback
@@ -40,6 +41,7 @@ from ft_plugins.config import Config
 from ft_plugins.events import Events
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
+from ft_plugins.launcher.agent.node_check import NodeCheck
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import _specify
 from ft_plugins.launcher.rendezvous import rendezvous, round_join
@@ -72,7 +74,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
             name, arguments = connection.recv()
             try:
                 own = OWN.get(name)
-                connection.send(("ok", own(handler) if own else getattr(handler, name)(*arguments)))
+                connection.send(("ok", own(handler, *arguments) if own else getattr(handler, name)(*arguments)))
             except Exception as error:
                 connection.send(("error", type(error).__name__, str(error)))
     except EOFError:
@@ -112,10 +114,24 @@ def begun(handler: Any) -> dict[str, Any]:
             return found
 
 
+def checked_by(handler: Any, path: str) -> None:
+    """Take part only while there is no file at `path`."""
+    check = f"{sys.executable} -c 'import os, sys; sys.exit(os.path.exists(sys.argv[1]))' {path}"
+    handler.check_before_rounds(NodeCheck(check, WAIT, handler._node.me.node, Events()))
+
+
+def refused(handler: Any) -> None:
+    """End as ft-run does where this node was refused."""
+    handler.status = "refused"
+    handler.shutdown()
+
+
 OWN = {
     "join": joined,
     "begin": begun,
     "me": lambda handler: handler._node.me,
+    "checked by": checked_by,
+    "refused": refused,
     "why": lambda handler: handler.waiting_reason,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
 }
@@ -231,6 +247,28 @@ def test_a_surplus_node_waits_until_a_rank_is_vacant(start: Start) -> None:
     b.kill()
     assert a.tell("join").hear()["names"] == ["a", "c"]
     assert spare.hear()["rank"] == 1
+
+
+def test_nodes_and_spares_are_checked_before_each_round_and_one_that_fails_is_replaced(
+    start: Start, tmp_path: Path
+) -> None:
+    nodes = {name: start(at, name, nodes="2:2", wait_seconds=WAIT) for at, name in enumerate("abcd", 1)}
+    for name, node in nodes.items():
+        node.ask("checked by", str(tmp_path / name))
+    join(nodes["a"], nodes["b"])
+    for name in "cd":
+        nodes[name].tell("join")
+    wait_until(lambda: sorted(nodes["a"].ask("present")) == ["c", "d"], WAIT, lambda: "the spares have not come")
+    for name in "bc":  # one of the nodes, and the spare that would take its place
+        (tmp_path / name).touch()
+    nodes["b"].tell("join")
+    until(nodes["a"], 3)
+    nodes["a"].tell("join")
+    for name in "bc":
+        kind, said = nodes[name].error()
+        assert kind == "NodeError" and f"node {name}: the check " in said and "ended with status 1" in said
+        nodes[name].ask("refused")
+    assert nodes["a"].hear()["names"] == nodes["d"].hear()["names"] == ["a", "d"]
 
 
 def test_a_spare_hears_seldom_from_the_lead_and_does_not_give_up_meanwhile(start: Start) -> None:

@@ -227,6 +227,28 @@ def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chos
     assert rounds.gathering.phase is Phase.COMPLETE and rounds.members == ["a", "c"]
 
 
+def test_a_round_waits_for_a_node_that_is_being_checked_and_takes_a_spare_if_it_fails() -> None:
+    rounds = with_spares("d", wait=60)
+    rounds.come("a", "b", "c")
+    rounds.now += 0.5
+    rounds.gathering.step(rounds.now)
+    assert rounds.gathering.phase is Phase.PROPOSED
+    rounds.gathering.serve("a/1", "store:1")
+    for _ in range(100):  # b lives all the time
+        rounds.now += 1
+        for token in ("a/1", "b/1", "c/1", "d/1"):
+            rounds.gathering.hear(token, 1, rounds.now, ready=token != "b/1")
+        rounds.gathering.step(rounds.now)
+        assert rounds.gathering.phase is Phase.PROPOSED
+    rounds.gathering.leave("b/1")
+    rounds.gathering.refuse("b", "its check failed", rounds.now, "b/2")
+    assert not rounds.gathering.refused, "another process on the node says so"
+    rounds.gathering.refuse("b", "its check failed", rounds.now, "b/1")
+    rounds.silent = {"b/1"}
+    rounds.pass_by(2)  # less than a node of the last round is waited for
+    assert rounds.gathering.begun and rounds.members == ["a", "d", "c"]
+
+
 def test_a_round_without_a_store_is_not_complete() -> None:
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
