@@ -126,6 +126,15 @@ ROUND_ENDED = EventType(
     "Another node failed, left or wants to join; the training processes of this node restart in a new rendezvous.",
     "Look at that node's log.", reason=_REASON,
 )  # fmt: skip
+NODE_DRAINED = EventType(
+    "node.drained", NOTICE, "This node has left the job, as was asked, at a version that is committed on all nodes; a "
+    "spare takes its place, and no iteration is lost.",
+    iteration=_ITERATION, seconds=Field("float", "since this node was asked to leave", "s"),
+)  # fmt: skip
+DRAIN_FAILED = EventType(
+    "drain.failed", ALARM, "This node was asked to leave the job, and stays.",
+    "Find out why versions are not committed, then give `ft-plugins drain` again.", reason=_REASON,
+)  # fmt: skip
 NODE_REJECTED = EventType(
     "node.rejected", ALARM, "This node failed the site's own check, and takes no part in the job.",
     "Mend the node, then give the same command there again.",

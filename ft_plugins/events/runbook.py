@@ -43,6 +43,7 @@ _TRAINS_ON = "Training goes on."
 DOES: Mapping[EventType, str] = {
     catalogue.WORKERS_KILLED: _RESTARTS + " It waits for nodes that are missing.",
     catalogue.FAILURE_RECURRED: "It has ended with status 78; what is in memory is kept.",
+    catalogue.DRAIN_FAILED: _TRAINS_ON,
     catalogue.NODE_REJECTED: "The node takes no part, and its `ft-run` ends with status 78; a spare takes its place. "
     "Without one the job waits for a substitute, as for a lost node.",
     catalogue.ROUND_ENDED: _RESTARTS,

@@ -289,7 +289,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = f"ended by {error.sigval.name}; give the same command again to resume"
         print(f"ft-run: {how}{where}", file=sys.stderr)
         return 128 + error.sigval
-    if outcome.status == "succeeded":
+    if outcome.status == "drained":
+        print(f"ft-run: {outcome.reason}{where}", file=sys.stderr)
+    if outcome.exit_status == 0:
         return 0
     try:
         _raise_for(outcome, planned.torch.training_script)

@@ -39,7 +39,8 @@ from ..snapshot.segment import paths
 from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
-from .agent.agent import ProgressAgent
+from .agent.agent import NodeDrained, ProgressAgent
+from .agent.draining import cannot_be_drained
 from .agent.node_check import NodeCheck
 from .agent.restarts import Status
 from .agent.signals import SignalStop, end_by_signals, notices, report_missed
@@ -67,7 +68,7 @@ class Outcome:
     @property
     def exit_status(self) -> int:
         """With which ft-run ends."""
-        return {"succeeded": 0, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}.get(self.status, 1)
+        return {"succeeded": 0, "drained": 0, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}.get(self.status, 1)
 
     def raise_for_failure(self, name: str) -> None:
         """Raise torch's ChildFailedError if workers failed, so that `record` copies the error."""
@@ -253,6 +254,8 @@ def _run(
         handler.events.subscribe(functools.partial(_forward, events))
         if check:
             handler.check_before_rounds(check)
+        if job:
+            handler.allow_no_drain(_undrainable(job.config))
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -268,6 +271,10 @@ def _run(
             status = "succeeded" if result.state == WorkerState.SUCCEEDED else agent.verdict.status
             reason = agent.verdict.reason
         torch_events.record(agent.get_event_succeeded(), config.event_log_handler)
+    except NodeDrained as drained:
+        status = "drained"
+        node = job.node if job else ""
+        return Outcome("drained", f"node {node} is {drained}; the job goes on without it", restarts=agent.restarts)
     except SignalException:
         close = False  # else the other nodes could not continue
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
@@ -298,6 +305,12 @@ def _run(
         )
     reason = agent.verdict.reason or "a worker (see torch's error) hangs in the kernel: check this node's disk and GPUs"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
+
+
+def _undrainable(config: Config) -> str:
+    redundancy = (config.capture.redundancy if config.capture else None) or ""
+    audited = config.paft is not None and config.paft.mode == "audit"
+    return cannot_be_drained(redundancy, audited, config.sync is not None)
 
 
 def _forward(events: Events, event: Event) -> None:

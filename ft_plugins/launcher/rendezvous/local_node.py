@@ -21,7 +21,7 @@ from ..rounds.node_messages import Answered, Leader, Message, RosterReply, Round
 from ..rounds.node_service import NodeIdentity, NodeService
 from ..rounds.roster import Roster, RosterPage, assembled
 from ..rounds.roster_file import RosterFile
-from . import endpoint, peers
+from . import control, endpoint, peers
 from .endpoint import Endpoint
 from .leader_search import LeaderSearch
 from .peers import Credentials, PeerConnection, PeerServer
@@ -224,6 +224,7 @@ class LocalNode:
             service,
         )
         self._sizes = SizeReport()
+        control.leave(settings, own)
 
     def read_sizes(self) -> None:
         """Read with how many nodes the job can be trained, as ranks of this node report."""

@@ -76,6 +76,7 @@ class RoundMachine:
         self.phase = Phase.OPEN
         self.roster = last or Roster(0)
         self.proposal: Proposal | None = None  # of the proposed or complete round
+        self.draining = ""  # the node of the round that is to leave at the next version, '' for none
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self.revision = self.changes = 1
         self._rules = rules
@@ -246,6 +247,25 @@ class RoundMachine:
             self._refused[node], self._refused_at = reason, now
             self._changed()
 
+    def drain(self, node: str) -> str:
+        """Have `node` leave at the next version; '' for none any more. Returns why not, '' if it will."""
+        lost = len(self._lost)
+        spares = self._waiting.names()
+        why = rounds.why_not_drained(node, [*self._members], spares, self.draining, self.begun, lost) if node else ""
+        if not why and node != self.draining:
+            self.draining = node
+            self._changed()
+        return why
+
+    def depart(self, token: str, now: float) -> None:
+        """A node of the round has left for good: what it held is on the others."""
+        if self.phase is Phase.COMPLETE and token in self._nodes:
+            self._alive.hang_up(token)
+            self._lost[token] = None
+            self.draining = ""
+            self._changed()
+            self._reopen(now)
+
     @property
     def refused(self) -> str:
         """Which nodes could not join, and why; '' for none."""
@@ -271,6 +291,8 @@ class RoundMachine:
             self.leave(token)
         self._search_lost(now)
         self._reopen(now)
+        if self.draining and not len(self._waiting):
+            self.drain("")  # no node would take its place any more
         if self.phase is Phase.OPEN:
             self._choose(now)
         elif self.phase is Phase.PROPOSED and self.proposal and self.proposal.store:
@@ -358,6 +380,7 @@ class RoundMachine:
         self._waiting.follow(self.roster)
         self._alive.keep((*proposal.ranks, *(each.token for each in self._waiting)))
         self._ended, self._lost, self.done, self._refused = {}, {}, set(), {}
+        self.draining = self.draining if self.draining in self._members else ""
         self._turn(Phase.COMPLETE)
 
     def _turn(self, phase: Phase) -> None:
