@@ -107,6 +107,10 @@ class ReplicaError(FtError):
     """Replicas are mismatched or non-finite, and the job must return to an earlier version."""
 
 
+class NodeError(FtError):
+    """A node failed the site's own check (`--ftp-node-check`), so it takes no part in the job."""
+
+
 class UnsupportedError(FtError):
     """A framework feature that is not supported, by name."""
 

@@ -224,6 +224,8 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         if not self.iteration and isinstance(self._host, Looping):
             self._host.loop_begins()
+        if self._reft is not None and self._sync is None:
+            self._reft.hold()
         self.restore_position()
         self.iteration = step
         self.ledger.begin(step)

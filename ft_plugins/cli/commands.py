@@ -1,7 +1,7 @@
 """`ft-plugins`: show, end, clean up and export what protects this node's jobs; explain the configuration; plan.
 
-Invariant: no command disturbs a running job; `end` drops snapshots, and refuses if the job runs under ft-run. A failure
-is one line on stderr and exit status 1.
+Invariant: no command but `drain` disturbs a running job; `end` drops snapshots, and refuses if the job runs under
+ft-run. A failure is one line on stderr and exit status 1.
 
 In: a command line. Out: tables for people, JSON for programs.
 """
@@ -33,6 +33,7 @@ from ..smp.watch import liveness
 from . import status_command
 from .check_command import check
 from .doctor_command import doctor
+from .drain_command import drain
 from .events_command import events
 from .job_events import EventsOption, JobArgument, job_events
 from .plan_command import plan_app
@@ -191,6 +192,7 @@ def config(
 app.add_typer(plan_app, name="plan")
 app.command(context_settings=_ANY_FLAGS)(check)
 app.command(context_settings=_ANY_FLAGS)(doctor)
+app.command()(drain)
 app.command()(why)
 app.command()(events)
 app.command()(trace)

@@ -125,7 +125,7 @@ def _gone(facts: JobFacts) -> JobState:
         return JobState(State.REFUSED, f"{ago}, exit status {note.exit_status}: {note.reason}; {kept}", remedy)
     headline = f"{ago}, {note.status}, exit status {note.exit_status}"
     headline += f": {note.reason}" if note.reason else ""
-    if note.status == "succeeded":
+    if note.status in ("succeeded", "drained"):
         if not facts.smp_answers and not facts.holds:
             return JobState(State.ENDED, headline)
         remedy = f"when the job is over on all nodes: {_drop(facts)}"

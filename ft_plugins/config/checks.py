@@ -7,6 +7,7 @@ In: a configuration. Out: nothing, or ConfigError.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,18 @@ def metrics_text(value: object) -> object:
     if isinstance(text, str):
         metrics_place(text)
     return text
+
+
+def command_text(value: object) -> object:
+    """Raises ValueError for a text that cannot be split into a command."""
+    if isinstance(value, str):
+        try:
+            words = shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"expected a command line, found {value!r:.80} ({error})") from error
+        if not words:
+            raise ValueError("expected a command line, found an empty one")
+    return value
 
 
 def speller(keys: tuple[Key, ...], spelling: Callable[[Key], str]) -> Spell:

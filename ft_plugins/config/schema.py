@@ -104,6 +104,18 @@ class Config(Block):
         "training processes that still run after three quarters of that time are killed",
         json_schema_extra=more("seconds", needs_system=True),
     )
+    node_check: Annotated[str, BeforeValidator(checks.command_text)] | None = Field(
+        None,
+        description="command by which ft-run checks its node before each round in which the node is to take part, such "
+        "as 'dcgmi diag -r 1'; if it fails, the node leaves the job; run without a shell",
+        json_schema_extra=more(expected="a command line", needs_system=True),
+    )
+    node_check_seconds: float = Field(
+        120.0,
+        gt=0,
+        description="after that long the check is killed, and has failed",
+        json_schema_extra=more("seconds", needs="node_check"),
+    )
     orphan_seconds: float = Field(
         1800.0,
         ge=0,

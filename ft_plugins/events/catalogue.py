@@ -126,6 +126,21 @@ ROUND_ENDED = EventType(
     "Another node failed, left or wants to join; the training processes of this node restart in a new rendezvous.",
     "Look at that node's log.", reason=_REASON,
 )  # fmt: skip
+NODE_DRAINED = EventType(
+    "node.drained", NOTICE, "This node has left the job, as was asked, at a version that is committed on all nodes; a "
+    "spare takes its place, and no iteration is lost.",
+    iteration=_ITERATION, seconds=Field("float", "since this node was asked to leave", "s"),
+)  # fmt: skip
+DRAIN_FAILED = EventType(
+    "drain.failed", ALARM, "This node was asked to leave the job, and stays.",
+    "Find out why versions are not committed, then give `ft-plugins drain` again.", reason=_REASON,
+)  # fmt: skip
+NODE_REJECTED = EventType(
+    "node.rejected", ALARM, "This node failed the site's own check, and takes no part in the job.",
+    "Mend the node, then give the same command there again.",
+    status=Field("int", "exit status of the check; none if it was killed at its bound or did not start", optional=True),
+    seconds=_SECONDS, output=Field("str", "the last lines that the check printed"), reason=_REASON,
+)  # fmt: skip
 RANK_ATTACHED = EventType(
     "rank.attached", NOTICE, "A rank mapped the memory for its snapshots.",
     token=_TOKEN, share_bytes=Field("int", "captured by this rank per version", "bytes"),

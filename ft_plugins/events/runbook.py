@@ -43,6 +43,9 @@ _TRAINS_ON = "Training goes on."
 DOES: Mapping[EventType, str] = {
     catalogue.WORKERS_KILLED: _RESTARTS + " It waits for nodes that are missing.",
     catalogue.FAILURE_RECURRED: "It has ended with status 78; what is in memory is kept.",
+    catalogue.DRAIN_FAILED: _TRAINS_ON,
+    catalogue.NODE_REJECTED: "The node takes no part, and its `ft-run` ends with status 78; a spare takes its place. "
+    "Without one the job waits for a substitute, as for a lost node.",
     catalogue.ROUND_ENDED: _RESTARTS,
     catalogue.PROTECTION_LOST: "It trains on, unprotected, for `--ftp-max-unprotected-steps` iterations, then ends.",
     catalogue.VERSION_TAINTED: _TRAINS_ON + " A recovery passes these snapshots over.",
@@ -91,6 +94,7 @@ ERRORS: Mapping[type[errors.FtError], tuple[str, str]] = {  # what the job does;
     errors.BusyError: (_REFUSED, "Stop the other `ft-run`, or give another `--ftp-job`."),
     errors.ReplicaError: ("The rank fails with status 1, so the job restarts from an earlier version.", "Drain the "
                           "device of the rank that is named, if it repeats."),
+    errors.NodeError: (_REFUSED + " A spare takes its place.", "Mend the node, then give the same command again."),
     errors.UnsupportedError: (_REFUSED, "Leave out the feature that is named: [Limits](limits.md)."),
     errors.PatchError: (_REFUSED, "Use a version of [this table](versions.md)."),
 }  # fmt: skip

@@ -213,6 +213,11 @@ def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
         options.rdzv_backend = BACKEND if plan.protected else "c10d"
         options.rdzv_endpoint = "localhost:0"
         options.rdzv_id = str(uuid.uuid4())
+    if plan.config.node_check and options.rdzv_backend != BACKEND:
+        raise ConfigError(
+            f"--ftp-node-check: has no effect with --rdzv-backend {options.rdzv_backend}, which starts a round without "
+            "it; drop one of the two"
+        )
     if options.master_port is None:
         options.master_port = 29500
 
@@ -284,7 +289,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = f"ended by {error.sigval.name}; give the same command again to resume"
         print(f"ft-run: {how}{where}", file=sys.stderr)
         return 128 + error.sigval
-    if outcome.status == "succeeded":
+    if outcome.status == "drained":
+        print(f"ft-run: {outcome.reason}{where}", file=sys.stderr)
+    if outcome.exit_status == 0:
         return 0
     try:
         _raise_for(outcome, planned.torch.training_script)

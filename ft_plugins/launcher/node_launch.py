@@ -39,7 +39,9 @@ from ..snapshot.segment import paths
 from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
-from .agent.agent import ProgressAgent
+from .agent.agent import NodeDrained, ProgressAgent
+from .agent.draining import cannot_be_drained
+from .agent.node_check import NodeCheck
 from .agent.restarts import Status
 from .agent.signals import SignalStop, end_by_signals, notices, report_missed
 from .agent.watcher import Job, Watcher
@@ -66,7 +68,7 @@ class Outcome:
     @property
     def exit_status(self) -> int:
         """With which ft-run ends."""
-        return {"succeeded": 0, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}.get(self.status, 1)
+        return {"succeeded": 0, "drained": 0, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}.get(self.status, 1)
 
     def raise_for_failure(self, name: str) -> None:
         """Raise torch's ChildFailedError if workers failed, so that `record` copies the error."""
@@ -95,7 +97,7 @@ def launch(
     events = Events(job.node if job else "")
     outcome: Outcome | None = None
     with ExitStack() as stack:
-        watcher = None
+        watcher = check = None
         if job:
             lock, run_dir = None, job.run_dir
             end_by_signals(config.signals_to_handle)
@@ -107,6 +109,7 @@ def launch(
                 events.subscribe(file_sink(run_dir / "events.jsonl"))
                 events.subscribe(log_sink("ft-run: "))
                 _sweep_old(job, events)
+                check = _checked(job, events, stack)
                 watcher = _protect(job, events, stack)
             except FtError as error:
                 _report_refusal(config, job, error, serves=lock is not None)
@@ -123,7 +126,7 @@ def launch(
         stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
         try:
             with notices(watcher, config.signals_to_handle) if watcher else nullcontext():
-                outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop)
+                outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop, check)
             status, everywhere = outcome.status, outcome.everywhere
         except ConfigError:
             status = "refused"
@@ -183,6 +186,16 @@ def _sweep_old(job: Job, events: Events) -> None:
         events.emit(catalogue.SWEEP_COMPLETED, paths=[str(path) for path in removed])
 
 
+def _checked(job: Job, events: Events, stack: ExitStack) -> NodeCheck | None:
+    """The site's own check of this node, passed; None without one. Raises NodeError."""
+    if job.config.node_check is None:
+        return None
+    check = NodeCheck(job.config.node_check, job.config.node_check_seconds, job.node, events)
+    stack.callback(check.stop)
+    check.require()
+    return check
+
+
 def _protect(job: Job, events: Events, stack: ExitStack) -> Watcher | None:
     """The watcher of this node's SMP; None if there is no SMP and none is required. Raises ProtectionError."""
     watcher = Watcher(job, events)
@@ -233,11 +246,16 @@ def _run(
     events: Events,
     bounded: bool,
     stop: SignalStop | None,
+    check: NodeCheck | None,
 ) -> Outcome:
     """Build the agent and run it."""
     handler, spec = _specify(config, entrypoint, args, job, bounded)
     if isinstance(handler, Rendezvous):
         handler.events.subscribe(functools.partial(_forward, events))
+        if check:
+            handler.check_before_rounds(check)
+        if job:
+            handler.allow_no_drain(_undrainable(job.config))
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -253,6 +271,10 @@ def _run(
             status = "succeeded" if result.state == WorkerState.SUCCEEDED else agent.verdict.status
             reason = agent.verdict.reason
         torch_events.record(agent.get_event_succeeded(), config.event_log_handler)
+    except NodeDrained as drained:
+        status = "drained"
+        node = job.node if job else ""
+        return Outcome("drained", f"node {node} is {drained}; the job goes on without it", restarts=agent.restarts)
     except SignalException:
         close = False  # else the other nodes could not continue
         torch_events.record(agent.get_event_failed(), config.event_log_handler)
@@ -283,6 +305,12 @@ def _run(
         )
     reason = agent.verdict.reason or "a worker (see torch's error) hangs in the kernel: check this node's disk and GPUs"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
+
+
+def _undrainable(config: Config) -> str:
+    redundancy = (config.capture.redundancy if config.capture else None) or ""
+    audited = config.paft is not None and config.paft.mode == "audit"
+    return cannot_be_drained(redundancy, audited, config.sync is not None)
 
 
 def _forward(events: Events, event: Event) -> None:

@@ -44,6 +44,7 @@ from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
 from . import left_traces, worker_failures
 from .agent_channel import AgentChannel
+from .draining import Departure
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
 from .signals import SignalStop
 from .watcher import Job, Watcher
@@ -56,6 +57,14 @@ _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before w
 
 class _RoundEnded(Exception):
     """The round ended while this node, whose workers had succeeded, waited for the others."""
+
+
+class NodeDrained(Exception):
+    """This node has left the job after that iteration, as was asked, and its ranks have ended."""
+
+    def __init__(self, iteration: int) -> None:
+        super().__init__(f"drained after iteration {iteration}")
+        self.iteration = iteration
 
 
 class ProgressAgent(LocalElasticAgent):
@@ -93,6 +102,7 @@ class ProgressAgent(LocalElasticAgent):
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
         self._preload = parent_of(job, spec, events)
+        self._departure = Departure(watcher, events) if watcher else None
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
@@ -263,6 +273,7 @@ class ProgressAgent(LocalElasticAgent):
         if self._channel:
             self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
         self._exits.close()
+        self._departure = Departure(self._watcher, self._events) if self._watcher else None
         if self._preload:
             self._preload.wait()
         clock, self._started_at = time.monotonic(), time.time()
@@ -353,9 +364,25 @@ class ProgressAgent(LocalElasticAgent):
             self._decide(result)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
             return self._restart_without(lost)
-        elif result.state == WorkerState.HEALTHY and self._preload:
-            self._preload.turn()
+        elif result.state == WorkerState.HEALTHY:
+            self._leave_if_drained()
+            if self._preload:
+                self._preload.turn()
         return result
+
+    def _leave_if_drained(self) -> None:
+        """Raises NodeDrained."""
+        handler = self._worker_group.spec.rdzv_handler
+        if self._departure is None or not isinstance(handler, Rendezvous):
+            return
+        step = self._departure.step(handler.is_draining)
+        if step.give_up:
+            handler.stay()
+        if step.leave is not None:
+            self._events.emit(catalogue.NODE_DRAINED, iteration=step.leave, seconds=round(self._departure.seconds, 3))
+            self._shutdown(signal.SIGKILL)
+            handler.depart()
+            raise NodeDrained(step.leave)
 
     def _restart_without(self, lost: list[str]) -> RunResult:
         """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""

@@ -27,7 +27,7 @@ from ...config import Config
 from ...errors import BusyError, FencedError, FtError, ProtectionError
 from ...events import Events, catalogue, say
 from ...smp.serve import client as smp
-from ...smp.serve.status import common, holds_nothing, marks_in, newest_common, progress_of
+from ...smp.serve.status import common, holds_nothing, leaves_at, marks_in, newest_common, progress_of
 from ...smp.watch import liveness
 from ...smp.watch.hang_watch import WAITING_FILE
 from ...snapshot.checkpoint import checkpoint
@@ -148,6 +148,17 @@ class Watcher:
             "status",
             lambda client: any(segment["lineage_token"] >= token for segment in client.status()["segments"]),
         )
+
+    def hold(self, on: bool) -> None:
+        """Have the ranks of this node wait, or no longer, at the next version. Raises ProtectionError."""
+        self._request("hold", lambda client: client.hold(on))
+
+    def leaves_at(self) -> tuple[int | None, int]:
+        """See `smp.serve.status.leaves_at`. Raises ProtectionError, also if nodes do not protect each other."""
+        status = self._request("status", lambda client: dict(client.status()))
+        if any(segment["attached"] for segment in status["segments"]) and not status["node_tier"]["losses"]:
+            raise ProtectionError("nodes do not protect each other now; training goes on with this node")
+        return leaves_at(status)
 
     def lost(self, token: int) -> list[str]:
         """The nodes and ranks that the SMPs have declared lost under `token`. Cheap: reads one file."""

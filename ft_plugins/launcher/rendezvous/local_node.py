@@ -21,7 +21,7 @@ from ..rounds.node_messages import Answered, Leader, Message, RosterReply, Round
 from ..rounds.node_service import NodeIdentity, NodeService
 from ..rounds.roster import Roster, RosterPage, assembled
 from ..rounds.roster_file import RosterFile
-from . import endpoint, peers
+from . import control, endpoint, peers
 from .endpoint import Endpoint
 from .leader_search import LeaderSearch
 from .peers import Credentials, PeerConnection, PeerServer
@@ -111,13 +111,17 @@ class LeaderLink:
             self.note_reply()
             return reply
 
-    def watch(self, known: int, seconds: float, base: Roster | None = None) -> RoundView | None:
+    def watch(
+        self, known: int, seconds: float, base: Roster | None = None, ready: bool = True
+    ) -> RoundView | None:
         """The state of the round; None if there is no news within `seconds`. Returns at once if this node leads.
 
         `known`: the newest round that this node knows to be complete. `base`: its roster, if it wants that of a newer
-        round. If the connection has ended, looks again on a new one. Raises ConnectionError, ProtocolError.
+        round. `ready`: see `Look`. If the connection has ended, looks again on a new one. Raises ConnectionError,
+        ProtocolError.
         """
         look: Message = {"round": known, "roster": base is not None, "base": base.digest if base else ""}
+        look["ready"] = ready
         leader = self.leader
         if leader is None or leader.token == self._service.me.token:
             return parsed(RoundView, self.ask("look", **look))
@@ -134,12 +138,12 @@ class LeaderLink:
         return view
 
     def watch_patiently(
-        self, check: Callable[[], None], known: int, seconds: float, base: Roster | None = None
+        self, check: Callable[[], None], known: int, seconds: float, base: Roster | None = None, ready: bool = True
     ) -> RoundView | None:
         """As `watch`, and again while the leader is only slow; `check` as for `ask_patiently`."""
         while True:
             try:
-                return self.watch(known, seconds, base)
+                return self.watch(known, seconds, base, ready)
             except ConnectionError as error:
                 if not self.is_only_slow(error):
                     raise
@@ -220,6 +224,7 @@ class LocalNode:
             service,
         )
         self._sizes = SizeReport()
+        control.leave(settings, own)
 
     def read_sizes(self) -> None:
         """Read with how many nodes the job can be trained, as ranks of this node report."""

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from ...errors import ProtocolError
 from ...events import catalogue, say
+from ..agent.node_check import NodeCheck
 from ..agent.restarts import Status
 from ..rounds import round_store
 from ..rounds.field_types import reason_text
@@ -57,6 +58,7 @@ class Rendezvous(RendezvousHandler):
         self.opened_anywhere = self.trained_anywhere = False  # `opened`, `trained` of any of its nodes when it began
         self.first_rank, self.all_workers = 0, 0  # rank of the first worker here, number of workers on all nodes
         self.waiting_reason = ""  # for people: why nodes wait for another round
+        self.is_draining = False  # this node is to leave at the next version
         self._store_bound = timedelta(seconds=min(_STORE_SECONDS, max(_LEAST_STORE_SECONDS, 3 * settings.silence)))
         self._node = LocalNode(settings)
         self._join = RoundJoin(self._node, self._store_bound)
@@ -67,6 +69,10 @@ class Rendezvous(RendezvousHandler):
         self._next_look = self._next_report = 0.0  # monotonic
         self._waiting = 0
         self._is_shut = False
+
+    def check_before_rounds(self, check: NodeCheck) -> None:
+        """Take part in a round only if this node passes."""
+        self._join.node_check = check
 
     def get_backend(self) -> str:
         """The name by which torch knows this handler."""
@@ -96,7 +102,7 @@ class Rendezvous(RendezvousHandler):
         Raises RendezvousTimeoutError, RendezvousClosedError; RendezvousGracefulExitError on a spare that was not
         needed; ConfigError if another node has this one's name, or another job the endpoint.
         """
-        self._round = 0
+        self._round, self.is_draining = 0, False
         self._node.read_sizes()
         self._join.begin(self.opened, self.trained, self._took_part, self.workers)
         while True:
@@ -176,6 +182,7 @@ class Rendezvous(RendezvousHandler):
             return 1, f"the job is over: {self._node.service.closed}"
         if view is None:
             return self._waiting, self.waiting_reason
+        self.is_draining = view.draining == self._node.me.node
         if view.phase is Phase.COMPLETE and view.round == self._round:
             return 0, ""
         members = self._node.roster_file.roster.ranks
@@ -214,6 +221,22 @@ class Rendezvous(RendezvousHandler):
                 break
             pause()
         return True
+
+    def allow_no_drain(self, reason: str) -> None:
+        """Refuse to drain a node of this job, for that reason."""
+        self._node.service.undrainable = reason
+
+    def stay(self) -> None:
+        """This node does not leave at the next version, as was asked."""
+        self.is_draining = False
+        with contextlib.suppress(ConnectionError, ProtocolError):
+            self._node.link.ask("drain", node="")
+
+    def depart(self) -> None:
+        """Leave the round for good: others begin the next one without this node at once."""
+        self._round = 0  # so that `shutdown` does not end the job
+        with contextlib.suppress(ConnectionError, ProtocolError):
+            self._node.link.ask("depart")
 
     def is_closed(self) -> bool:
         """Whether the job is over, as far as this node knows."""

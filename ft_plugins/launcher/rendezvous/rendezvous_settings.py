@@ -59,6 +59,7 @@ class RendezvousSettings:
     secret: bytes = field(repr=False)
     encrypt: bool
     loopback_only: bool  # no other machine takes part
+    secret_file: str = ""  # absolute, '' for none
     command: str = ""  # to start another node with
 
     @property
@@ -108,6 +109,7 @@ class RendezvousSettings:
             secret=job_identity.load_secret(secret_file),
             encrypt=str(parameters.get("encrypt", "")).lower() in ("true", "1"),
             loopback_only=not secret_file,
+            secret_file=str(Path(secret_file).absolute()) if secret_file else "",
             command=wait_report.command(),
         )
 

@@ -28,11 +28,12 @@ from ...base.intake import parsed
 from ...errors import ConfigError, FtError, ProtocolError
 from ...events import say
 from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
+from ..agent.node_check import NodeCheck
 from ..rounds import round_store
 from ..rounds.field_types import reason_text
 from ..rounds.node_messages import Admission, Leader, RoundView
 from ..rounds.node_service import NodeIdentity, NodeService
-from ..rounds.roster import RosterPage
+from ..rounds.roster import Roster, RosterPage
 from ..rounds.roster_file import RosterFile
 from ..rounds.round_machine import Phase
 from ..rounds.waiting_nodes import Application
@@ -69,12 +70,15 @@ class RoundJoin:
         self._noted = ""  # for what this node waits, in the run directory
         self._warned = False  # of nodes of another job
         self._refused = ""  # nodes that could not join, as reported last
+        self.node_check: NodeCheck | None = None  # before each round; None for none
 
     def begin(self, opened: bool, trained: bool, took_part: bool, workers: int) -> None:
         """Start to wait for the next round; see `Application` for the arguments."""
         self._opened, self._trained, self._took_part, self._workers = opened, trained, took_part, workers
         self.is_spare, self._acknowledged, self._last_view, self._noted = False, 0, None, ""
         self._extend_deadline()
+        if took_part and self.node_check:
+            self.node_check.forget()
         settings = self._node.settings
         self._wait_report = WaitReport(settings.rules, settings.silence, settings.command, self._trouble)
 
@@ -136,16 +140,17 @@ class RoundJoin:
         link.follow(leader)
         if not self._acknowledged:
             self._apply()
-        seen = 0
+        seen, checking = 0, False
         try:
             while True:
                 self.check()
+                known = node.roster_file.roster
+                checking = checking and not self._passes(known)
                 if leads:
                     node.search.meet_absent(_MEET_SECONDS, node.reach)
                     if node.service.advance():
                         node.server.look()
-                known = node.roster_file.roster
-                view = link.watch_patiently(self.check, known.round, LOOK_SECONDS, known)
+                view = link.watch_patiently(self.check, known.round, LOOK_SECONDS, known, self._is_checked)
                 if view is None:
                     self._report(leads)
                     if self.is_spare:
@@ -167,6 +172,9 @@ class RoundJoin:
                 self.is_spare = complete and not chosen
                 if self.is_spare:
                     self._extend_deadline()
+                    if self.node_check:
+                        self.node_check.forget()
+                checking = chosen and not complete and not self._is_checked
                 self._last_view = view
                 self._report(leads)
                 self._report_refused(view.refused)
@@ -181,9 +189,23 @@ class RoundJoin:
         except (ConnectionError, ProtocolError):
             raise  # there is no leader left to notify
         except BaseException:
+            if self.node_check:
+                self.node_check.stop()
             with contextlib.suppress(ConnectionError, ProtocolError):
                 link.ask("leave")
             raise
+
+    @property
+    def _is_checked(self) -> bool:
+        """Whether a round for which this node is chosen need not wait for its check."""
+        return self.node_check is None or self.node_check.passed
+
+    def _passes(self, known: Roster) -> bool:
+        """Whether the check of this node has passed, which the leader then learns at once. Raises NodeError."""
+        if self.node_check is None or not self.node_check.look():
+            return False
+        self._node.link.ask_patiently(self.check, "look", round=known.round)
+        return True
 
     def _report(self, leads: bool) -> None:
         """Report an incomplete round for which this node is not chosen, if it is time to."""

@@ -6,7 +6,7 @@ A request is a map of its fields and its name, `do`. `intake.parsed` reads it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ...base.intake import Flag
 from ..agent.restarts import Status
@@ -87,7 +87,7 @@ class Look:
 
     `wait`: seconds for which the reply may be held back while nothing has changed that the process must learn at once.
     `seen`: the `RoundView.changes` that it knows. `roster`: it wants that of a newer round; `base`: the digest of the
-    one that it knows.
+    one that it knows. `ready`: a round for which it is chosen need not wait for a check of its node.
     """
 
     token: Token
@@ -96,6 +96,7 @@ class Look:
     seen: Count = 0
     roster: Flag = False
     base: Digest = ""
+    ready: Flag = True
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,25 @@ class Refuse:
     reason: Reason
 
 
+@dataclass(frozen=True)
+class Drain:
+    """Have a node leave the job at the next version; '' for none any more."""
+
+    token: Token
+    node: Name | Literal[""]
+
+
+@dataclass(frozen=True)
+class Depart:
+    """This process has left its round for good, and needs no substitute's patience."""
+
+    token: Token
+
+
 ANSWERED_BY_ALL = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
 ANSWERED_BY_LEADER = {
     "apply": Apply, "look": Look, "roster": ReadRoster, "serve": Serve, "finish": Finish, "refuse": Refuse,
+    "drain": Drain, "depart": Depart,
 }  # fmt: skip
 
 
@@ -180,13 +197,20 @@ class RosterReply:
 
 
 @dataclass(frozen=True)
+class DrainReply:
+    """Why a node is not drained, '' if it is."""
+
+    refused: Reason
+
+
+@dataclass(frozen=True)
 class RoundView:
     """The round as one process sees it.
 
     `rank`, `size`, `store`: if the process was chosen. `roster`: the first page, if the process asked for that of a
     newer round. `changes`: see `Look.seen`.
     `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
-    `refused`: which nodes could not join, and why.
+    `refused`: which nodes could not join, and why. `draining`: the node that is to leave at the next version.
     `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
     """
 
@@ -209,6 +233,7 @@ class RoundView:
     roster: RosterPage | None = None
     changes: Count = 0
     refused: Reason = ""
+    draining: Name | Literal[""] = ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ...base.intake import parsed
 from ...errors import ProtocolError
 from ...recovery.resize.sizes import SizeReport
 from ..agent.restarts import Status
+from .field_types import reason_text
 from .held_looks import HeldLooks, longest_hold
 from .node_messages import (
     ANSWERED_BY_ALL,
@@ -32,6 +33,9 @@ from .node_messages import (
     Answered,
     Apply,
     Close,
+    Depart,
+    Drain,
+    DrainReply,
     Elect,
     Finish,
     Leader,
@@ -88,6 +92,7 @@ class NodeService:
         self._connections: dict[int, str] = {}
         self._connection_of: dict[str, int] = {}  # the inverse
         self._held = HeldLooks()
+        self.undrainable = ""  # why no node of this job can be drained, '' if they can
         self._leads = 0  # how often this node took or gave up the lead, or the rendezvous ended
         self._pages = RosterPages(Roster(0))
         self._common: tuple[tuple[int, int], Message] = ((0, 0), {})  # leads and revision; what all looks show then
@@ -219,7 +224,7 @@ class NodeService:
             if rounds is None or self.closed or not rounds.knows(look.token):
                 return False
             self._note_user(connection, look.token)
-            rounds.hear(look.token, look.round, now)
+            rounds.hear(look.token, look.round, now, look.ready)
             if look.seen != rounds.changes:
                 return False
             until = now + min(look.wait, longest_hold(self._silence))
@@ -312,7 +317,7 @@ class NodeService:
         return {"accepted": accepted, "roster": self._roster_pages(rounds).page(request.base, 0) if unknown else None}
 
     def _roster(self, rounds: RoundMachine, request: ReadRoster) -> Message:
-        rounds.hear(request.token, 0, time.monotonic())
+        rounds.hear(request.token, 0, time.monotonic(), ready=False)
         return {"roster": self._roster_pages(rounds).page(request.base, request.page)}
 
     def _roster_pages(self, rounds: RoundMachine) -> RosterPages:
@@ -323,7 +328,7 @@ class NodeService:
     def _look(self, rounds: RoundMachine, request: Look, hears: bool = True) -> Message:
         """`hears`: it has just arrived."""
         token, now = request.token, time.monotonic()
-        waits = rounds.hear(token, request.round, now) if hears else rounds.is_waiting(token)
+        waits = rounds.hear(token, request.round, now, request.ready) if hears else rounds.is_waiting(token)
         if self._common[0] != (self._leads, rounds.revision):
             self._common = (self._leads, rounds.revision), self._seen_by_all(rounds)
         view: Message = {**self._common[1], "waits": waits}
@@ -351,6 +356,7 @@ class NodeService:
             "lost": rounds.lost_count,
             "changes": rounds.changes,
             "refused": rounds.refused,
+            "draining": rounds.draining,
         }
 
     def _serve(self, rounds: RoundMachine, request: Serve) -> Message:
@@ -358,7 +364,15 @@ class NodeService:
         return {}
 
     def _refuse(self, rounds: RoundMachine, request: Refuse) -> Message:
-        rounds.refuse(request.node, request.reason, time.monotonic())
+        rounds.refuse(request.node, request.reason, time.monotonic(), request.token)
+        return {}
+
+    def _drain(self, rounds: RoundMachine, request: Drain) -> Message:
+        why = self.undrainable if request.node else ""
+        return asdict(DrainReply(reason_text(why or rounds.drain(request.node))))
+
+    def _depart(self, rounds: RoundMachine, request: Depart) -> Message:
+        rounds.depart(request.token, time.monotonic())
         return {}
 
     def _finish(self, rounds: RoundMachine, request: Finish) -> Message:

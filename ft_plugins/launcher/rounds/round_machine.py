@@ -1,13 +1,14 @@
 """State machine of the rendezvous rounds, on the leader: which nodes wait, are chosen, take part. Pure.
 
-Invariant: a round is complete only when each of its nodes was heard from after it was chosen, and its store exists. It
+Invariant: a round is complete only when each of its nodes has reported after it was chosen that it is ready (it may be
+checked first), and its store exists. It
 has begun when each of them has acknowledged it. If one is silent or leaves in between, it is dropped and the round
 opens again, so no node begins a round without the others. A waiting node takes the place of one that is lost, not of
 one that is alive and slow to return, unless that one takes `Rules.wait`. Time comes from outside.
 
     OPEN -> PROPOSED      enough nodes wait: ranks are assigned, the node of rank 0 creates the round's store
     PROPOSED -> OPEN      a chosen node was lost
-    PROPOSED -> COMPLETE  all were heard from since
+    PROPOSED -> COMPLETE  all have reported since that they are ready
     COMPLETE -> OPEN      a node was lost before the round began, a node of the round is back, the round can become
                           larger, or a waiting node can replace one whose connection has ended
 
@@ -75,6 +76,7 @@ class RoundMachine:
         self.phase = Phase.OPEN
         self.roster = last or Roster(0)
         self.proposal: Proposal | None = None  # of the proposed or complete round
+        self.draining = ""  # the node of the round that is to leave at the next version, '' for none
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self.revision = self.changes = 1
         self._rules = rules
@@ -84,7 +86,7 @@ class RoundMachine:
         self._members: dict[str, str] = {}  # token by node, of the complete round
         self._nodes: dict[str, str] = {}  # node by token, of the complete round
         self._back: set[str] = set()  # nodes of the complete round that wait
-        self._unheard: set[str] = set()  # chosen tokens that were not heard from since
+        self._unheard: set[str] = set()  # chosen tokens that have not reported since that they are ready
         self._unaware: set[str] = set()  # tokens of the members that have not acknowledged the round
         self._ended: dict[str, float] = {}  # by token of a member: since when it has no connection, in order of time
         self._lost: dict[str, None] = {}  # members whose connections ended too long ago
@@ -163,11 +165,13 @@ class RoundMachine:
         self._reopen(now)
         return True
 
-    def hear(self, token: str, knows: int, now: float) -> bool:
-        """Note that a process is alive, and that it `knows` a round to be complete. False if it does not wait here."""
+    def hear(self, token: str, knows: int, now: float, ready: bool = True) -> bool:
+        """Note that a process is alive, that it `knows` a round to be complete, and whether it is `ready` for the one
+        for which it was chosen. False if it does not wait here."""
         if token in self._alive:
             self._alive.hear(token, now)
-            self._unheard.discard(token)
+            if ready:
+                self._unheard.discard(token)
             self._ended.pop(token, None)
             self._find(token)
         if token in self._unaware and self.phase is Phase.COMPLETE and knows == self.round:
@@ -233,13 +237,34 @@ class RoundMachine:
             self.proposal = replace(self.proposal, store=store)
             self.revision += 1
 
-    def refuse(self, node: str, reason: str, now: float) -> None:
-        """Note that a node could not join, unless the round goes on without it or a live process has its name."""
+    def refuse(self, node: str, reason: str, now: float, token: str = "") -> None:
+        """Note that a node could not join, unless the round goes on without it or another live process than that of
+        `token` has its name."""
         holder = self._members.get(node)
-        alive = self._waiting.token(node) or node == self._own or holder and not self._alive.is_silent(holder, now)
+        holds = holder and holder != token and not self._alive.is_silent(holder, now)
+        alive = self._waiting.token(node) or node == self._own or holds
         if self.phase is not Phase.COMPLETE and not alive:
             self._refused[node], self._refused_at = reason, now
             self._changed()
+
+    def drain(self, node: str) -> str:
+        """Have `node` leave at the next version; '' for none any more. Returns why not, '' if it will."""
+        lost = len(self._lost)
+        spares = self._waiting.names()
+        why = rounds.why_not_drained(node, [*self._members], spares, self.draining, self.begun, lost) if node else ""
+        if not why and node != self.draining:
+            self.draining = node
+            self._changed()
+        return why
+
+    def depart(self, token: str, now: float) -> None:
+        """A node of the round has left for good: what it held is on the others."""
+        if self.phase is Phase.COMPLETE and token in self._nodes:
+            self._alive.hang_up(token)
+            self._lost[token] = None
+            self.draining = ""
+            self._changed()
+            self._reopen(now)
 
     @property
     def refused(self) -> str:
@@ -266,6 +291,8 @@ class RoundMachine:
             self.leave(token)
         self._search_lost(now)
         self._reopen(now)
+        if self.draining and not len(self._waiting):
+            self.drain("")  # no node would take its place any more
         if self.phase is Phase.OPEN:
             self._choose(now)
         elif self.phase is Phase.PROPOSED and self.proposal and self.proposal.store:
@@ -353,6 +380,7 @@ class RoundMachine:
         self._waiting.follow(self.roster)
         self._alive.keep((*proposal.ranks, *(each.token for each in self._waiting)))
         self._ended, self._lost, self.done, self._refused = {}, {}, set(), {}
+        self.draining = self.draining if self.draining in self._members else ""
         self._turn(Phase.COMPLETE)
 
     def _turn(self, phase: Phase) -> None:

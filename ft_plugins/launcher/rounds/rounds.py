@@ -138,6 +138,24 @@ def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
     return size if waited >= (rules.wait if turnout.last else rules.last_call) else 0
 
 
+def why_not_drained(
+    node: str, members: Sequence[str], spares: Sequence[str], draining: str, running: bool, lost: int
+) -> str:
+    """Why a node cannot leave the job at its next version, for people; '' if it can. `running`: a round has begun, of
+    these members, of which so many are `lost`."""
+    if node in spares:
+        return f"node {node} is a spare, and has no part in the job: end its ft-run"
+    if not running or lost:
+        return "the job is between two rounds, or waits for a lost node: give this again when it trains"
+    if node not in members:
+        return f"there is no node {node} in this job; its nodes are {', '.join(sorted(members, key=natural))}"
+    if not spares:
+        return f"no spare waits that could take the place of node {node}: start another node with the job's command"
+    if draining:
+        return f"node {draining} is being drained: one node at a time"
+    return ""
+
+
 def is_hopeless(rules: Rules, turnout: Turnout, running: bool, patience: float, since_refusal: float) -> bool:
     """Whether the job ends because a node was refused `since_refusal` seconds ago: as no round can do without one, and
     no other came in its place within `patience`. A job that was `running` under this command has state that waits for

@@ -53,7 +53,7 @@ _FILES_SECONDS = 1.0  # between two looks whether files in shared memory are sti
 _SCRAPE_SECONDS = 1.0  # for which a scrape waits for a request to be over
 _PAUSE_SECONDS = 2.0  # between two looks at trainers, ten times as long as usual
 # requests that are carried out under the lock; the others take it for a part of their work
-_UNDER_LOCK = frozenset({"status", "watch", "fence", "restore", "shutdown", "end"})
+_UNDER_LOCK = frozenset({"status", "watch", "fence", "hold", "restore", "shutdown", "end"})
 
 
 class SnapshotProcess:
@@ -192,6 +192,7 @@ class SnapshotProcess:
                 reason = f"rank {rank}: the owner of its segment cannot be read; only its token keeps it from writing"
                 self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, reason=reason)
             segment.header.token = self.token
+            segment.header.held = False
         if faults.reach("fence.kill", token=self.token) != "skip":
             owners = [segment.header.owner for segment in self._segments.values()]
             alive = liveness.kill_and_wait(owners, KILL_SECONDS)
@@ -205,6 +206,11 @@ class SnapshotProcess:
             segment.header.attached = False
         self._events.emit(catalogue.INCARNATION_FENCED, token=self.token)
         return {"token": self.token}
+
+    def _hold(self, request: requests.Hold) -> dict[str, Any]:
+        for segment in self._segments.values():
+            segment.header.held = request.on
+        return {}
 
     def _require_current(self, request: requests.OfRank) -> None:
         """Raises FencedError if the request is of a superseded incarnation."""

@@ -78,6 +78,13 @@ class WatchProcess:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """Ranks of this node wait, or no longer, at the next version that is exchanged: see `Header.held`."""
+
+    on: Flag
+
+
+@dataclass(frozen=True)
 class OfRank:
     """A request from one rank of the incarnation with `token`."""
 
@@ -185,7 +192,7 @@ LOCAL: Mapping[str, type[Any]] = {
     "status": WithoutFields, "watch": WatchProcess, "fence": WithoutFields, "attach": Attach, "restore": Restore,
     "shutdown": Shutdown, "end": WithoutFields, "endpoint": Listen, "claim": Protect, "protect": Protect,
     "inventory": WithoutFields, "rebuild": RebuildSlot, "resize": Resize, "previous_sizes": WithoutFields,
-    "spare": AskSpare, "settle": Settle, "checkpoint": WriteCheckpoint,
+    "spare": AskSpare, "settle": Settle, "checkpoint": WriteCheckpoint, "hold": Hold,
 }  # fmt: skip
 
 

@@ -111,6 +111,16 @@ def progress_of(status: Mapping[str, Any], token: int) -> tuple[int | None, int]
     return base or None, max(base, min(segment["completed"] for segment in attached))
 
 
+def leaves_at(status: Mapping[str, Any]) -> tuple[int | None, int]:
+    """The iteration at which this node can leave the job, None for none: it was committed in the running incarnation,
+    and no rank here has completed a later one. And the last one that a rank here has completed. By an SMP's
+    `status`."""
+    attached = [segment for segment in status["segments"] if segment["attached"]]
+    completed = max((segment["completed"] for segment in attached), default=0)
+    lineage = max((segment["lineage"] for segment in attached), default=0)
+    return (completed if status["node_tier"]["committed"] == [lineage, completed] else None), completed
+
+
 def newest_common(status: Mapping[str, Any]) -> Version | None:
     """The newest version that every rank of this node holds complete, by an SMP's `status`; None if there is none.
     Preferred versions come first, as in a recovery.

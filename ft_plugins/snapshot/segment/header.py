@@ -8,7 +8,7 @@ process may die between two stores; that leaves the old values or the new ones.
     record      a few words that only the SMP writes: two copies, each with a number and a digest, written one after
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
-    short       not covered: one store of zero or one; anything but zero makes readers more careful
+    short, held not covered: one store of zero or one; anything but zero makes readers more careful
     gate        not covered: see `bubbles.gate.gate`
     progress    not covered: see `progress_words`
 
@@ -42,7 +42,7 @@ _CONSTANTS = (  # the words after the magic
 _SEAL = 1 + len(_CONSTANTS)
 _COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL + 4
 _RECORDS = _SEAL + 5
-_AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (3, 2, 1))  # zeros, as at creation: none
+_HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (4, 3, 2, 1))  # zeros: none
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -262,6 +262,15 @@ class Header:
     def is_awaited(self, version: Version) -> bool:
         """Whether `version` is exchanged next, as far as this node knows."""
         return int(self._page[_AWAITED]) == guarded_word(version.iteration, _seed_of(version.lineage))
+
+    @property
+    def held(self) -> bool:
+        """Whether this rank waits at the next version that is exchanged: its node is to leave the job there."""
+        return bool(self._page[_HELD])
+
+    @held.setter
+    def held(self, value: bool) -> None:
+        self._page[_HELD] = int(value)
 
     # ---- words of the rank, written by its trainer ----
 

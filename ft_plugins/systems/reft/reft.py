@@ -50,6 +50,8 @@ from .reft_reports import ReftReports
 
 UNJUDGED = (1 << 32) - 1  # `agreed` of a job that lost protection: what its framework saves then is all there is
 DEGRADED = "degraded"  # announced by a rank that can no longer capture
+HOLD_SECONDS = 300.0  # maximum for which a rank is held: less than a collective of the others waits for it
+_HELD_SECONDS = 0.005  # between two looks whether it still is
 _ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
 
 
@@ -209,6 +211,15 @@ class Reft(CaptureOwner):
             self._capture.start(Version(self._lineage, step), small, kept)
         else:
             self._ledger.end(step, None)
+
+    def hold(self) -> None:
+        """Between two iterations, wait while this node is to leave the job, if the version behind is the one that is
+        exchanged next: no rank of the job completes another iteration then, so none is lost. Bounded."""
+        header = self._mapped().header
+        if header.held and header.is_awaited(Version(self._lineage, header.completed)):
+            until = time.monotonic() + HOLD_SECONDS
+            while header.held and time.monotonic() < until:
+                time.sleep(_HELD_SECONDS)
 
     def before_update(self, step: int, following: int) -> float:
         """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if

@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 import traceback
@@ -37,12 +38,14 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.base.intake import within
 from ft_plugins.config import Config
+from ft_plugins.errors import FtError
 from ft_plugins.events import Events
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
+from ft_plugins.launcher.agent.node_check import NodeCheck
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import _specify
-from ft_plugins.launcher.rendezvous import rendezvous, round_join
+from ft_plugins.launcher.rendezvous import control, rendezvous, round_join
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.launcher.rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
@@ -72,7 +75,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
             name, arguments = connection.recv()
             try:
                 own = OWN.get(name)
-                connection.send(("ok", own(handler) if own else getattr(handler, name)(*arguments)))
+                connection.send(("ok", own(handler, *arguments) if own else getattr(handler, name)(*arguments)))
             except Exception as error:
                 connection.send(("error", type(error).__name__, str(error)))
     except EOFError:
@@ -112,10 +115,26 @@ def begun(handler: Any) -> dict[str, Any]:
             return found
 
 
+def checked_by(handler: Any, path: str) -> None:
+    """Take part only while there is no file at `path`."""
+    check = f"{sys.executable} -c 'import os, sys; sys.exit(os.path.exists(sys.argv[1]))' {path}"
+    handler.check_before_rounds(NodeCheck(check, WAIT, handler._node.me.node, Events()))
+
+
+def refused(handler: Any) -> None:
+    """End as ft-run does where this node was refused."""
+    handler.status = "refused"
+    handler.shutdown()
+
+
 OWN = {
     "join": joined,
     "begin": begun,
     "me": lambda handler: handler._node.me,
+    "checked by": checked_by,
+    "refused": refused,
+    "draining": lambda handler: handler.is_draining,
+    "no drain": lambda handler: handler.allow_no_drain("of this job no node can leave"),
     "why": lambda handler: handler.waiting_reason,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
 }
@@ -231,6 +250,67 @@ def test_a_surplus_node_waits_until_a_rank_is_vacant(start: Start) -> None:
     b.kill()
     assert a.tell("join").hear()["names"] == ["a", "c"]
     assert spare.hear()["rank"] == 1
+
+
+def test_nodes_and_spares_are_checked_before_each_round_and_one_that_fails_is_replaced(
+    start: Start, tmp_path: Path
+) -> None:
+    nodes = {name: start(at, name, nodes="2:2", wait_seconds=WAIT) for at, name in enumerate("abcd", 1)}
+    for name, node in nodes.items():
+        node.ask("checked by", str(tmp_path / name))
+    join(nodes["a"], nodes["b"])
+    for name in "cd":
+        nodes[name].tell("join")
+    wait_until(lambda: sorted(nodes["a"].ask("present")) == ["c", "d"], WAIT, lambda: "the spares have not come")
+    for name in "bc":  # one of the nodes, and the spare that would take its place
+        (tmp_path / name).touch()
+    nodes["b"].tell("join")
+    until(nodes["a"], 3)
+    nodes["a"].tell("join")
+    for name in "bc":
+        kind, said = nodes[name].error()
+        assert kind == "NodeError" and f"node {name}: the check " in said and "ended with status 1" in said
+        nodes[name].ask("refused")
+    assert nodes["a"].hear()["names"] == nodes["d"].hear()["names"] == ["a", "d"]
+
+
+def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_with_a_spare(
+    start: Start, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in "abc"}
+    for folder in folders.values():
+        folder.mkdir()
+    right = write_secret(tmp_path / "right", "what the nodes of this job know")
+    wrong = write_secret(tmp_path / "wrong", "what no node of this job knows")
+    a, b, c = (
+        start(at, name, nodes="2:2", wait_seconds=WAIT, run_dir=folders[name], secret_file=right)
+        for at, name in enumerate("abc", 1)
+    )
+    join(a, b)
+    c.tell("join")
+    wait_until(lambda: a.ask("present") == ["c"], WAIT, lambda: "the spare has not come")
+    left = json.loads((folders["b"] / "rendezvous.json").read_text())
+    (folders["c"] / "rendezvous.json").write_text(json.dumps({**left, "secret_file": str(wrong)}))
+    with pytest.raises(ConnectionError):  # with another secret
+        control.drain(folders["c"], "b")
+    assert control.drain(folders["b"], "x") == "there is no node x in this job; its nodes are a, b"
+    until(a, 0)
+    until(b, 0)
+    assert not b.ask("draining")
+    assert control.drain(folders["b"], "b") == ""
+    wait_until(lambda: b.ask("num_nodes_waiting") == 0 and b.ask("draining"), WAIT, lambda: "b is not told")
+    assert a.ask("num_nodes_waiting") == 0 and not a.ask("draining")
+    b.ask("depart")
+    b.ask("shutdown")
+    until(a, 1)
+    assert a.tell("join").hear()["names"] == c.hear()["names"] == ["a", "c"]
+    a.ask("no drain")
+    assert control.drain(folders["a"], "c") == "of this job no node can leave"
+
+
+def test_a_command_line_without_a_job_of_several_nodes_says_what_it_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(FtError, match=r"rendezvous.json: cannot be read .*is the job on several nodes\?"):
+        control.drain(tmp_path, "b")
 
 
 def test_a_spare_hears_seldom_from_the_lead_and_does_not_give_up_meanwhile(start: Start) -> None:

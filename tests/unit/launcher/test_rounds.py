@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher.rounds.round_machine import Application, Phase, Place, Roster, RoundMachine
-from ft_plugins.launcher.rounds.rounds import Candidate, Rules, Seat, Turnout, natural, ranks, size_of
+from ft_plugins.launcher.rounds.rounds import Candidate, Rules, Seat, Turnout, natural, ranks, size_of, why_not_drained
 
 SILENCE = 10.0
 
@@ -227,6 +228,28 @@ def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chos
     assert rounds.gathering.phase is Phase.COMPLETE and rounds.members == ["a", "c"]
 
 
+def test_a_round_waits_for_a_node_that_is_being_checked_and_takes_a_spare_if_it_fails() -> None:
+    rounds = with_spares("d", wait=60)
+    rounds.come("a", "b", "c")
+    rounds.now += 0.5
+    rounds.gathering.step(rounds.now)
+    assert rounds.gathering.phase is Phase.PROPOSED
+    rounds.gathering.serve("a/1", "store:1")
+    for _ in range(100):  # b lives all the time
+        rounds.now += 1
+        for token in ("a/1", "b/1", "c/1", "d/1"):
+            rounds.gathering.hear(token, 1, rounds.now, ready=token != "b/1")
+        rounds.gathering.step(rounds.now)
+        assert rounds.gathering.phase is Phase.PROPOSED
+    rounds.gathering.leave("b/1")
+    rounds.gathering.refuse("b", "its check failed", rounds.now, "b/2")
+    assert not rounds.gathering.refused, "another process on the node says so"
+    rounds.gathering.refuse("b", "its check failed", rounds.now, "b/1")
+    rounds.silent = {"b/1"}
+    rounds.pass_by(2)  # less than a node of the last round is waited for
+    assert rounds.gathering.begun and rounds.members == ["a", "d", "c"]
+
+
 def test_a_round_without_a_store_is_not_complete() -> None:
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
@@ -414,6 +437,68 @@ def test_nodes_go_on_waiting_where_a_refused_one_may_be_replaced() -> None:
         rounds.pass_by(3 * SILENCE)
         assert rounds.gathering.waiting() == ["a"] and not rounds.gathering.is_hopeless
         assert rounds.gathering.refused.startswith("node b was refused")
+
+
+def test_a_node_that_is_drained_leaves_and_a_spare_takes_its_rank_at_once() -> None:
+    rounds = with_spares("d", wait=600)
+    assert rounds.gathering.begun
+    changes = rounds.gathering.changes
+    assert rounds.gathering.drain("b") == "" and rounds.gathering.draining == "b"
+    assert rounds.gathering.changes > changes, "the node learns of it at once"
+    assert rounds.gathering.drain("c") == "node b is being drained: one node at a time"
+    rounds.pass_by(100)  # until a version is committed
+    assert rounds.gathering.begun and rounds.gathering.draining == "b"
+    rounds.silent = {"b/1"}
+    rounds.gathering.depart("b/1", rounds.now)
+    assert rounds.gathering.phase is Phase.OPEN
+    rounds.gathering.hang_up("b/1", rounds.now)
+    rounds.come("a", "c")
+    rounds.pass_by(2)
+    assert rounds.gathering.begun and rounds.members == ["a", "d", "c"] and not rounds.gathering.draining
+
+
+def test_a_node_stays_where_its_drain_is_taken_back_or_the_spare_is_gone() -> None:
+    for how in ("taken back", "spare gone", "node lost"):
+        rounds = with_spares("d", wait=600)
+        rounds.gathering.drain("b")
+        changes = rounds.gathering.changes
+        if how == "taken back":
+            assert rounds.gathering.drain("") == ""
+        elif how == "spare gone":
+            rounds.gathering.leave("d/1")
+        else:
+            rounds.silent = {"b/1"}
+            rounds.gathering.hang_up("b/1", rounds.now)
+            rounds.pass_by(SILENCE + 1)
+            rounds.come("a", "c")
+        rounds.pass_by(2)
+        assert not rounds.gathering.draining and rounds.gathering.changes > changes
+        assert rounds.members == (["a", "d", "c"] if how == "node lost" else ["a", "b", "c"])
+
+
+def test_a_failure_meanwhile_does_not_end_a_drain() -> None:
+    rounds = with_spares("d", wait=600)
+    rounds.gathering.drain("b")
+    rounds.come("a", "b", "c")
+    rounds.pass_by(2)
+    assert rounds.gathering.round == 2 and rounds.gathering.begun and rounds.gathering.draining == "b"
+
+
+@pytest.mark.parametrize(
+    ("node", "said", "more"),
+    [
+        ("d", "node d is a spare, and has no part in the job", {}),
+        ("x", "there is no node x in this job; its nodes are n2, n10", {}),
+        ("n2", "no spare waits that could take the place of node n2", {"spares": ()}),
+        ("n2", "the job is between two rounds", {"running": False}),
+        ("n2", "the job is between two rounds, or waits for a lost node", {"lost": 1}),
+        ("n2", "", {}),
+    ],
+)
+def test_what_cannot_be_drained_is_refused_in_one_line(node: str, said: str, more: dict[str, Any]) -> None:
+    facts: dict[str, Any] = {"members": ("n10", "n2"), "spares": ("d",), "draining": "", "running": True, "lost": 0}
+    found = why_not_drained(node, **{**facts, **more})
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_a_command_that_is_given_twice_on_a_node_does_no_harm() -> None:

@@ -174,6 +174,19 @@ def test_a_trainer_that_ends_in_order_owns_nothing_any_more_and_its_segment_stay
     assert node.segment(0).exists()
 
 
+def test_ranks_are_held_on_request_and_no_later_incarnation_is(node: Node) -> None:
+    node.start()
+    segment = Segment(attach(node, token=node.fence()))
+    with node.client() as client:
+        client.hold(True)
+        assert segment.header.held
+        client.hold(False)
+        assert not segment.header.held
+        client.hold(True)
+    node.fence()
+    assert not segment.header.held
+
+
 def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_never_repeats_a_token(
     node: Node,
 ) -> None:

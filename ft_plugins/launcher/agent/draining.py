@@ -1,0 +1,109 @@
+"""Have this node leave a job at a version that is committed on all nodes, so that no iteration is lost.
+
+    the node is to leave      its ranks wait at the next version that is exchanged (`Reft.hold`); so all ranks do
+    that version is committed the others can rebuild what this node holds: its ranks end, and the others go on
+    it is not, for too long   the ranks go on, and the node stays
+
+Invariant: the node leaves only at a version that all nodes have committed and no rank has gone past.
+
+In: whether the node is to leave; what its SMP reports. Out: holds; when to leave; `drain.failed` events.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...errors import ProtectionError
+from ...events import Events, catalogue
+
+MOST_SECONDS = 240.0  # without an iteration: less than `Reft.HOLD_SECONDS`, which is for an agent that is gone
+_LOOK_SECONDS = 0.2  # between two questions to the SMP
+
+
+class Holder(Protocol):
+    """What is needed of `Watcher`."""
+
+    def hold(self, on: bool) -> None: ...
+
+    def leaves_at(self) -> tuple[int | None, int]: ...
+
+
+@dataclass(frozen=True)
+class DrainStep:
+    """What comes now: `leave` at that iteration, or `give_up` for that reason; neither: go on."""
+
+    leave: int | None = None
+    give_up: str = ""
+
+
+def next_step(iteration: int | None, waited: float) -> DrainStep:
+    """`iteration`: at which the node can leave, None for none yet. `waited`: seconds since a rank here completed one.
+    Pure."""
+    if iteration is not None:
+        return DrainStep(leave=iteration)
+    if waited > MOST_SECONDS:
+        reason = f"no version was committed while the ranks waited for {waited:.0f} s; training goes on with this node"
+        return DrainStep(give_up=reason)
+    return DrainStep()
+
+
+class Departure:
+    """The departure of this node from one incarnation."""
+
+    def __init__(self, holder: Holder, events: Events) -> None:
+        self._holder, self._events = holder, events
+        self._began = 0.0  # monotonic; 0: the node is not to leave
+        self._completed, self._completed_at = 0, 0.0
+        self._looked = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since the node is to leave."""
+        return time.monotonic() - self._began
+
+    def step(self, wanted: bool) -> DrainStep:
+        """To be called often. `wanted`: the node is to leave."""
+        now = time.monotonic()
+        if not wanted:
+            self._release()
+            return DrainStep()
+        try:
+            if not self._began:
+                self._holder.hold(True)
+                self._began = self._completed_at = now
+            elif now - self._looked < _LOOK_SECONDS:
+                return DrainStep()
+            self._looked = now
+            iteration, completed = self._holder.leaves_at()
+        except ProtectionError as error:
+            return self._given_up(DrainStep(give_up=str(error)))
+        if completed != self._completed:
+            self._completed, self._completed_at = completed, now
+        found = next_step(iteration, now - self._completed_at)
+        return self._given_up(found) if found.give_up else found
+
+    def _given_up(self, step: DrainStep) -> DrainStep:
+        self._events.emit(catalogue.DRAIN_FAILED, reason=step.give_up)
+        self._release()
+        return step
+
+    def _release(self) -> None:
+        if self._began:
+            self._began = 0.0
+            try:
+                self._holder.hold(False)
+            except ProtectionError as error:  # the ranks go on after HOLD_SECONDS
+                self._events.emit(catalogue.DRAIN_FAILED, reason=str(error))
+
+
+def cannot_be_drained(redundancy: str, audited: bool, synchronised: bool) -> str:
+    """Why no node of a job with such a configuration can leave it without loss, for people; '' if they can. Pure."""
+    if redundancy in ("", "none"):
+        return "nodes of this job do not protect each other, so the others could not go on without its state"
+    if synchronised:
+        return "with local SGD replicas do not stop at the same iteration; end the job, or the node"
+    if audited:
+        return "with --paft-mode audit a version is committed only in the iteration after it; end the job, or the node"
+    return ""

@@ -1,0 +1,103 @@
+"""When a node that is to leave a job leaves it, and what lets it stay."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft_plugins.errors import ProtectionError
+from ft_plugins.events import Event, Events
+from ft_plugins.launcher.agent import draining
+from ft_plugins.launcher.agent.draining import MOST_SECONDS, Departure, DrainStep, cannot_be_drained, next_step
+from ft_plugins.smp.serve.status import leaves_at
+from ft_plugins.systems.reft.reft import HOLD_SECONDS
+
+
+class Smp:
+    """What an SMP reports, and whether it holds its ranks."""
+
+    def __init__(self) -> None:
+        self.held, self.at, self.completed, self.gone = list[bool](), None, 7, False
+
+    def hold(self, on: bool) -> None:
+        self.held.append(on)
+
+    def leaves_at(self) -> tuple[int | None, int]:
+        if self.gone:
+            raise ProtectionError("the SMP is gone")
+        return self.at, self.completed
+
+
+class Story:
+    """A drain in made-up time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.smp, self.seen = 1000.0, Smp(), list[Event]()
+        monkeypatch.setattr(draining, "time", SimpleNamespace(monotonic=lambda: self.now))
+        events = Events("b")
+        events.subscribe(self.seen.append)
+        self.departure = Departure(self.smp, events)
+
+    def step(self, wanted: bool = True, seconds: float = 1.0) -> DrainStep:
+        self.now += seconds
+        return self.departure.step(wanted)
+
+
+@pytest.fixture
+def story(monkeypatch: pytest.MonkeyPatch) -> Story:
+    return Story(monkeypatch)
+
+
+def test_a_node_that_is_to_leave_holds_its_ranks_and_leaves_once_nothing_would_be_lost(story: Story) -> None:
+    assert story.step(wanted=False) == DrainStep() and not story.smp.held
+    assert story.step() == DrainStep() and story.smp.held == [True]
+    assert story.step(seconds=MOST_SECONDS - 2) == DrainStep()
+    story.smp.completed = 8  # it trains to the version at which it waits, however long that takes
+    assert story.step() == DrainStep() and story.step(seconds=MOST_SECONDS) == DrainStep()
+    story.smp.at = 8
+    assert story.step(seconds=0.01) == DrainStep(), "the SMP is not asked without end"
+    assert story.step() == DrainStep(leave=8) and story.smp.held == [True] and not story.seen
+
+
+def test_ranks_that_wait_for_a_commit_that_does_not_come_go_on_and_that_is_an_alarm(story: Story) -> None:
+    story.step()
+    found = story.step(seconds=MOST_SECONDS + 1)
+    assert found.leave is None and "no version was committed while the ranks waited" in found.give_up
+    assert story.smp.held == [True, False]
+    assert [event.name for event in story.seen] == ["drain.failed"]
+    assert MOST_SECONDS < HOLD_SECONDS, "a rank does not go on by itself before its agent says so"
+
+
+@pytest.mark.parametrize("how", ["not wanted any more", "no answer"])
+def test_a_drain_that_ends_otherwise_lets_the_ranks_go_on(story: Story, how: str) -> None:
+    story.step()
+    story.smp.gone = how == "no answer"
+    found = story.step(wanted=story.smp.gone)
+    assert story.smp.held == [True, False] and bool(found.give_up) == story.smp.gone == bool(story.seen)
+
+
+def test_a_version_at_which_a_node_may_leave_is_of_this_incarnation_and_behind_no_rank() -> None:
+    def at(committed: Any, *completed: int, lineage: int = 3) -> tuple[int | None, int]:
+        segments = [{"attached": True, "completed": each, "lineage": lineage} for each in completed]
+        segments.append({"attached": False, "completed": 99, "lineage": 9})
+        return leaves_at({"segments": segments, "node_tier": {"committed": committed}})
+
+    assert at([3, 8], 8, 8) == (8, 8)
+    assert at([3, 8], 8, 9) == (None, 9), "a rank has gone past"
+    assert at([2, 8], 8, 8) == (None, 8), "restored: a substitute may not protect it yet"
+    assert at(None, 8) == (None, 8) and at([3, 7], 8) == (None, 8)
+
+
+def test_jobs_whose_nodes_cannot_leave_without_loss_say_why() -> None:
+    assert not cannot_be_drained("raim5", False, False) and not cannot_be_drained("neighbour", False, False)
+    assert "do not protect each other" in cannot_be_drained("none", False, False)
+    assert "do not protect each other" in cannot_be_drained("", False, False)
+    assert "local SGD" in cannot_be_drained("raim5", False, True)
+    assert "--paft-mode audit" in cannot_be_drained("raim5", True, False)
+
+
+def test_what_comes_next_depends_on_the_commit_and_on_how_long_the_ranks_waited() -> None:
+    assert next_step(5, 1e9) == DrainStep(leave=5)
+    assert next_step(None, MOST_SECONDS) == DrainStep() and next_step(None, MOST_SECONDS + 1).give_up
