@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from ...errors import ConfigError, ResumeError
 from ...events import say
 from ..script.loop_counters import loop_counters
+from .data_parts import parts
 from .left_passes import LONGER, LeftPasses, require_rest
 from .loader_order import PassNumbers, hook_iteration, require_repeatable, watch_draws
 from .loader_reads import LoopReads
@@ -40,7 +41,6 @@ from .loaders import (
     generator_states,
     is_sampled,
     is_stateful,
-    parts,
     sampler_epoch,
     set_epoch,
     set_generator_states,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
-from ..data.loaders import GENERATORS
+from ..data.data_parts import GENERATORS
 from .loop_code import EACH, FunctionCode, root_of
 from .loop_values import NOTHING, Spaces, attribute, parsed, unparsed, value_of
 

@@ -33,7 +33,7 @@ from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
 from .loop_values import NOTHING, Spaces, comparable, is_unsteady, parsed, truth_of, value_of
-from .script_names import is_of_library, stack
+from .script_names import is_installed, is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
 LEAVING = (
@@ -126,9 +126,9 @@ def loop_counters() -> LoopCounters:
     seen: set[Any] = set()  # functions that loops call
     inside = False  # a function of the script
     for frame, variables in stack():
-        if inside and _is_installed(frame.f_code.co_filename):
+        if inside and is_installed(frame.f_code.co_filename):
             continue  # it only calls the script, as a test runner or a command line library does
-        inside = inside or not _is_installed(frame.f_code.co_filename)
+        inside = inside or not is_installed(frame.f_code.co_filename)
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
         code, spaces = _loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
@@ -201,13 +201,6 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
 
 
 @cache
-def _is_installed(file: str) -> bool:
-    """Whether a file belongs to Python or an installed package."""
-    paths = sysconfig.get_paths()
-    return file.startswith("<frozen") or any(file.startswith(paths[name]) for name in ("stdlib", "purelib", "platlib"))
-
-
-@cache
 def _loops_at(file: str, line: int) -> LoopCode:
     tree = _tree(file)
     return LoopCode() if tree is None else loops_around(tree, line)
@@ -230,5 +223,5 @@ def _function_code(function: FunctionType) -> FunctionCode | None:
 @cache
 def _code_at(code: CodeType, module: str) -> FunctionCode | None:
     """By the code, not by the function: a closure that a loop makes in each step would stay, with what it refers to."""
-    tree = None if is_of_library(module) or _is_installed(code.co_filename) else _tree(code.co_filename)
+    tree = None if is_of_library(module) or is_installed(code.co_filename) else _tree(code.co_filename)
     return None if tree is None else function_at(tree, code.co_firstlineno, code.co_name)

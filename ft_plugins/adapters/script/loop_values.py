@@ -26,7 +26,8 @@ import torch
 import xxhash
 
 from ...snapshot.capture import codec
-from ..data.loaders import GENERATORS, state_of
+from ..data.data_parts import GENERATORS
+from ..data.loaders import state_of
 from .script_names import is_of_library
 
 Spaces = tuple[Mapping[str, Any], ...]

@@ -9,9 +9,11 @@ In: a stack, or namespaces. Out: objects with their names.
 from __future__ import annotations
 
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from inspect import CO_OPTIMIZED
 from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -44,6 +46,13 @@ class Named:
 def is_of_library(module: str) -> bool:
     """Whether a module is never the script's."""
     return module.split(".")[0] in _LIBRARIES
+
+
+@cache
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or an installed package."""
+    paths = sysconfig.get_paths()
+    return file.startswith("<frozen") or any(file.startswith(paths[name]) for name in ("stdlib", "purelib", "platlib"))
 
 
 def stack() -> Iterator[tuple[FrameType, Mapping[str, Any]]]:
