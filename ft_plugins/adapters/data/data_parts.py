@@ -69,9 +69,7 @@ def _walk(source: Any, packages: bool) -> Iterator[tuple[str, Any]]:
     """`packages`: also what objects of installed packages hold under any name."""
     own = _attributes(source)
     seen = {id(source)}
-    pending = deque(
-        (path, one, _DEPTH) for name in _DRAWING if name in own for path, one in _elements(name, own[name])
-    )
+    pending = deque((path, one, _DEPTH) for name in _DRAWING if name in own for path, one in _elements(name, own[name]))
     while pending and len(seen) < _MOST:
         path, part, depth = pending.popleft()
         if id(part) in seen or isinstance(part, _SIMPLE):

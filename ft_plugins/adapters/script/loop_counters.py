@@ -27,12 +27,11 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
-
 from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
-from .loop_values import NOTHING, Spaces, comparable, is_unsteady, parsed, truth_of, value_of
+from .loop_statements import root_of
+from .loop_values import NOTHING, Spaces, comparable, is_unsteady, parsed, truth_of, unread, value_of
 from .script_names import is_installed, is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -86,16 +85,18 @@ def rest_ends_as_a_whole(cut: Collection[str], remedy: str) -> str:
 
 
 def decided_otherwise(
-    first: LoopCounters, version: LoopCounters, now: LoopCounters, within: bool, ignored: Collection[str] = ()
-) -> str | None:
+    first: LoopCounters, version: LoopCounters, now: LoopCounters, within: bool, ignored: Collection[str] = (),
+    set_back: Collection[str] = (),
+) -> str | None:  # fmt: skip
     """What of a loop that continues is not what it was, and decides something in it; None for nothing. `within`: the
-    version was captured in the middle of an epoch, whose rest `enumerate` counts from zero."""
+    version was captured in the middle of an epoch, whose rest `enumerate` counts from zero. `set_back`: variables of
+    which the script restores what cannot be compared."""
     changed = [_changed(first.deciding, version.deciding, now.deciding, False, ignored)]
     for name, was in version.indices.items() if within else ():
         if not _is_in(name, ignored):
             changed.append(f"{name} begins at 0, and was {was} when that version was captured")
     unread = [f"{name} ({kind})" for name, kind in version.unread.items() if now.unread.get(name) == kind]
-    unread = [one for one in unread if not _is_in(one, ignored)]
+    unread = [one for one in unread if not _is_in(one, ignored) and root_of(one.split("`")[1]) not in set_back]
     if unread:
         changed.append(f"what cannot be compared is what the script has set: {', '.join(unread)}")
     return "; ".join(filter(None, changed)) or None
@@ -192,8 +193,8 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
         noted: Any = value
     elif carried and kind in ("counters", "deciding"):
         noted, kind = comparable(value), "deciding"
-        if noted is None and isinstance(value, torch.Tensor):
-            noted, kind = type(value).__name__, "unread"
+        if (lacks := unread(value)) is not None and len(found["unread"]) < _MOST:
+            found["unread"].setdefault(name, lacks)
     else:
         return
     if noted is not None and len(found[kind]) < _MOST:

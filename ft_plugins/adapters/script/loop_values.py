@@ -18,6 +18,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
+from itertools import islice
 from types import MemberDescriptorType
 from typing import Any
 
@@ -34,6 +35,7 @@ Spaces = tuple[Mapping[str, Any], ...]
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MOST = 256  # values of a container that are compared
+_SMALL = 4096  # bytes of a tensor in one that is
 _SHOWN = 40  # characters of a text
 NOTHING: Any = object()
 _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
@@ -134,6 +136,26 @@ def comparable(value: Any) -> int | str | None:
     return None
 
 
+def unread(value: Any) -> str | None:
+    """The kind of a tensor, or of a container or an object with tensors, of which `comparable` does not read what is in
+    it; None for any other value."""
+    if isinstance(value, torch.Tensor):
+        return type(value).__name__ if comparable(value) is None else None
+    own = value if isinstance(value, _CONTAINERS) else dict(_attributes(value))
+    if not own or isinstance(value, type | torch.nn.Module) or is_of_library(type(value).__module__):
+        return None
+    size = f" of {len(value)}" if isinstance(value, _CONTAINERS) else ""
+    return f"{type(value).__name__}{size}, with tensors" if _has_tensors(own) and _leaves(own) is None else None
+
+
+def _has_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether a tensor is among the first parts of a container."""
+    if isinstance(value, torch.Tensor):
+        return True
+    inside = list(islice(_parts(value), _MOST)) if isinstance(value, _CONTAINERS) and depth else []
+    return any(_has_tensors(one, depth - 1) for one in inside)
+
+
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({xxhash.xxh3_64_hexdigest(text.encode())[:8]})"
 
@@ -146,6 +168,9 @@ def _leaves(value: Any) -> list[Any] | None:
         for one in pending[-1]:
             if type(one) in _PLAIN:
                 found.append(one)
+            elif _is_small(one):
+                bytes_of = one.detach().contiguous().view(-1).view(torch.uint8)
+                found.append(f"{one.dtype} {tuple(one.shape)} {xxhash.xxh3_64_hexdigest(bytes_of.numpy())}")
             elif isinstance(one, _CONTAINERS) and len(one) <= _MOST and len(found) <= _MOST:
                 found.append(type(one).__name__)
                 pending.append(_parts(one))
@@ -157,6 +182,11 @@ def _leaves(value: Any) -> list[Any] | None:
         else:
             pending.pop()
     return found
+
+
+def _is_small(value: Any) -> bool:
+    known = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
+    return known and 0 < value.numel() * value.element_size() <= _SMALL
 
 
 def _parts(value: Any) -> Iterator[Any]:

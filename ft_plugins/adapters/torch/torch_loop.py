@@ -57,6 +57,7 @@ from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, w
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
 from ..script.own_counters import OwnCounters
+from ..script.script_state import names_in
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .early_update import EarlyUpdate, early_refusal
@@ -315,7 +316,7 @@ class TorchHost(PlainLoop, ReducingHost):
     def _compare_counters(self) -> None:
         """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
         script carries on are named."""
-        if problem := self._counted.begin(True, self._ignored_names()):
+        if problem := self._counted.begin(True, self._ignored_names(), names_in(self._caller_state[1])):
             raise ResumeError(f"rank {self.rank}: the loop does not continue: {problem}; {_CARRY}")
         if self._counted.remark and self.rank == 0:
             say(f"{self._counted.remark}: if training depends on it, results differ; {_CARRY}", alarm=True)
