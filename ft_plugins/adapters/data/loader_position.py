@@ -53,6 +53,10 @@ _OUTLIVING = (
     "depend on all passes before: leave out persistent_workers, or let __getitem__ draw from a generator that it seeds "
     "by the index"
 )
+_SET_BACK = (
+    "to what it was in the first pass, and it was something else when that version was captured: if samples depend on "
+    "it they differ; derive it from the iteration that the loop runs over, or from what get_state returns"
+)
 _NEW_PASS = (StopIteration, NameError, AttributeError, TypeError)  # handled where a loop lacks an iterator
 _OVER = (
     "the job resumed after the last batch of a pass over the loader, so that the pass that was begun now has no more: "
@@ -110,6 +114,7 @@ class FollowedSource:
         self._unplaced: Callable[[], LoaderPass | None] = lambda: None  # begun before a restore, to begin again
         self._values = LoaderValues(source if isinstance(source, DataLoader) else None)
         self._began: dict[str, bytes] = {}  # values that had changed when the pass began
+        self._at_first: dict[str, bytes] | None = None  # when the job's first one did
         self._numbers = PassNumbers()
         self._ended = True  # no pass is under way, or the last one was read to its end
         self._cut: Mapping[str, int] = {}  # by what the script ends the pass, counted from where it begins
@@ -136,6 +141,8 @@ class FollowedSource:
         else:
             self._require_continued(saved)
         before, present = generator_states(self._source), self._values.changed()  # also what the loop has set since
+        if saved is not None:
+            self._say_set_back(present, saved["values"])
         begun = LoaderPass(source, self._beginning(original), self._passes)
         self._current = weakref.ref(begun)
         if saved is not None:
@@ -153,6 +160,8 @@ class FollowedSource:
         self._ended = False
         self._numbers.begin(self._values.numbers())
         self._began = self._values.changed()
+        if self._at_first is None:
+            self._at_first = self._began
         self._reads.boundary()
 
     def _require_continued(self, saved: Mapping[str, Any]) -> None:
@@ -163,6 +172,14 @@ class FollowedSource:
                 "epochs at `sampler.epoch`, which is restored before the first iteration"
             )
         self._numbers.require_restored(self._values.numbers(), saved["numbers"]["now"])
+
+    def _say_set_back(self, present: Mapping[str, bytes], saved: Mapping[str, Any]) -> None:
+        """Name what the script has set since the restore as it was in the first pass of the job, and had changed."""
+        first, now = saved["first"] or {}, saved["now"]
+        known = now.keys() | present.keys()
+        paths = sorted(one for one in known if first.get(one) == present.get(one) != now.get(one))
+        if paths:
+            say(f"after the restore the script has set the loader's {', '.join(paths)} {_SET_BACK}", alarm=True)
 
     def _reading(self, source: LoaderPass) -> None:
         self._reads.reading(source)
@@ -209,7 +226,10 @@ class FollowedSource:
             "usual": self._reads.usual,
             "cut": dict(self._cut),
             "left": self._lengths.left,
-            "values": {"began": self._began, "now": values, "reserve": bytes(2 * self._values.size() * first)},
+            "values": {
+                **{"began": self._began, "now": values, "first": self._at_first},
+                "reserve": bytes(3 * self._values.size() * first),
+            },
             "numbers": {**self._numbers.plain(), "now": self._values.numbers(), "built": self._values.built()},
             **self._place(first),
         }
@@ -232,7 +252,7 @@ class FollowedSource:
         self._values.put(saved["values"]["now"])
         self._numbers = PassNumbers.restored(saved["numbers"])
         self._reads.usual = saved["usual"]
-        self._began = dict(saved["values"]["began"])
+        self._began, self._at_first = dict(saved["values"]["began"]), saved["values"]["first"]
         self._load(saved)
         current = self._current()
         if saved["pass"] is None:

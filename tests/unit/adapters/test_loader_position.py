@@ -373,6 +373,26 @@ def test_killed_twice_it_reads_and_draws_as_without_a_failure(data: str, loop: t
     assert train(loop, LOADERS[data], *ends, ITERATIONS) == golden
 
 
+class Rising(Endless):
+    """Counts its passes from 0 in every start, and makes samples harder by that."""
+
+    def endless(self) -> Iterator[Any]:
+        for number in itertools.count():
+            self.loader.dataset.level = number
+            yield from self.loader
+
+
+def test_what_a_loop_sets_back_in_its_data_where_the_restored_pass_begins_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(Rising, LOADERS["shuffled"], 3, 4, ITERATIONS)  # in the first pass
+    train(Curriculum, LOADERS["shuffled"], 5, 7, ITERATIONS)
+    assert "has set the loader's" not in capsys.readouterr().err
+    train(Rising, LOADERS["shuffled"], 7, ITERATIONS)
+    words = "after the restore the script has set the loader's dataset.level to what it was in the first pass"
+    assert words in capsys.readouterr().err
+
+
 def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
