@@ -132,7 +132,7 @@ def loop_counters() -> LoopCounters:
         inside = inside or not is_installed(frame.f_code.co_filename)
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
-        code, spaces = _loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
+        code, spaces = loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
         installed = frame.f_code.co_filename.startswith(_INSTALLED)
         cut = dict.fromkeys(text for one in code.cuts if _is_in_force(one, spaces) for text in one.expressions)
         for kind in ("counters", *(() if installed else ("bounds", "deciding", "indices", "cut"))):
@@ -202,7 +202,8 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
 
 
 @cache
-def _loops_at(file: str, line: int) -> LoopCode:
+def loops_at(file: str, line: int) -> LoopCode:
+    """The loops that a function is in at a line of a file."""
     tree = _tree(file)
     return LoopCode() if tree is None else loops_around(tree, line)
 

@@ -23,7 +23,10 @@ _CHANGING = (
     *("rotate", "sort", "subtract", "update"),
     *("difference_update", "intersection_update", "symmetric_difference_update"),
 )
-_IN_PLACE = ("shuffle", "heappush", "heappop", "heapreplace", "heappushpop", "insort", "insort_left", "insort_right")
+_IN_PLACE = (
+    *("shuffle", "next", "heappush", "heappop", "heapreplace", "heappushpop"),
+    *("insort", "insort_left", "insort_right"),
+)
 EACH = "[<each>]"  # in an expression: any element; no code is written like that, as `x[...]` is
 _CLOCKS = (
     *("time", "monotonic", "perf_counter", "process_time", "now", "utcnow"),

@@ -14,12 +14,13 @@ In: an expression, the namespaces that it is in. Out: an int, a text, or None fo
 from __future__ import annotations
 
 import ast
+import gc
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from types import MemberDescriptorType
+from types import GeneratorType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -137,15 +138,24 @@ def comparable(value: Any) -> int | str | None:
 
 
 def unread(value: Any) -> str | None:
-    """The kind of a tensor, or of a container or an object with tensors, of which `comparable` does not read what is in
-    it; None for any other value."""
+    """The kind of a tensor, of an iterator, or of a container or an object with tensors, of which `comparable` does not
+    read what is in it; None for any other value."""
     if isinstance(value, torch.Tensor):
         return type(value).__name__ if comparable(value) is None else None
+    if type(value).__module__ == "itertools" and not _is_over_data(value):
+        return type(value).__name__
     own = value if isinstance(value, _CONTAINERS) else dict(_attributes(value))
     if not own or isinstance(value, type | torch.nn.Module) or is_of_library(type(value).__module__):
         return None
     size = f" of {len(value)}" if isinstance(value, _CONTAINERS) else ""
     return f"{type(value).__name__}{size}, with tensors" if _has_tensors(own) and _leaves(own) is None else None
+
+
+def _is_over_data(iterator: Any, depth: int = 3) -> bool:
+    """Whether an iterator of itertools takes from an object that is not Python's own, or from a generator."""
+    if isinstance(iterator, GeneratorType) or type(iterator).__module__ not in ("builtins", "itertools"):
+        return True
+    return depth > 0 and any(_is_over_data(one, depth - 1) for one in gc.get_referents(iterator))
 
 
 def _has_tensors(value: Any, depth: int = 3) -> bool:
