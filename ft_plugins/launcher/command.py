@@ -125,6 +125,12 @@ def _take_from(step: slurm.SlurmStep, options: argparse.Namespace) -> list[str]:
     if not options.rdzv_endpoint and parse_min_max_nnodes(options.nnodes)[1] > 1:
         options.rdzv_endpoint = step.endpoints
         taken.append(f"--rdzv-endpoint {options.rdzv_endpoint}")
+    if taken and step.components > 1:
+        raise ConfigError(
+            f"Slurm's job is heterogeneous ({step.components} components), and a step has the nodes of one component "
+            "alone, so that each would train by itself: give --nnodes and --rdzv-endpoint for all nodes that belong "
+            "together"
+        )
     if taken and step.tasks != step.nodes:
         raise ConfigError(
             f"Slurm starts {step.tasks} tasks on {step.nodes} nodes, expected one ft-run on each node: give srun "

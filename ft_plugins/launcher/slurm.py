@@ -18,7 +18,7 @@ from ..errors import ConfigError
 
 _LISTED = 4  # endpoints: any one that is alive is enough
 _PORT, _PORTS = 29400, 1000  # the port is derived from the id of the job, so that two jobs of a node differ
-_LONGEST = 1 << 16  # characters of a host list
+_LONGEST, _GROUPS = 1 << 16, 16  # characters of a host list, brackets of a name
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
@@ -32,6 +32,7 @@ class SlurmStep:
     hosts: tuple[str, ...]
     node: str
     job_id: int
+    components: int = 1  # of a heterogeneous job: a step has those of one of them only
 
     @property
     def endpoints(self) -> str:
@@ -41,8 +42,8 @@ class SlurmStep:
 
 def step_of(environment: Mapping[str, str]) -> SlurmStep | None:
     """The step in which this process runs; None if it is not in one, or in one on a single node."""
-    nodes = _number(environment, "SLURM_STEP_NUM_NODES")
-    if nodes < 2:
+    nodes, components = _number(environment, "SLURM_STEP_NUM_NODES"), _number(environment, "SLURM_HET_SIZE")
+    if not nodes or (nodes < 2 and components < 2):
         return None
     return SlurmStep(
         nodes,
@@ -50,6 +51,7 @@ def step_of(environment: Mapping[str, str]) -> SlurmStep | None:
         tuple(itertools.islice(expand(environment.get("SLURM_STEP_NODELIST", "")), _LISTED)),
         environment.get("SLURMD_NODENAME", ""),
         _number(environment, "SLURM_JOB_ID"),
+        components,
     )
 
 
@@ -61,6 +63,8 @@ def expand(hosts: str) -> Iterator[str]:
     while at < len(hosts):
         item = _ITEM.match(hosts, at)
         if item is None or item.end() == len(hosts) - 1 or hosts[item.end() : item.end() + 1] not in ("", ","):
+            raise _unfit(hosts[:80])
+        if item[0].count("[") > _GROUPS:
             raise _unfit(hosts[:80])
         yield from _names(re.split(r"\[([0-9,-]+)\]", item[0]))
         at = item.end() + 1
@@ -86,7 +90,7 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "0")
+    text = environment.get(name) or "0"
     if not re.fullmatch("[0-9]{1,10}", text):
         raise ConfigError(f"{name}: expected a number, found {shown(text)}; give --nnodes and --rdzv-endpoint yourself")
     return int(text)

@@ -1,4 +1,10 @@
-"""Loops that users write: `gan`, two optimizers over two networks; `lora`, adapters of a frozen network under FSDP2.
+"""Loops that users write:
+
+    gan          two optimizers over two networks
+    lora         adapters of a frozen network under FSDP2
+    accumulated  two batches for an update, of workers that augment; a rate by the loss of an epoch; the best weights
+    scaled       a GradScaler whose update is skipped once, batch norm, an average of the weights
+    curriculum   growing batches, a data set with a generator of its own, warm-up; one network trains every other time
 
     ft-run --nproc-per-node 2 own_loops.py gan PREFIX --reft
     torchrun --nproc-per-node 2 own_loops.py gan PREFIX unprotected
@@ -8,9 +14,11 @@ The final state of each rank is written to PREFIX and its rank.
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +28,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset
 
 import ft_plugins
 from ft_plugins.adapters.host_parts import local_part
 from ft_plugins.model.digest import readable
 
 ITERATIONS = 12
-Loop = tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], Any], Callable[[], None]]
+Loop = tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], Any], Callable[[], None], Callable[[], Any]]
 
 
 def gan() -> Loop:
@@ -50,7 +60,7 @@ def gan() -> Loop:
         for scheduler in schedulers:
             scheduler.step()
 
-    return model, [opt_g, opt_d], lambda: ft_plugins.TorchHost(model, [opt_g, opt_d], schedulers), iterate
+    return model, [opt_g, opt_d], lambda: ft_plugins.TorchHost(model, [opt_g, opt_d], schedulers), iterate, dict
 
 
 class Adapted(nn.Module):
@@ -79,7 +89,131 @@ def lora() -> Loop:
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, [optimizer], lambda: ft_plugins.FsdpHost(model, optimizer, mesh=mesh), iterate
+    return model, [optimizer], lambda: ft_plugins.FsdpHost(model, optimizer, mesh=mesh), iterate, dict
+
+
+class Noisy(Dataset[Any]):
+    """Draws in its process, and from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.jitter = random.Random(3)
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.arange(4.0).sin() * index / 10
+        return x + 0.1 * torch.randn(4) + 0.01 * self.jitter.random(), x.sum().reshape(1)
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def accumulated() -> Loop:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    loader = DataLoader(Noisy(), 2, shuffle=True, num_workers=2)
+    track = {"step": 0, "best": 1e9, "loss": 0.0, "weights": copy.deepcopy(model.state_dict())}
+    batches = endless(loader)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        for _ in range(2):
+            x, y = next(batches)
+            loss = (model(x) - y).square().mean() / 2
+            loss.backward()
+            track["loss"] += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        track["step"] += 1
+        if track["step"] % 3 == 0:
+            scheduler.step(track["loss"])
+            if track["loss"] < track["best"]:
+                track.update(best=track["loss"], weights=copy.deepcopy(model.state_dict()))
+            track["loss"] = 0.0
+
+    own = {"get_state": lambda: track, "set_state": track.update}
+    return (
+        model, [optimizer], lambda: ft_plugins.TorchHost(model, optimizer, scheduler, loader, **own), iterate,
+        lambda: {**track, "scheduler": scheduler.state_dict()},
+    )  # fmt: skip
+
+
+def scaled() -> Loop:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, nesterov=True)
+    ema = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    loader = DataLoader(Noisy(), 4, shuffle=True, generator=torch.Generator().manual_seed(3), drop_last=True)
+    batches, at = endless(loader), {"step": 0}
+
+    def iterate() -> None:
+        at["step"] += 1
+        x, y = next(batches)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (model(x) - y).square().mean()
+        scaler.scale(loss * float("inf") if at["step"] == 5 else loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        ema.update_parameters(model.module)
+
+    def get_state() -> Any:
+        return {"ema": dict(ema.state_dict()), "scaler": scaler.state_dict(), "at": at}
+
+    def set_state(state: Any) -> None:
+        ema.load_state_dict(state["ema"])
+        scaler.load_state_dict(state["scaler"])
+        at.update(state["at"])
+
+    own = {"get_state": get_state, "set_state": set_state}
+    return (
+        model, [optimizer], lambda: ft_plugins.TorchHost(model, optimizer, None, loader, **own), iterate, get_state,
+    )  # fmt: skip
+
+
+def curriculum() -> Loop:
+    generator = DistributedDataParallel(nn.Linear(3, 4))
+    judge = DistributedDataParallel(
+        nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.LeakyReLU(), nn.Linear(6, 1)), find_unused_parameters=True
+    )
+    model = nn.ModuleDict({"g": generator, "d": judge})
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        "g": torch.optim.Adam(generator.parameters(), 0.01, betas=(0.5, 0.9)),
+        "d": torch.optim.RMSprop(judge.parameters(), 0.005),
+    }
+    schedulers = {
+        name: torch.optim.lr_scheduler.LambdaLR(one, lambda step: min(1.0, (step + 1) / 5))
+        for name, one in optimizers.items()
+    }
+    loader = DataLoader(Noisy(), 1, shuffle=True)
+    batches = endless(loader)
+
+    def iterate() -> None:
+        step = schedulers["g"].last_epoch + 1
+        real = torch.cat([next(batches)[0] for _ in range(1 + step // 4)])
+        optimizers["d"].zero_grad()
+        fake = generator(torch.randn(len(real), 3)).detach()
+        (judge(fake).mean() - judge(real).mean() + 0.1 * judge(real).square().mean()).backward()
+        optimizers["d"].step()
+        if step % 2 == 0:
+            optimizers["g"].zero_grad()
+            (-judge(generator(torch.randn(len(real), 3))).mean()).backward()
+            optimizers["g"].step()
+        for one in schedulers.values():
+            one.step()
+
+    host = lambda: ft_plugins.TorchHost(model, optimizers, schedulers, loader)  # noqa: E731
+    return model, list(optimizers.values()), host, iterate, lambda: [one.state_dict() for one in schedulers.values()]
+
+
+KINDS: dict[str, Callable[[], Loop]] = {
+    "gan": gan, "lora": lora, "accumulated": accumulated, "scaled": scaled, "curriculum": curriculum,
+}  # fmt: skip
 
 
 def main(kind: str, prefix: str, *words: str) -> None:
@@ -87,7 +221,8 @@ def main(kind: str, prefix: str, *words: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(5)
-    model, optimizers, host, iterate = {"gan": gan, "lora": lora}[kind]()
+    random.seed(5)
+    model, optimizers, host, iterate, more = KINDS[kind]()
     torch.manual_seed(50 + dist.get_rank())
     steps: Any = range(ITERATIONS)
     if "unprotected" not in words:
@@ -99,6 +234,7 @@ def main(kind: str, prefix: str, *words: str) -> None:
         "moments": [[{k: local_part(v) for k, v in s.items()} for s in one.state.values()] for one in optimizers],
         "rates": [group["lr"] for one in optimizers for group in one.param_groups],
         "rng": torch.get_rng_state(),
+        "more": {"": more()},
     }
     Path(f"{prefix}{dist.get_rank()}").write_text(json.dumps(readable(state)))
     dist.barrier()

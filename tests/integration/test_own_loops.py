@@ -33,11 +33,17 @@ def _run(folder: Path, kind: str, *launcher: str, own: tuple[str, ...] = ()) -> 
     return [json.loads((folder / f"state-{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["gan", "lora"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("gan", "lora"),
+        *(pytest.param(one, marks=pytest.mark.all_configurations) for one in ("accumulated", "scaled", "curriculum")),
+    ],
+)
 def test_a_loop_that_is_killed_after_a_step_ends_bit_for_bit_as_an_unprotected_one(
     own_environment: Path, kind: str
 ) -> None:
-    """The GAN after the discriminator's step and before the generator's; the adapters after their only one."""
+    """The GAN after the discriminator's step and before the generator's; the others after their only or first one."""
     job, ranks = f"own-{kind}-{os.getpid()}", ("--nproc-per-node", "2")
     golden = _run(own_environment / f"{kind}-g", kind, *TORCHRUN, *ranks, own=("unprotected",))
     fault = "--ftp-faults=update.end@iteration=7,rank=1,restart=0:kill"

@@ -21,7 +21,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from ...errors import ConfigError, ResumeError
 from ..rng import numbers_drawn
-from .loaders import is_sampled, is_stateful, parts
+from .data_parts import parts
+from .loaders import is_sampled, is_stateful
 
 _COUNT = "count from the restored number (`epoch = sampler.epoch` in the first iteration, then `epoch += 1`)"
 

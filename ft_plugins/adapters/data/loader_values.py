@@ -15,7 +15,6 @@ In: a loader. Out: encoded values by attribute path, and back.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -29,7 +28,8 @@ import xxhash
 from ...errors import InventoryError, ResumeError, StateChangedError
 from ...events import say
 from ...snapshot.capture import codec
-from .loaders import data_parts, is_stateful, parts, sampler_epoch
+from .data_parts import GENERATORS, data_parts, parts
+from .loaders import is_stateful, sampler_epoch
 
 GROWTH = 16 << 10  # bytes by which the values of a loader may grow
 _SAMPLER_LIMIT, _DATA_LIMIT = 1 << 20, 1 << 16  # bytes of a value that is captured
@@ -37,7 +37,6 @@ _SAMPLE = 256  # elements of a watched value that are compared
 _NESTED = 128  # objects that are marked with one that refers to them
 _PLAIN = (int, float, bool, str, bytes, type(None))
 _ITEM = 9  # bytes of an encoded number, at most
-_GENERATORS = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _REMEDY = "return it in get_state and take it back in set_state as a plain value, or draw it from a generator"
 
 
@@ -90,7 +89,7 @@ class LoaderValues:
             if path in self._marks or path in self._named:
                 continue
             owner, name = places.get(path) or self._owner(path)
-            if isinstance(vars(owner).get(name), _GENERATORS):
+            if isinstance(vars(owner).get(name), GENERATORS):
                 continue  # made later
             if path not in wanted:
                 if encoding(vars(owner)[name], _limit(path)) is not None:
@@ -133,7 +132,7 @@ class LoaderValues:
             f"{path}{name}": (owner, name)
             for path, owner in owners.items()
             for name, value in vars(owner).items()
-            if not isinstance(value, _GENERATORS) and id(value) not in known
+            if not isinstance(value, GENERATORS) and id(value) not in known
         }
 
     def _owners(self) -> Iterator[tuple[str, Any]]:

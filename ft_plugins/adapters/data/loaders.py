@@ -24,14 +24,9 @@ from torch.utils.data.distributed import DistributedSampler
 from ...errors import ResumeError
 from ..rng import process_state, set_process_state
 from ..script.script_hooks import replace
+from .data_parts import generators_of, parts
 
 GeneratorStates = dict[str, Any]
-GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-_PARTS = ("loader", "batch_sampler", "sampler", "data_sampler")
-_DRAWING = (
-    *("dataset", "datasets", "collate_fn", "data_collator", "transform", "transforms", "target_transform"),
-    "__self__",
-)
 
 
 # ---- random numbers ----
@@ -39,7 +34,7 @@ _DRAWING = (
 
 def generator_states(source: Any = None) -> GeneratorStates:
     """The states of the process's generators (CPU), and of those that `source` owns."""
-    return {**process_state(), "own": {path: state_of(one) for path, one in _generators(source).items()}}
+    return {**process_state(), "own": {path: state_of(one) for path, one in generators_of(source).items()}}
 
 
 def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
@@ -51,7 +46,7 @@ def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
 
 def set_source_generators(source: Any, states: Mapping[str, Any]) -> None:
     """Set the generators that `source` owns. Raises ResumeError if they are not those captured."""
-    generators = _generators(source)
+    generators = generators_of(source)
     if set(generators) != set(states):
         raise ResumeError(
             f"the loader draws from {sorted(generators) or 'no generator of its own'}, the captured one from "
@@ -59,39 +54,6 @@ def set_source_generators(source: Any, states: Mapping[str, Any]) -> None:
         )
     for path, generator in generators.items():
         set_state_of(generator, states[path])
-
-
-def parts(source: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """`source` and its samplers, recursively, each with its attribute path."""
-    if source is None:
-        return
-    yield path, source
-    for name in _PARTS:
-        part = getattr(source, "__dict__", {}).get(name)
-        if part is not None:
-            yield from parts(part, f"{path}{name}.")
-
-
-def data_parts(source: Any, path: str = "", depth: int = 6) -> Iterator[tuple[str, Any]]:
-    """What makes samples and batches: data sets, transforms, the collate function, each with its attribute path."""
-    for name in _DRAWING if depth else ():
-        part = getattr(source, name, None) if name == "__self__" else getattr(source, "__dict__", {}).get(name)
-        several = list(enumerate(part)) if isinstance(part, list | tuple) else [("", part)]
-        for number, one in several:
-            if one is not None:
-                at = f"{path}{name}{number}."
-                yield at, one
-                yield from data_parts(one, at, depth - 1)
-
-
-def _generators(source: Any, data: bool = True) -> dict[str, Any]:
-    """The generators of `source` by attribute path; without `data`, only those that decide the order of samples."""
-    generators: dict[str, Any] = {}
-    for path, part in [*parts(source), *(data_parts(source) if data else ())]:
-        for name, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, GENERATORS) and all(value is not other for other in generators.values()):
-                generators[f"{path}{name}"] = value
-    return generators
 
 
 def state_of(generator: Any) -> Any:
@@ -136,7 +98,7 @@ def draws(loader: Any) -> bool:
     sampler = getattr(loader, "data_sampler", None) if sampler is None else sampler
     ordered = isinstance(sampler, SequentialSampler | DistributedSampler)
     ordered = ordered and (batches is None or type(batches) is BatchSampler)
-    return not ordered and not _generators(loader, data=False)
+    return not ordered and not generators_of(loader, data=False)
 
 
 # ---- an epoch ----

@@ -18,7 +18,8 @@ from torch.utils.data import get_worker_info
 
 from ..rng import numbers_drawn
 from ..script.script_hooks import replaced
-from .loaders import data_parts, generator_states
+from .data_parts import data_parts
+from .loaders import generator_states
 
 _NUMBERS = (int, float, bool)
 _CHANGES = ("draw random numbers", "count in their copies of the data set")

@@ -21,17 +21,16 @@ import torch
 
 from ...errors import ResumeError, UnsupportedError
 from ...events import say
+from ..data.data_parts import data_parts, parts
 from ..data.loader_order import hook_iteration, watch_draws
 from ..data.loader_values import LoaderValues
 from ..data.loaders import (
     LoaderEpoch,
     LoaderPass,
     Passes,
-    data_parts,
     generator_states,
     is_sampled,
     is_stateful,
-    parts,
     set_generator_states,
     set_source_generators,
 )

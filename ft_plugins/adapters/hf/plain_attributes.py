@@ -17,8 +17,9 @@ import torch
 
 from ...events import say
 from ...snapshot.capture import codec
+from ..data.data_parts import GENERATORS
 from ..data.loader_values import assign, deep_mark, encoding
-from ..data.loaders import GENERATORS, set_state_of, state_of
+from ..data.loaders import set_state_of, state_of
 
 LIMIT = 1 << 16  # bytes of a value
 _TOGETHER = 4 * LIMIT  # of all of them

@@ -14,13 +14,17 @@ In: a call as the script writes it, the namespaces that it is in. Out: what it c
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
-from ..data.loaders import GENERATORS
-from .loop_code import EACH, FunctionCode, root_of
+import torch
+
+from ..data.data_parts import GENERATORS
+from .loop_code import FunctionCode
+from .loop_statements import EACH, root_of
 from .loop_values import NOTHING, Spaces, attribute, is_a, length_of, parsed, unparsed, value_of
 
 _DEPTH, _MOST, _EACH = 3, 48, 16  # of calls in calls; functions of a loop; elements of a list that are called
@@ -32,6 +36,7 @@ class Called:
 
     function: FunctionType
     given: Mapping[str, tuple[str, Any]]
+    module: torch.nn.Module | None = None  # whose forward it is: those of its parts are not followed
 
     def in_caller(self, expression: str) -> str:
         """An expression of the function as the caller would write it."""
@@ -48,8 +53,8 @@ def carried_by(
     """What a call changes, or decides by: names, objects, and whether it changes them. `seen`: what was followed."""
     if EACH in call:
         container = value_of(parsed(call.partition(EACH)[0]), spaces)
-        for number in range(min(length_of(container) or 0, _EACH)):
-            yield from carried_by(call.replace(EACH, f"[{number}]", 1), spaces, code_of, seen, depth)
+        for key in islice(_keys(container), _EACH):
+            yield from carried_by(call.replace(EACH, f"[{key!r}]", 1), spaces, code_of, seen, depth)
         return
     node = parsed(call)
     yield from ((text, one, True) for text, one in _generators(node, spaces))
@@ -61,6 +66,7 @@ def carried_by(
     if identity in seen:
         return
     seen.add(identity)
+    depth = min(depth, 1) if isinstance(called.module, torch.nn.Module) else depth
     inner = {name: one for name, (_, one) in called.given.items()}, _cells(called.function), called.function.__globals__
     for expressions, changes in ((code.carried, True), (code.deciding, False)):
         for expression in expressions:
@@ -69,6 +75,13 @@ def carried_by(
     for each in code.calls:
         for text, value, changes in carried_by(each, inner, code_of, seen, depth - 1):
             yield called.in_caller(text), value, changes
+
+
+def _keys(container: Any) -> Iterable[Any]:
+    """The indices of a list, the plain keys of a dictionary."""
+    if is_a(container, dict):
+        return [key for key in dict.keys(container) if type(key) in (str, int)]
+    return range(length_of(container) or 0)
 
 
 def _generators(node: ast.expr, spaces: Spaces) -> Iterator[tuple[str, Any]]:
@@ -91,7 +104,8 @@ def _resolved(node: ast.Call, spaces: Spaces, code_of: CodeOf) -> Called | None:
         if attribute(type(owner), node.func.attr) is not function:  # of a module, or in an attribute
             owner = None
     elif not isinstance(function, FunctionType | type):
-        text, owner, function = unparsed(node.func), function, attribute(type(function), "__call__")
+        name = "forward" if isinstance(function, torch.nn.Module) else "__call__"
+        text, owner, function = unparsed(node.func), function, attribute(type(function), name)
     if not isinstance(function, FunctionType):
         return None
     code = code_of(function)
@@ -103,7 +117,8 @@ def _resolved(node: ast.Call, spaces: Spaces, code_of: CodeOf) -> Called | None:
     for one in node.keywords:
         if one.arg in code.parameters:
             given[one.arg] = unparsed(one.value), value_of(one.value, spaces)
-    return Called(function, {name: pair for name, pair in given.items() if pair[1] is not NOTHING})
+    module = owner if isinstance(owner, torch.nn.Module) else None
+    return Called(function, {name: pair for name, pair in given.items() if pair[1] is not NOTHING}, module)
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:

@@ -23,20 +23,12 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from .loop_statements import OVER_ALL, SCOPES, calls_in, changed_by, clocked_in, root_of, same_scope, values_in
+
 _LEAVING = (ast.Break, ast.Continue, ast.Return)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 Loop = ast.For | ast.AsyncFor | ast.While
 _Chain = tuple[tuple[ast.expr, bool], ...]  # tests, and what each must be
-_CHANGING = ("add", "append", "appendleft", "clear", "extend", "insert", "pop", "popleft", "remove", "update")
-EACH = "[<each>]"  # in an expression: any element; no code is written like that, as `x[...]` is
-_CLOCKS = (
-    *("time", "monotonic", "perf_counter", "process_time", "now", "utcnow"),
-    *("time_ns", "monotonic_ns", "perf_counter_ns", "process_time_ns"),
-)
-_ARITHMETIC = ("int", "float", "round", "max", "min", "total_seconds")
-_DERIVED = 3  # assignments from one clock to what is tested
-_OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends with the data that they receive
 
 
 @dataclass(frozen=True)
@@ -89,20 +81,20 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     inside = [loop for loop in loops if isinstance(loop, ast.While) or line >= loop.body[0].lineno]
     targets = [name for loop in inside for name in _targets(loop)]
     stale = {name for loop in loops for one in ast.walk(loop) for name in _targets(one)} - {*targets}
-    stale |= _clocked([one for loop in loops for one in _same_scope(loop.body)])
+    stale |= clocked_in([one for loop in loops for one in same_scope(loop.body)])
     ends = [test for loop in loops for test in _ending(loop)]
-    counters = targets + [text for test in ends for text in _values(test) if text not in stale]
+    counters = targets + [text for test in ends for text in values_in(test) if text not in stale]
     bounds = [text for loop in loops if isinstance(loop, ast.For | ast.AsyncFor) for text in _bounds(loop.iter)]
-    tested = [text for loop in loops for test, ends in _tests(loop) if not ends for text in _values(test)]
-    carried = [text for loop in loops for one in _same_scope(loop.body) for text in _changed(one) if text not in stale]
-    calls = [*_calls(ends), *_calls([one for loop in loops for one in loop.body])]
+    tested = [text for loop in loops for test, ends in _tests(loop) if not ends for text in values_in(test)]
+    carried = [text for loop in loops for one in same_scope(loop.body) for text in changed_by(one) if text not in stale]
+    calls = [*calls_in(ends), *calls_in([one for loop in loops for one in loop.body])]
     deciding = [text for text in tested + carried if text not in stale and text not in counters]
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
-    indices = [text for loop in loops for test, _ in _tests(loop) for text in _values(test) if text in fetching]
+    indices = [text for loop in loops for test, _ in _tests(loop) for text in values_in(test) if text in fetching]
     cuts = [one for loop in loops if loop not in inside for one in _cuts(loop, loop is not loops[0])]
     cuts += [Cut(tuple(_sliced(one))) for one in _yielding(tree, line) if inside]
     cut = [text for one in cuts for text in one.expressions]
-    found = counters, bounds, deciding, indices, cut, carried, calls, _calls(ends)
+    found = counters, bounds, deciding, indices, cut, carried, calls, calls_in(ends)
     return LoopCode(*(tuple(dict.fromkeys(each)) for each in found), cuts=tuple(cuts))
 
 
@@ -115,69 +107,20 @@ def function_at(tree: ast.Module, line: int, name: str) -> FunctionCode:
 
 def _function(node: ast.FunctionDef) -> FunctionCode:
     parameters = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
-    inside = [*_same_scope(node.body)]
+    inside = [*same_scope(node.body)]
     outer = {name for one in inside if isinstance(one, ast.Nonlocal | ast.Global) for name in one.names}
-    changed = [text for one in inside for text in _changed(one)]
+    changed = [text for one in inside for text in changed_by(one)]
     read = [one.test for one in inside if isinstance(one, ast.If | ast.While | ast.IfExp)]
     read += [one.value for one in inside if isinstance(one, ast.Return) and one.value is not None]
     local = {text for text in changed if text.isidentifier()} - outer
-    clocked = _clocked(inside)
-    found = changed, [text for one in read for text in _values(one)]
+    clocked = clocked_in(inside)
+    found = changed, [text for one in read for text in values_in(one)]
     carried, deciding = (
         [one for one in texts if one not in parameters and root_of(one) not in local and one not in clocked]
         for texts in found
     )
-    calls = _calls(node.body)
+    calls = calls_in(node.body)
     return FunctionCode(tuple(parameters), *(tuple(dict.fromkeys(each)) for each in (carried, deciding, calls)))
-
-
-def root_of(text: str) -> str:
-    """The variable that an expression begins with."""
-    return text.partition(".")[0].partition("[")[0]
-
-
-def _changed(node: ast.AST) -> Iterator[str]:
-    """What a statement assigns, or changes by a method of a container."""
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    if isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
-        targets = [node.target]
-    for target in targets:
-        several = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-        for one in several:
-            if isinstance(one, ast.Subscript) and not isinstance(one.slice, ast.Constant):
-                one = one.value  # any of its elements
-            if isinstance(one, ast.Name | ast.Attribute | ast.Subscript):
-                yield ast.unparse(one)
-    call = node.value if isinstance(node, ast.Expr) else None
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGING:
-        yield ast.unparse(call.func.value)
-
-
-def _clocked(nodes: Sequence[ast.AST]) -> set[str]:
-    """What is assigned from the time of day by arithmetic, or from what is: no restart begins where that was."""
-    found: set[str] = set()
-    assigned = [one for one in nodes if isinstance(one, ast.Assign | ast.AnnAssign)]
-    for _ in range(_DERIVED):
-        for one in assigned:
-            value = one.value or one
-            texts, values = {*_changed(one)}, {*_values(value)}
-            called = [ast.unparse(each.func).split(".")[-1] for each in ast.walk(value) if isinstance(each, ast.Call)]
-            timed = values & found or any(name in _CLOCKS for name in called)
-            if timed and not texts & values and {*called} <= {*_CLOCKS, *_ARITHMETIC}:
-                found |= texts
-    return found
-
-
-def _calls(nodes: Sequence[ast.AST]) -> list[str]:
-    """The calls in nodes; what a `for` calls for each element of a list as `container[<each>]`."""
-    found = [ast.unparse(one) for one in _same_scope(nodes) if isinstance(one, ast.Call)]
-    for loop in _same_scope(nodes):
-        over = loop.iter if isinstance(loop, ast.For) and isinstance(loop.target, ast.Name) else None
-        if isinstance(loop, ast.For) and isinstance(over, ast.Name | ast.Attribute | ast.Subscript):
-            target, each = ast.unparse(loop.target), f"{ast.unparse(over)}{EACH}"
-            inside = [text for text in _calls(loop.body) if root_of(text.partition("(")[0]) == target]
-            found += [each + text[len(target) :] for text in inside]
-    return found
 
 
 def _path(tree: ast.Module, line: int) -> list[Loop]:
@@ -185,7 +128,7 @@ def _path(tree: ast.Module, line: int) -> list[Loop]:
     loops: list[Loop] = []
     node: ast.AST | None = tree
     while node is not None:
-        if isinstance(node, _SCOPES):
+        if isinstance(node, SCOPES):
             loops = []
         elif isinstance(node, _LOOPS) and line <= (node.body[-1].end_lineno or line):  # else in its `else`
             loops.append(node)
@@ -217,7 +160,7 @@ def _ending(loop: Loop) -> Iterator[ast.expr]:
 def _tests(loop: Loop) -> Iterator[tuple[ast.expr, bool]]:
     """What each `if` in a loop tests, and whether that ends the loop."""
     ending = {id(test) for chain in _exits(loop) for test, _ in chain}
-    for node in _same_scope(loop.body):
+    for node in same_scope(loop.body):
         if isinstance(node, ast.If):
             yield node.test, id(node.test) in ending
 
@@ -227,7 +170,7 @@ def _exits(loop: Loop) -> Iterator[_Chain]:
     ends."""
     leaving = list(_chains(loop.body, frozenset()))
     deciding = [test for chain in leaving for test, _ in chain] + ([loop.test] if isinstance(loop, ast.While) else [])
-    yield from _chains(loop.body, frozenset(text for test in deciding for text in _values(test)))
+    yield from _chains(loop.body, frozenset(text for test in deciding for text in values_in(test)))
 
 
 def _chains(
@@ -244,7 +187,7 @@ def _chains(
         elif isinstance(one, _LOOPS):
             yield from _chains(one.body, flags, around, True)
             yield from _chains(one.orelse, flags, around, within)
-        elif not isinstance(one, _SCOPES):
+        elif not isinstance(one, SCOPES):
             yield from _chains(list(_statements(one)), flags, around, within)
 
 
@@ -260,11 +203,11 @@ def _cuts(loop: Loop, is_inner: bool) -> Iterator[Cut]:
     if isinstance(loop, ast.While):
         return
     targets = {*_targets(loop)}
-    inside = [*_same_scope(loop.body)]
-    changed = {text for one in inside for text in (*_changed(one), *_targets(one))}
+    inside = [*same_scope(loop.body)]
+    changed = {text for one in inside for text in (*changed_by(one), *_targets(one))}
     for chain in _exits(loop) if _counts(loop) else ():
-        counted = [test for test, _ in chain if targets & {*_values(test)}]
-        texts = [text for test in counted for text in (*_values(test), *_literals(test)) if text not in targets]
+        counted = [test for test, _ in chain if targets & {*values_in(test)}]
+        texts = [text for test in counted for text in (*values_in(test), *_literals(test)) if text not in targets]
         if counted:
             guards = tuple((ast.unparse(test), wanted) for test, wanted in chain)
             yield Cut(tuple(texts), guards, frozenset(targets | changed), *_counter(loop))
@@ -276,7 +219,7 @@ def _counter(loop: ast.For | ast.AsyncFor) -> tuple[str, str]:
     """What `enumerate` counts by, and over; '' for a counter that the loop sets, too, or that has no name."""
     first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else None
     name = first.id if isinstance(first, ast.Name) else ""
-    is_set = any(name in _changed(one) for one in _same_scope(loop.body))
+    is_set = any(name in changed_by(one) for one in same_scope(loop.body))
     over = loop.iter.args if isinstance(loop.iter, ast.Call) else []  # none of `enumerate(iterable=loader)`
     if is_set or not name or not over or isinstance(over[0], ast.Starred):
         return "", ""
@@ -285,9 +228,9 @@ def _counter(loop: ast.For | ast.AsyncFor) -> tuple[str, str]:
 
 def _sliced(node: ast.AST) -> Iterator[str]:
     """What ends the calls of `islice` and `zip` in an expression or a statement."""
-    for call in (one for one in _same_scope([node]) if isinstance(one, ast.Call)):
+    for call in (one for one in same_scope([node]) if isinstance(one, ast.Call)):
         if ast.unparse(call.func).split(".")[-1] in ("islice", "zip"):
-            yield from (*_values(call), *_literals(call))
+            yield from (*values_in(call), *_literals(call))
 
 
 def _yielding(tree: ast.Module, line: int) -> list[ast.YieldFrom]:
@@ -299,30 +242,15 @@ def _yielding(tree: ast.Module, line: int) -> list[ast.YieldFrom]:
     ]
 
 
-def _same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """All nodes of these statements but those of functions that are defined in them."""
-    for statement in statements:
-        if not isinstance(statement, _SCOPES):
-            yield statement
-            yield from _same_scope(list(ast.iter_child_nodes(statement)))
-
-
 def _set_flags(node: ast.AST) -> Iterator[str]:
     """What an assignment of True or False sets."""
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, bool):
         yield from map(ast.unparse, node.targets)
 
 
-def _values(expression: ast.AST) -> Iterator[str]:
-    """The variables, attributes and elements in an expression."""
-    for node in ast.walk(expression):
-        if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-            yield ast.unparse(node)
-
-
 def _bounds(iterable: ast.expr) -> Iterator[str]:
-    yield from _values(iterable)
-    if isinstance(iterable, ast.Call) and ast.unparse(iterable.func).split(".")[-1] not in _OVER_ALL:
+    yield from values_in(iterable)
+    if isinstance(iterable, ast.Call) and ast.unparse(iterable.func).split(".")[-1] not in OVER_ALL:
         yield from _literals(iterable)
 
 

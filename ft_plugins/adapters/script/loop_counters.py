@@ -26,14 +26,12 @@ from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
-import numpy as np
-import torch
-
 from ...base.installed import is_installed
 from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
-from .loop_values import NOTHING, Spaces, comparable, is_a, is_unsteady, length_of, parsed, truth_of, value_of
+from .loop_statements import root_of
+from .loop_values import NOTHING, Spaces, comparable, is_unsteady, length_of, parsed, truth_of, unread, value_of
 from .script_names import is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -86,16 +84,18 @@ def rest_ends_as_a_whole(cut: Collection[str], remedy: str) -> str:
 
 
 def decided_otherwise(
-    first: LoopCounters, version: LoopCounters, now: LoopCounters, within: bool, ignored: Collection[str] = ()
-) -> str | None:
+    first: LoopCounters, version: LoopCounters, now: LoopCounters, within: bool, ignored: Collection[str] = (),
+    set_back: Collection[str] = (),
+) -> str | None:  # fmt: skip
     """What of a loop that continues is not what it was, and decides something in it; None for nothing. `within`: the
-    version was captured in the middle of a pass over the data, whose rest `enumerate` counts from zero."""
+    version was captured in the middle of a pass over the data, whose rest `enumerate` counts from zero. `set_back`:
+    variables of which the script restores what cannot be compared."""
     changed = [_changed(first.deciding, version.deciding, now.deciding, False, ignored)]
     for name, was in version.indices.items() if within else ():
         if not _is_in(name, ignored):
             changed.append(f"{name} begins at 0, and was {was} when that version was captured")
     unread = [f"{name} ({kind})" for name, kind in version.unread.items() if now.unread.get(name) == kind]
-    unread = [one for one in unread if not _is_in(one, ignored)]
+    unread = [one for one in unread if not _is_in(one, ignored) and root_of(one.split("`")[1]) not in set_back]
     if unread:
         changed.append(f"what cannot be compared is what the script has set: {', '.join(unread)}")
     return "; ".join(filter(None, changed)) or None
@@ -132,7 +132,7 @@ def loop_counters() -> LoopCounters:
         inside = inside or not installed
         function = frame.f_code.co_name
         place = "" if function == "<module>" else f" in {function}()"
-        code, spaces = _loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
+        code, spaces = loops_at(frame.f_code.co_filename, frame.f_lineno), (variables, frame.f_globals)
         cut = dict.fromkeys(text for one in code.cuts if _is_in_force(one, spaces) for text in one.expressions)
         for kind in ("counters", *(() if installed else ("bounds", "deciding", "indices", "cut"))):
             for expression in cut if kind == "cut" else getattr(code, kind):
@@ -192,8 +192,8 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
         noted: Any = value
     elif carried and kind in ("counters", "deciding"):
         noted, kind = comparable(value), "deciding"
-        if noted is None and is_a(value, torch.Tensor, np.ndarray):
-            noted, kind = type(value).__name__, "unread"
+        if (lacks := unread(value)) is not None and len(found["unread"]) < _MOST:
+            found["unread"].setdefault(name, lacks)
     else:
         return
     if noted is not None and len(found[kind]) < _MOST:
@@ -201,7 +201,8 @@ def _note(found: dict[str, dict[str, Any]], kind: str, name: str, value: Any, ca
 
 
 @cache
-def _loops_at(file: str, line: int) -> LoopCode:
+def loops_at(file: str, line: int) -> LoopCode:
+    """The loops that a function is in at a line of a file."""
     tree = _tree(file)
     return LoopCode() if tree is None else loops_around(tree, line)
 

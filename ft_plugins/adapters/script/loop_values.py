@@ -14,11 +14,13 @@ In: an expression, the namespaces that it is in. Out: an int, a text, or None fo
 from __future__ import annotations
 
 import ast
+import gc
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from types import MappingProxyType, MemberDescriptorType
+from itertools import islice
+from types import GeneratorType, MappingProxyType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -26,13 +28,15 @@ import torch
 import xxhash
 
 from ...snapshot.capture import codec
-from ..data.loaders import GENERATORS, state_of
+from ..data.data_parts import GENERATORS
+from ..data.loaders import state_of
 from .script_names import is_of_library
 
 Spaces = tuple[Mapping[str, Any], ...]
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MOST = 256  # values of a container that are compared
+_SMALL = 4096  # bytes of a tensor in one that is
 _SHOWN = 40  # characters of a text
 NOTHING: Any = object()
 _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
@@ -133,6 +137,37 @@ def comparable(value: Any) -> int | str | None:
     return None
 
 
+def unread(value: Any) -> str | None:
+    """The kind of a tensor, an array, an iterator, or of a container or an object with tensors, of which `comparable`
+    does not read what is in it; None for any other value."""
+    if is_a(value, torch.Tensor, np.ndarray):
+        return type(value).__name__ if comparable(value) is None else None
+    if type(value).__module__ == "itertools" and not _is_over_data(value):
+        return type(value).__name__
+    container = _container(value)
+    own = value if container else dict(_attributes(value))
+    if not own or is_a(value, type, torch.nn.Module) or is_of_library(type(value).__module__):
+        return None
+    size = f" of {container.__len__(value)}" if container else ""
+    return f"{type(value).__name__}{size}, with tensors" if _has_tensors(own) and _leaves(own) is None else None
+
+
+def _is_over_data(iterator: Any, depth: int = 3) -> bool:
+    """Whether an iterator of itertools takes from an object that is not Python's own, or from a generator."""
+    if is_a(iterator, GeneratorType) or type(iterator).__module__ not in ("builtins", "itertools"):
+        return True
+    return depth > 0 and any(_is_over_data(one, depth - 1) for one in gc.get_referents(iterator))
+
+
+def _has_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether a tensor is among the first parts of a container."""
+    if is_a(value, torch.Tensor):
+        return True
+    kind = _container(value) if depth else None
+    inside = list(islice(_parts(kind, value), _MOST)) if kind else []
+    return any(_has_tensors(one, depth - 1) for one in inside)
+
+
 def is_a(value: Any, *kinds: type) -> bool:
     """`isinstance` without a look at `__class__`, which may be a property of the script."""
     return issubclass(type(value), kinds)
@@ -161,6 +196,9 @@ def _leaves(value: Any) -> list[Any] | None:
         for one in pending[-1]:
             if type(one) in _PLAIN:
                 found.append(one)
+            elif _is_small(one):
+                bytes_of = one.detach().contiguous().view(-1).view(torch.uint8)
+                found.append(f"{one.dtype} {tuple(one.shape)} {xxhash.xxh3_64_hexdigest(bytes_of.numpy())}")
             elif (kind := _container(one)) and kind.__len__(one) <= _MOST and len(found) <= _MOST:
                 found.append(type(one).__name__)
                 pending.append(_parts(kind, one))
@@ -172,6 +210,11 @@ def _leaves(value: Any) -> list[Any] | None:
         else:
             pending.pop()
     return found
+
+
+def _is_small(value: Any) -> bool:
+    known = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
+    return known and 0 < value.numel() * value.element_size() <= _SMALL
 
 
 def _parts(kind: Any, value: Any) -> Iterator[Any]:

@@ -44,9 +44,10 @@ class OwnCounters:
         """The counters of the restored version, None if it has none; whether the rest of a pass comes next."""
         self._saved, self._within = saved, within
 
-    def begin(self, restored: bool, ignored: Collection[str]) -> str | None:
+    def begin(self, restored: bool, ignored: Collection[str], set_back: Collection[str] = ()) -> str | None:
         """Before the first iteration of this incarnation: what shows that the loop did not continue, None for nothing.
-        Another number of ranks may have epochs of another length."""
+        Another number of ranks may have epochs of another length. `set_back`: variables of which the script restores
+        what cannot be compared."""
         self._first = self._last = now = self._now()
         self._begun = True
         saved, self._saved = self._saved, None
@@ -56,7 +57,7 @@ class OwnCounters:
         version = LoopCounters(**saved["last"])
         if saved["ranks"] != self.captured()["ranks"]:
             return None
-        changed = decided_otherwise(self._first, version, now, self._within, ignored)
+        changed = decided_otherwise(self._first, version, now, self._within, ignored, set_back)
         self.remark = "" if changed is None else f"after the restore {changed}"
         return not_continued(self._first, version, now, saved["ended"], ignored, self._within)
 

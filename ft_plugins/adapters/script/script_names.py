@@ -52,7 +52,7 @@ def stack() -> Iterator[tuple[FrameType, Mapping[str, Any]]]:
     frame: FrameType | None = sys._current_frames().get(-1 if thread is None else thread)
     while frame is not None:
         if not is_of_library(str(frame.f_globals.get("__name__"))):
-            yield frame, _variables(frame)
+            yield frame, variables_of(frame)
         frame = frame.f_back
 
 
@@ -67,7 +67,7 @@ def namespaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield "a global", vars(main)
 
 
-def _variables(frame: FrameType) -> dict[str, Any]:
+def variables_of(frame: FrameType) -> dict[str, Any]:
     """A copy of a frame's variables. Before Python 3.13 a function's frame keeps the dictionary that it returns, and so
     what is in it, until the function ends: it is emptied, unless the script has it too, by `locals()`."""
     variables = frame.f_locals

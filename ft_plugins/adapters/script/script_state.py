@@ -159,6 +159,12 @@ def _same(wanted: Any, found: Any) -> bool:
         return False
 
 
+def names_in(function: Any) -> frozenset[str]:
+    """The variables and attributes that a function's code, or that of the method of an object, names."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return frozenset() if code is None else frozenset((*_names(code), *code.co_freevars))
+
+
 def _referenced(function: Any) -> Iterator[Any]:
     """The objects that a function's code refers to: closure, globals, attributes of `self`, arguments of a partial."""
     owner = getattr(function, "__self__", None)

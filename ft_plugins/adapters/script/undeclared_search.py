@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from ...errors import ResumeError, StateChangedError
 from ...events import say
 from ...model.digest import WALL_TIMES as NOT_COMPARED
-from ..data.loaders import parts
+from ..data.data_parts import generators_of, parts
 from .script_names import Name, named, namespaces
 from .script_state import Marks, Returned, contents_of, storage_of, tensors_in
 from .undeclared import DeclaredState, Sort, Undeclared, sorted_out, tensors_to_mark, undeclared
@@ -204,8 +204,8 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _contents(objects: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
-    """The objects, and what their attributes hold, containers included. Of a loader: its samplers and generators, not
-    its data set, which may keep state of its own."""
+    """The objects, and what their attributes hold, containers included. Of a loader: its samplers and generators,
+    not its data set, which may keep state of its own."""
     pending, seen = [(one, depth) for one in objects], set[int]()
     while pending:
         one, left = pending.pop()
@@ -215,7 +215,7 @@ def _contents(objects: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
         yield one
         if isinstance(one, DataLoader):
             inside = [part for _, part in parts(one)]
-            pending += [(part, 0) for each in inside for part in (each, getattr(each, "generator", None))]
+            pending += [(part, 0) for part in (*inside, *generators_of(one).values())]
         elif isinstance(one, Mapping):
             pending += [(part, left) for part in list(one.values())]
         elif isinstance(one, list | tuple):

@@ -57,6 +57,8 @@ from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, w
 from ..optimizers import Optimizers, scheduler_of
 from ..parameter_groups import packed, regrouped
 from ..script.own_counters import OwnCounters
+from ..script.script_state import names_in
+from ..script.suspended import SuspendedValues
 from ..script.undeclared import Undeclared
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .early_update import EarlyUpdate, early_refusal
@@ -121,6 +123,7 @@ class TorchHost(PlainLoop, ReducingHost):
         self._observer: Observer | None = None
         self._searched = False  # for schedulers that were not given
         self._counted = OwnCounters(bounded=False)  # what the session's own loop runs over is the same in every start
+        self._suspended = SuspendedValues()
         self._updated = 0  # the iteration of the newest update
         self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
         self._early: EarlyUpdate | None = None
@@ -253,8 +256,10 @@ class TorchHost(PlainLoop, ReducingHost):
             require_encodable_caller(values["caller"], f"rank {self.rank}")
         else:
             self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        lost = self._undeclared.lost()
-        return {"caller": values, "loop": self._counted.captured(), "lost": lost, **self.generators()}
+        lost, suspended = self._undeclared.lost(), self._suspended.captured(not self._iteration)
+        self._say_remark(self._suspended.remark)
+        loop = self._counted.captured()
+        return {"caller": values, "loop": loop, "suspended": suspended, "lost": lost, **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         return regrouped(small["caller"].get("members"), self._packed_groups)
@@ -307,6 +312,8 @@ class TorchHost(PlainLoop, ReducingHost):
         write_modes(self._module, small["caller"]["modes"])
         super().restore_position(small)
         self._counted.restored(small.get("loop"), within=False)
+        self._suspended.begin(small.get("suspended"), self._ignored_names())
+        self._say_remark(self._suspended.remark)
         self._compare_counters()
 
     def loop_begins(self) -> None:
@@ -315,10 +322,13 @@ class TorchHost(PlainLoop, ReducingHost):
     def _compare_counters(self) -> None:
         """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
         script carries on are named."""
-        if problem := self._counted.begin(True, self._ignored_names()):
+        if problem := self._counted.begin(True, self._ignored_names(), names_in(self._caller_state[1])):
             raise ResumeError(f"rank {self.rank}: the loop does not continue: {problem}; {_CARRY}")
-        if self._counted.remark and self.rank == 0:
-            say(f"{self._counted.remark}: if training depends on it, results differ; {_CARRY}", alarm=True)
+        self._say_remark(self._counted.remark)
+
+    def _say_remark(self, remark: str) -> None:
+        if remark and self.rank == 0:
+            say(f"{remark}: if training depends on it, results differ; {_CARRY}", alarm=True)
 
     def _ignored_names(self) -> frozenset[str]:
         return frozenset(one for one in self._ignored if isinstance(one, str))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 import random
@@ -51,6 +52,58 @@ class Noisy(Numbers):
     def __getitem__(self, index: int) -> Any:
         order, vector = super().__getitem__(index)
         return order, vector + torch.rand(4, generator=self.generator)
+
+
+class Jitter:
+    """An augmentation that draws from a generator of its own, and counts."""
+
+    def __init__(self) -> None:
+        self.random, self.calls = np.random.RandomState(2), 0
+
+    def __call__(self, vector: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return vector * (1 + 0.01 * self.calls) + float(self.random.rand())
+
+
+class Augmented(Dataset[Any]):
+    """A data set around another one, and its augmentation, under names of its own."""
+
+    def __init__(self) -> None:
+        self.base, self.steps = Numbers(0.0), {"jitter": Jitter()}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        order, vector = self.base[index]
+        return order, self.steps["jitter"](vector)
+
+
+_of_this_module = random.Random(8)
+
+
+class Shaken(Numbers):
+    """Draws from a generator of its module."""
+
+    def __getitem__(self, index: int) -> Any:
+        order, vector = super().__getitem__(index)
+        return order, vector + _of_this_module.random()
+
+
+def shaken() -> Any:
+    _of_this_module.seed(8)  # as in a new process
+    return DataLoader(Shaken(), 4, shuffle=True)
+
+
+def masking() -> Any:
+    """A collate function that keeps a generator in its closure."""
+    random_numbers = np.random.default_rng(6)
+    return lambda samples: masked(samples, random_numbers)
+
+
+def masked(samples: Any, random_numbers: Any) -> Any:
+    order, vectors = torch.utils.data.default_collate(samples)
+    return order, vectors * torch.from_numpy(random_numbers.random(vectors.shape) > 0.3)
 
 
 class InPlace(Sampler[int]):
@@ -280,6 +333,13 @@ LOADERS: dict[str, Loader] = {
     "drawing workers": lambda: DataLoader(Drawing(0.0), 4, shuffle=True, num_workers=2),
     "in place": lambda: DataLoader(Numbers(), 4, sampler=InPlace()),
     "noisy": lambda: DataLoader(ConcatDataset([Subset(Noisy(), range(SAMPLES))]), 4, sampler=InPlace()),  # type: ignore
+    "augmented": lambda: DataLoader(Augmented(), 4, shuffle=True),
+    "augmented workers": lambda: DataLoader(Augmented(), 4, shuffle=True, num_workers=2),
+    "closure": lambda: DataLoader(Numbers(), 4, shuffle=True, collate_fn=masking()),
+    "partial": lambda: DataLoader(
+        Numbers(), 4, shuffle=True, collate_fn=functools.partial(masked, random_numbers=np.random.default_rng(6))
+    ),
+    "of a module": shaken,
     "weights": lambda: DataLoader(Numbers(), 4, sampler=Weights(np.random.RandomState(5))),
     "stateful": lambda: StatefulLoader(Numbers(), 4),
     "stateful epochs": lambda: StatefulLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
@@ -301,6 +361,7 @@ KILLS = [(3, 4), (5, 6), pytest.param((7, 10), marks=pytest.mark.all_configurati
         ("torchdata", Dropped),
         ("torchdata workers", Again),
         ("in place workers", Again),
+        ("augmented workers", Again),
         ("drawing workers", Again),
         ("drawing workers", Before),
         ("torchdata persistent", Endless),
@@ -310,6 +371,26 @@ def test_killed_twice_it_reads_and_draws_as_without_a_failure(data: str, loop: t
     golden = train(loop, LOADERS[data], ITERATIONS)
     assert len(golden[1]) == ITERATIONS
     assert train(loop, LOADERS[data], *ends, ITERATIONS) == golden
+
+
+class Rising(Endless):
+    """Counts its passes from 0 in every start, and makes samples harder by that."""
+
+    def endless(self) -> Iterator[Any]:
+        for number in itertools.count():
+            self.loader.dataset.level = number
+            yield from self.loader
+
+
+def test_what_a_loop_sets_back_in_its_data_where_the_restored_pass_begins_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(Rising, LOADERS["shuffled"], 3, 4, ITERATIONS)  # in the first pass
+    train(Curriculum, LOADERS["shuffled"], 5, 7, ITERATIONS)
+    assert "has set the loader's" not in capsys.readouterr().err
+    train(Rising, LOADERS["shuffled"], 7, ITERATIONS)
+    words = "after the restore the script has set the loader's dataset.level to what it was in the first pass"
+    assert words in capsys.readouterr().err
 
 
 def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_refused(

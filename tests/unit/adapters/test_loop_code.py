@@ -65,6 +65,39 @@ def test_the_expressions_that_count_and_bound_the_loops_around_a_line(
     assert at_the_mark(source) == LoopCode(counters, bounds, deciding)
 
 
+@pytest.mark.parametrize(
+    ("statement", "changed"),
+    [
+        ("sample = buffer.popleft()", ["sample", "buffer"]),
+        ("del history[0], cache[key]", ["history[0]", "cache"]),
+        ("random.shuffle(order)", ["order"]),
+        ("heapq.heappush(self.best, score)", ["self.best"]),
+        ("self.rng.shuffle(data.order)", ["data.order"]),
+        ("stats[name].total += 1", ["stats"]),
+        ("a, (b, *c) = step()", ["a", "b", "c"]),
+        ("x = y.add(1)", ["x"]),
+        ("make().extend(more)", []),
+    ],
+)
+def test_what_a_statement_changes_is_carried_on(statement: str, changed: list[str]) -> None:
+    assert list(at_the_mark(f"while True:\n    train()  # HERE\n    {statement}").carried) == changed
+
+
+@pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        ("for one in each.values(): one.update(x)", "each[<each>].update(x)"),
+        ("for name, one in self.each.items(): one.update(x)", "self.each[<each>].update(x)"),
+        ("for number, one in enumerate(each, 1): one.update(x)", "each[<each>].update(x)"),
+        ("for loss, one in zip(losses, each): one.update(x)", "each[<each>].update(x)"),
+        ("each[name].update(x)", "each[<each>].update(x)"),
+        ("each[name](x)", "each[<each>](x)"),
+    ],
+)
+def test_what_is_called_of_each_element_is_found(source: str, call: str) -> None:
+    assert call in at_the_mark(f"while True:\n    train()  # HERE\n    {source}").calls
+
+
 def test_a_target_whose_next_element_is_being_fetched_does_not_count() -> None:
     source = """
         for epoch in range(3):

@@ -111,6 +111,9 @@ class State:
         (torch.tensor(0.5), torch.tensor([0.75])),
         (np.float32(0.5), np.float32(0.75)),
         ([object()], [object(), object()]),
+        ({"weights": torch.zeros(3)}, {"weights": torch.tensor([0.0, 0.0, 1.0])}),
+        (Namespace(shadow={"w": torch.ones(2, 2)}), Namespace(shadow={"w": torch.ones(4)})),
+        ([torch.zeros(2, dtype=torch.bfloat16).requires_grad_()], [torch.ones(2, dtype=torch.bfloat16)]),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -232,6 +235,49 @@ def test_a_tensor_or_array_that_a_loop_carries_on_is_named(total: Any, kind: str
     assert (
         decided_otherwise(versions[0], versions[2], versions[0], False, ignored={"total", "step", "versions"}) is None
     )
+
+
+def test_tensors_in_a_container_that_are_too_large_to_compare_are_named() -> None:
+    """But not if the script restores what holds them."""
+    shadow, plain, versions = {"w": torch.zeros(2000)}, [0.5], {}
+    for step in range(3):
+        versions[step] = loop_counters()
+        shadow["w"] = shadow["w"] + 1
+        shadow[f"at {step % 1}"] = torch.zeros(2000)
+        plain[0] = 0.25
+    versions[0] = versions[1]  # as many
+    said = decided_otherwise(versions[0], versions[2], versions[0], within=False, ignored={"step"}) or ""
+    assert "`shadow` in " in said and "() (dict of 2, with tensors)" in said and "plain" not in said
+    assert "with tensors" not in (decided_otherwise(*[versions[2]] * 3, within=False, set_back={"shadow"}) or "")
+
+
+class Balanced(torch.nn.Module):
+    """A loss with a number, and with a part whose own are not followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.part = 1.0, Halved()
+
+    def forward(self, loss: float) -> float:
+        self.scale = 0.5 * self.scale + 2.0 * loss
+        return float(self.part(loss))
+
+
+class Halved(torch.nn.Module):
+    calls = 0
+
+    def forward(self, loss: float) -> float:
+        self.calls += 1
+        return loss / 2
+
+
+def test_what_the_forward_of_a_loss_changes_is_compared() -> None:
+    criterion, versions = Balanced(), {}
+    for step in range(3):
+        versions[step] = loop_counters()
+        criterion(0.5)
+    said = decided_otherwise(versions[0], versions[2], versions[0], within=False) or ""
+    assert "`criterion.scale` in " in said and "calls" not in said
 
 
 class Flagged(Stopper):

@@ -38,7 +38,9 @@ def test_of_a_huge_range_only_the_names_that_are_wanted_are_made() -> None:
     assert list(itertools.islice(slurm.expand("n[1-999999999][1-999999999]"), 2)) == ["n11", "n12"]
 
 
-@pytest.mark.parametrize("text", ["", "n[1-", "n[3-1]", "n[1--2]", "a,,b", "a,", "n[]", "x" * 70_000])
+@pytest.mark.parametrize(
+    "text", ["", "n[1-", "n[3-1]", "n[1--2]", "a,,b", "a,", "n[]", "n[1-2[3]]", "n" + "[1]" * 2000, "x" * 70_000]
+)
 def test_what_is_no_host_list_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST.*give --rdzv-endpoint"):
         list(slurm.expand(text))
@@ -66,3 +68,15 @@ def test_nothing_is_taken_on_one_node_and_without_a_system(tmp_path: Path) -> No
 def test_several_tasks_on_a_node_are_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="40 tasks on 5 nodes.*--ntasks-per-node=1"):
         plan(tmp_path, "--reft", SLURM_STEP_NUM_TASKS="40")
+
+
+@pytest.mark.parametrize("nodes", ["1", "5"])
+def test_a_heterogeneous_job_is_refused_unless_the_nodes_that_belong_together_are_given(
+    tmp_path: Path, nodes: str
+) -> None:
+    het = {"SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes}
+    with pytest.raises(ConfigError, match=r"heterogeneous \(2 components\).*give --nnodes and --rdzv-endpoint"):
+        plan(tmp_path, "--reft", **het)
+    found = plan(tmp_path, "--reft", "--nnodes", "6", "--rdzv-endpoint", "b:1", **het)
+    assert (found.torch.nnodes, found.torch.rdzv_endpoint) == ("6", "b:1")
+    assert plan(tmp_path, "--reft", **STEP, SLURM_HET_SIZE="").torch.nnodes == "5"
