@@ -159,8 +159,10 @@ def test_what_a_progress_bar_counts_is_its_own_matter(monkeypatch: pytest.Monkey
         seen += [loop_counters()]
         shown += 2
     name = "test_what_a_progress_bar_counts_is_its_own_matter()"
-    own = [[{key: value for key, value in found.items() if key.endswith(name)} for found in (one.counters, one.deciding)]
-           for one in seen]  # fmt: skip  # not what a test runner's own loop carries on
+    own = [  # not what a test runner's own loop carries on
+        [{key: value for key, value in found.items() if key.endswith(name)} for found in (one.counters, one.deciding)]
+        for one in seen
+    ]
     assert own[0] == [{f"`at` in {name}": 0}, {}]
     assert own[1] == [{f"`at` in {name}": 1}, {f"`shown` in {name}": 2, f"`seen` in {name}": "a list of 1"}]
 
