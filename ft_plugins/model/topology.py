@@ -8,8 +8,8 @@ A rank has two addresses. Dense layers (attention, MLP, embeddings) are laid out
 etp, ep, edp, pp, with etp the expert tensor parallel size (default tp) and edp = world size / (etp ep pp). Both give a
 rank the same pipeline stage.
 
-In: parallel sizes, Megatron's order string. Out: `Topology`, read by adapters (replica sets), snapshot.capture.layout
-(sharding groups) and all code that places bytes on nodes.
+In: parallel sizes, Megatron's order string. Out: `Topology`, read by adapters (replica sets), systems.reft (sharding
+groups) and all code that places bytes on nodes.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Topology:
         return self.group("dp", rank, expert=True)
 
     def sharding_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """REFT's sharding groups: by (pp, tp), ascending, the ranks that share the capture of one state."""
+        """The sharding groups, by (pp, tp): the ranks, ascending, that share the capture of one state."""
         members: dict[tuple[int, int], list[int]] = {(p, t): [] for p in range(self.pp) for t in range(self.tp)}
         tensor, pipeline = self._axis("tp", expert=False), self._axis("pp", expert=False)
         for rank in range(self.world_size):

@@ -32,13 +32,13 @@ from ..data.data_parts import GENERATORS
 from ..data.loaders import state_of
 from .script_names import is_of_library
 
-Spaces = tuple[Mapping[str, Any], ...]
+Spaces = tuple[Mapping[str, Any], ...]  # namespaces, the innermost first
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MOST = 256  # values of a container that are compared
 _SMALL = 4096  # bytes of a tensor in one that is
 _SHOWN = 40  # characters of a text
-NOTHING: Any = object()
+NOTHING: Any = object()  # there is no value, or it cannot be read
 _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,

@@ -21,7 +21,7 @@ from ...base.intake import Count, Text
 from ..schedule import due_from, is_turn, next_due
 from ..segment.slots import Mark, Version, marks_of, recovery_order
 
-_NAMED_AHEAD_SECONDS = 3.0  # until the other nodes' SMPs, which poll once a second, have seen the announcement
+_ANNOUNCED_AHEAD_SECONDS = 3.0  # until the other nodes' SMPs, which poll once a second, have seen the announcement
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def due(
     held: Collection[Version], storage: Storage, last: Version | None, wanted: Version | None, alone: bool,
     good: Collection[Version] | None = None,
 ) -> Version | None:  # fmt: skip
-    """The version to write now, newer than `last` (the newest one already handled); None for none.
+    """The version to write now, newer than `last` (the newest one already handled; None: none was); None for none.
 
-    It is the first snapshot from each multiple of the interval on, or the announced version (`wanted`). If a scheduled
-    version was overwritten before it was seen, a node that is `alone` writes the newest one instead; several nodes must
-    all write the same one. In a job that audits, it is the first audited snapshot, if it is in `good`, the versions
-    with a good verdict (None: any version).
+    It is the first snapshot from each multiple of the interval on, or the announced version (`wanted`, if any). If a
+    scheduled version was overwritten before it was seen, a node that is `alone` writes the newest one instead; several
+    nodes must all write the same one. In a job that audits, it is the first audited snapshot, if it is in `good`, the
+    versions with a good verdict (None: any version).
     """
     interval = storage.interval
     step, of = (storage.every, 1) if good is None else (storage.step, storage.step)
@@ -94,7 +94,7 @@ def due(
 
 
 def is_behind(iteration: int, storage: Storage, last: Version | None) -> bool:
-    """Whether a scheduled version lies between `last` and `iteration`."""
+    """Whether a multiple of the interval lies between `last` and `iteration`."""
     interval = storage.interval
     return bool(interval) and iteration // interval > (last.iteration if last else 0) // interval
 
@@ -109,10 +109,10 @@ def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int |
     return min(turns, default=None)
 
 
-def name_ahead(lineage: int, completed: int, every: int, iterations_per_second: float) -> Version:
-    """Announce a version, for a checkpoint while the job trains. Every node learns of it before it is captured."""
-    announced = completed + math.ceil(_NAMED_AHEAD_SECONDS * iterations_per_second)
-    return Version(lineage, next_due(announced + every, every))
+def to_announce(lineage: int, completed: int, every: int, iterations_per_second: float) -> Version:
+    """The version to announce, for a checkpoint while the job trains: every node hears of it before it is captured."""
+    heard = completed + math.ceil(_ANNOUNCED_AHEAD_SECONDS * iterations_per_second)
+    return Version(lineage, next_due(heard + every, every))
 
 
 def newest_held_by_all(offers: Iterable[NodeOffer], world_size: int) -> Version | None:
@@ -138,8 +138,8 @@ def surplus(stored: Sequence[StoredCheckpoint], keep: int, fingerprint: str) -> 
     """The checkpoints to remove once a new one of the job with `fingerprint` is complete.
 
     These are its complete ones beyond the newest `keep`, except the newest certified one and those marked `kept`, which
-    are not counted; and unfinished ones older than its newest complete one. Complete and unfinished checkpoints of
-    other jobs stay: they may still be wanted, or be in progress.
+    are not counted; and unfinished ones of this job, or of none known yet, older than its newest complete one. Complete
+    and unfinished checkpoints of other jobs stay: they may still be wanted, or be in progress.
     """
     own = sorted((each for each in stored if each.complete and each.fingerprint == fingerprint), key=_version)
     if not own:

@@ -14,10 +14,10 @@ from ft_plugins.snapshot.capture.retention import (
     StoredCheckpoint,
     candidates,
     due,
-    name_ahead,
     newest_held_by_all,
     next_turn,
     surplus,
+    to_announce,
 )
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
@@ -99,7 +99,7 @@ def test_every_multiple_has_one_snapshot_and_next_turn_announces_it(interval: in
 
 @given(st.integers(0, 10**6), st.integers(1, 50), st.floats(0, 1000))
 def test_a_name_is_of_a_snapshot_that_nobody_has_begun(completed: int, every: int, rate: float) -> None:
-    named = name_ahead(3, completed, every, rate)
+    named = to_announce(3, completed, every, rate)
     assert named.lineage == 3 and named.iteration % every == 0
     assert named.iteration > completed + every, "the next one may be begun already"
     assert named.iteration >= completed + 3 * rate - 1e-6, "seconds ahead, for all to have heard of it"
