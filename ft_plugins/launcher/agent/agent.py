@@ -98,6 +98,7 @@ class ProgressAgent(LocalElasticAgent):
         self._first_token = 0  # the first one under this ft-run
         self._token = 0  # of the running incarnation
         self._opened = False  # a rank has opened a lineage under this ft-run
+        self._failed = False  # a worker here failed, and does not only report that others were lost
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
@@ -189,6 +190,8 @@ class ProgressAgent(LocalElasticAgent):
             handler.opened = self._has_opened()
             handler.trained = bool(self._watcher and self._watcher.begun())
             handler.workers = spec.local_world_size
+            handler.failed, self._failed = self._failed, False
+            handler.replaceable = bool(self._watcher and self._watcher.replaceable())
         self._note(FtRunPhase.WAITING, "waiting for the nodes of the job")
         super()._rendezvous(worker_group)
         self._note(FtRunPhase.STARTING)
@@ -424,6 +427,7 @@ class ProgressAgent(LocalElasticAgent):
                 flight_record=left_traces.flight_record(failure.rank, self._started_at),
             )
         cause = root_cause(failures)
+        self._failed = not cause.secondary
         result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch reports the earliest
         next_step = self._give_verdict(cause)

@@ -120,6 +120,12 @@ class Watcher:
         status = self._request("status", lambda client: client.status())
         return not holds_nothing(status) or any(segment["completed"] for segment in status["segments"])
 
+    def replaceable(self) -> bool:
+        """Whether the other nodes can rebuild what this one holds, of a version that they have committed. Raises
+        ProtectionError."""
+        tier = self._request("status", lambda client: client.status())["node_tier"]
+        return bool(tier["losses"] and tier["committed"])
+
     def progress(self, token: int) -> tuple[int | None, int] | None:
         """See `smp.serve.status.progress_of`. Raises ProtectionError."""
         return self._request("status", lambda client: progress_of(client.status(), token))

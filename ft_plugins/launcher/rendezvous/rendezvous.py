@@ -54,6 +54,8 @@ class Rendezvous(RendezvousHandler):
         self.opened = False  # whether ranks of this node have captured under this command
         self.trained = False  # whether ranks of this node have completed an iteration
         self.workers = 0  # how many this node starts
+        self.failed = False  # one of its workers failed, and does not only report that others were lost
+        self.replaceable = False  # the other nodes can rebuild what this one holds
         # of the current round
         self.opened_anywhere = self.trained_anywhere = False  # `opened`, `trained` of any of its nodes when it began
         self.first_rank, self.all_workers = 0, 0  # rank of the first worker here, number of workers on all nodes
@@ -104,6 +106,7 @@ class Rendezvous(RendezvousHandler):
         """
         self._round, self.is_draining = 0, False
         self._node.read_sizes()
+        self._join.failed, self._join.replaceable = self.failed, self.replaceable
         self._join.begin(self.opened, self.trained, self._took_part, self.workers)
         while True:
             leader = self._join.find_leader()

@@ -62,6 +62,7 @@ class RoundJoin:
         self._node = node
         self._store_bound = store_bound
         self._opened = self._trained = self._took_part = False
+        self.failed = self.replaceable = False  # see `Application`
         self._workers = 0
         self._acknowledged = 0  # a complete round that this node has acknowledged: the others rely on it
         self._last_view: RoundView | None = None  # the leader's last reply about an incomplete round
@@ -249,6 +250,8 @@ class RoundJoin:
             trained=self._trained,
             took_part=self._took_part,
             workers=self._workers,
+            failed=self.failed,
+            replaceable=self.replaceable,
         )
         fields = asdict(application)
         began = time.monotonic()

@@ -4,7 +4,8 @@ Invariant: a round is complete only when each of its nodes has reported after it
 checked first), and its store exists. It
 has begun when each of them has acknowledged it. If one is silent or leaves in between, it is dropped and the round
 opens again, so no node begins a round without the others. A waiting node takes the place of one that is lost, not of
-one that is alive and slow to return, unless that one takes `Rules.wait`. Time comes from outside.
+one that is alive and slow to return, unless that one takes `Rules.wait`. A node that has failed often becomes a spare
+where there is another one (`rounds.left_out`). Time comes from outside.
 
     OPEN -> PROPOSED      enough nodes wait: ranks are assigned, the node of rank 0 creates the round's store
     PROPOSED -> OPEN      a chosen node was lost
@@ -18,6 +19,7 @@ complete round.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
@@ -76,6 +78,9 @@ class RoundMachine:
         self.phase = Phase.OPEN
         self.roster = last or Roster(0)
         self.proposal: Proposal | None = None  # of the proposed or complete round
+        self._failures: Counter[str] = Counter()  # of nodes, under this leader: see `Candidate`
+        self._blamed = False  # a node was the first to fail in the last round
+        self._drained = ""  # the node that has left the last round as it was asked
         self.draining = ""  # the node of the round that is to leave at the next version, '' for none
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self.revision = self.changes = 1
@@ -157,6 +162,9 @@ class RoundMachine:
         for each in (*holders, token):
             self.leave(each)
         self._waiting.add(application)
+        if application.failed and node in self.roster.ranks and not self._blamed:
+            self._blamed = True
+            self._failures[node] += 1
         self._refused.pop(node, None)
         self._alive.watch(token, now)
         if node in self._members:
@@ -262,7 +270,7 @@ class RoundMachine:
         if self.phase is Phase.COMPLETE and token in self._nodes:
             self._alive.hang_up(token)
             self._lost[token] = None
-            self.draining = ""
+            self._drained, self.draining = self._nodes[token], ""
             self._changed()
             self._reopen(now)
 
@@ -354,7 +362,7 @@ class RoundMachine:
         return token is None if answers is None else answers == place.node  # in doubt only where this node did not lead
 
     def _propose(self, size: int) -> None:
-        assigned = rounds.ranks(self._waiting.candidates(), size)
+        assigned = rounds.ranks(self._waiting.candidates(self._failures), size)
         tokens = {node: self._waiting.token(node) or "" for node in sorted(assigned, key=assigned.__getitem__)}
         chosen = [self._waiting[token] for token in tokens.values()]  # by rank
         self.proposal = Proposal(
@@ -369,9 +377,12 @@ class RoundMachine:
 
     def _complete(self, proposal: Proposal) -> None:
         by_rank = [self._waiting[token] for token in sorted(proposal.ranks, key=proposal.ranks.__getitem__)]
+        gone = self._waiting.missing()  # lost, but for those that were drained or refused
+        self._failures.update(node for node in gone if node not in self._refused and node != self._drained)
         for each in by_rank:
             self._waiting.remove(each.token)
         members = tuple(Place(each.node, each.endpoint) for each in by_rank)
+        self._blamed, self._drained = False, ""
         self._members = {each.node: each.token for each in by_rank}
         self._nodes = {each.token: each.node for each in by_rank}
         self._back = set()

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from ...errors import ConfigError
 from .field_types import LIMIT, Count, Reported
 
+OFTEN = 2  # failures of a node in a job
+
 
 @dataclass(frozen=True, order=True)
 class Seat:
@@ -33,11 +35,14 @@ class Seat:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A node that waits for a round. `wanted` is a rank that its user asked for."""
+    """A node that waits for a round. `wanted` is a rank that its user asked for. `failures`: in how many rounds it was
+    the first to fail, or was lost. `replaceable`: the others can rebuild what it holds."""
 
     node: str
     seat: Seat | None = None
     wanted: int | None = None
+    failures: int = 0
+    replaceable: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,8 +168,30 @@ def is_hopeless(rules: Rules, turnout: Turnout, running: bool, patience: float, 
     return rules.is_fixed and not running and since_refusal >= patience and not rules.fit(turnout.nodes)
 
 
+def left_out(candidates: Sequence[Candidate], size: int) -> set[str]:
+    """The nodes that have failed OFTEN and are spares in a round of `size`, because there are others: the worst first.
+
+    Of the last round one at most, if all of its nodes are back and the others can rebuild what that one holds: no
+    redundancy is sure to make up for more.
+    """
+    last, last_size = last_seats(candidates)
+    members = {each.node for each in candidates if each.seat and each.seat.round == last}
+    may_leave = len(members) == last_size
+    out: set[str] = set()
+    for each in sorted(candidates, key=lambda each: (-each.failures, natural(each.node))):
+        if each.failures < OFTEN or len(candidates) - len(out) <= size:
+            break
+        if each.node in members:
+            if not (may_leave and each.replaceable):
+                continue
+            may_leave = False
+        out.add(each.node)
+    return out
+
+
 def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
-    """The rank of each node that takes part in a round of `size`, by name; the others are spares.
+    """The rank of each node that takes part in a round of `size`, by name; the others are spares, first of all those
+    that are `left_out`.
 
     Ranks are assigned in this order:
 
@@ -179,7 +206,8 @@ def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
     if len({each.node for each in candidates}) < max(size, len(candidates)):
         raise ValueError(f"{size} nodes of different names are needed, found {[each.node for each in candidates]}")
     last, _ = last_seats(candidates)
-    by_name = sorted(candidates, key=lambda each: natural(each.node))
+    out = left_out(candidates, size)
+    by_name = sorted((each for each in candidates if each.node not in out), key=lambda each: natural(each.node))
     seated = sorted((each for each in by_name if each.seat), key=_newest_first)
     newest = [each for each in seated if each.seat and each.seat.round == last]
     assigned: dict[str, int] = {}

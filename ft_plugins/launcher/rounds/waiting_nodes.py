@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -31,7 +31,8 @@ class Application:
 
     `knows`: the newest complete round that it knows of, with or without a seat in it. `opened`: its ranks have captured
     under the running command. `trained`: they have completed an iteration, or hold a version. `took_part`: its process
-    has been in a round, so the job goes on, and is not being started again. `workers`: how many it starts.
+    has been in a round, so the job goes on, and is not being started again. `workers`: how many it starts. `failed`:
+    one of them failed, and does not only report that others were lost. `replaceable`: see `Candidate`.
     """
 
     node: Name
@@ -44,6 +45,8 @@ class Application:
     trained: Flag = False
     took_part: Flag = False
     workers: Workers = 0
+    failed: Flag = False
+    replaceable: Flag = False
 
     @property
     def newest_round(self) -> int:
@@ -156,6 +159,9 @@ class WaitingNodes:
             return Turnout(len(self))
         return Turnout(len(self), self._newest.round, self._newest.size, self._of_round[self._newest.round])
 
-    def candidates(self) -> list[Candidate]:
-        """The waiting nodes, with the newest seat that they or this node remember."""
-        return [Candidate(each.node, self._seats.get(each.token), each.wanted) for each in self]
+    def candidates(self, failures: Mapping[str, int]) -> list[Candidate]:
+        """The waiting nodes, with the newest seat that they or this node remember. `failures`: by node."""
+        return [
+            Candidate(each.node, self._seats.get(each.token), each.wanted, failures.get(each.node, 0), each.replaceable)
+            for each in self
+        ]

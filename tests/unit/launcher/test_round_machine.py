@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,8 @@ class Model:
     ended: dict[str, float] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     answers: dict[str, str] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+    blamed: bool = False
     enough_since: float | None = None
     looked: float = 0.0
 
@@ -63,6 +66,9 @@ class Model:
         for each in (*holders, token):
             self.leave(each)
         self.waiting[token], self.heard[token] = application, self.now
+        if application.failed and not self.blamed and any(place.node == node for place in self.roster.members):
+            self.blamed = True
+            self.failures[node] += 1
         self.reopen()
         return True
 
@@ -128,6 +134,9 @@ class Model:
         for each in self.waiting.values():
             seats = [seat for seat in (each.seat, self.roster.seat(each.node)) if seat]
             candidates.append(Candidate(each.node, max(seats, default=None), each.wanted))
+            candidates[-1] = replace(
+                candidates[-1], failures=self.failures[each.node], replaceable=each.replaceable
+            )
         if not self.rules.fit(len(candidates)):
             self.enough_since = None
             return
@@ -159,6 +168,9 @@ class Model:
             self.answers |= answers
 
     def complete(self) -> None:
+        waiting = {each.node for each in self.waiting.values()}
+        self.failures.update(place.node for place in self.roster.members if place.node not in waiting)
+        self.blamed = False
         chosen = [self.waiting.pop(token) for token in sorted(self.ranks, key=self.ranks.__getitem__)]
         self.members = {each.node: each.token for each in chosen}
         members, spares = (
@@ -238,7 +250,8 @@ def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_no
         if what == "apply":
             token, seat, wanted, knows = arguments
             dead.discard(token)
-            both("apply", Application(token[0], token, f"{token[0]}:1", seat, wanted, knows, took_part=knows > 2))
+            more = {"took_part": knows > 2, "failed": knows % 2 == 1, "replaceable": wanted is None}
+            both("apply", Application(token[0], token, f"{token[0]}:1", seat, wanted, knows, **more))
         elif what == "come":
             for node in NODES:
                 dead.discard(f"{node}/{arguments[0]}")

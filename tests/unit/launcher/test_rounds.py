@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher.rounds.round_machine import Application, Phase, Place, Roster, RoundMachine
-from ft_plugins.launcher.rounds.rounds import Candidate, Rules, Seat, Turnout, natural, ranks, size_of, why_not_drained
+from ft_plugins.launcher.rounds.rounds import (
+    Candidate,
+    Rules,
+    Seat,
+    Turnout,
+    left_out,
+    natural,
+    ranks,
+    size_of,
+    why_not_drained,
+)
 
 SILENCE = 10.0
 
@@ -630,3 +640,55 @@ def test_whatever_happens_who_stays_keeps_its_rank_and_nobody_silent_is_in(story
         kept = [node for rank, node in enumerate(before) if node in lives and rank < len(now)]
         assert [node for node in kept if now.index(node) != before.index(node)] == []
         before = now
+
+
+# ---- nodes that have failed often ----
+
+
+def worn(candidates: list[Candidate], failures: dict[str, int], replaceable: bool = True) -> list[Candidate]:
+    return [replace(each, failures=failures.get(each.node, 0), replaceable=replaceable) for each in candidates]
+
+
+def test_a_node_that_failed_twice_is_a_spare_where_there_is_another_one_and_else_takes_part() -> None:
+    nodes = [*seated("a", "b", "c"), Candidate("x")]
+    assert ranks(worn(nodes, {"b": 1}), 3) == {"a": 0, "b": 1, "c": 2}
+    assert ranks(worn(nodes, {"b": 2}), 3) == {"a": 0, "x": 1, "c": 2}
+    assert ranks(worn(nodes[:3], {"b": 9}), 3) == {"a": 0, "b": 1, "c": 2}, "there is no better one"
+    assert ranks(worn(nodes, {"b": 2, "x": 3}), 3) == {"a": 0, "b": 1, "c": 2}, "the other one is worse"
+
+
+def test_of_the_last_round_one_node_at_most_is_left_out_and_only_if_the_others_can_rebuild_it() -> None:
+    nodes = [*seated("a", "b", "c"), Candidate("x"), Candidate("y")]
+    assert left_out(worn(nodes, {"a": 2, "b": 3}), 3) == {"b"}
+    assert not left_out(worn(nodes, {"b": 3}, replaceable=False), 3)
+    assert not left_out(worn([nodes[0], *nodes[2:]], {"a": 3}), 3), "b is lost: two may be too many"
+    assert left_out(worn([nodes[0], *nodes[2:]], {"x": 3}), 3) == {"x"}, "but of two spares the better one is taken"
+
+
+def test_a_node_that_came_back_after_it_was_lost_twice_does_not_get_its_rank_back_before_a_fresh_one() -> None:
+    old = Candidate("old", Seat(1, 2, 3))
+    three = [*seated("a", "b", "lost", number=2)[:2], old, Candidate("fresh")]
+    assert ranks(worn(three, {"old": 2}), 3) == {"a": 0, "b": 1, "fresh": 2}
+    assert "old" in ranks(worn(three, {"old": 1}), 3)
+
+
+def test_a_failure_counts_for_the_node_that_failed_first_and_for_one_that_was_lost() -> None:
+    rounds = with_spares("d", wait=1)
+
+    def fail(first: str, *others: str) -> None:
+        for node in (first, *others):
+            said = Application(node, f"{node}/1", f"{node}:1", failed=True, replaceable=True, took_part=True)
+            assert rounds.gathering.apply(said, rounds.now)
+        rounds.come(*(name for name in "abc" if name in rounds.members and name not in (first, *others)))
+        rounds.pass_by(3)
+
+    fail("b", "c")  # c's workers have failed as a consequence
+    assert rounds.members == ["a", "b", "c"] and rounds.gathering._failures == {"b": 1}
+    fail("b", "a")
+    assert rounds.members == ["a", "d", "c"] and rounds.gathering.waiting() == ["b"]
+    rounds.silent = {"d/1"}
+    rounds.gathering.hang_up("d/1", rounds.now)
+    rounds.come("a", "c")
+    rounds.pass_by(SILENCE + 3)
+    assert rounds.members == ["a", "b", "c"], "there is no other one"
+    assert rounds.gathering._failures == {"b": 2, "d": 1}

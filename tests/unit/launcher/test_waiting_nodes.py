@@ -53,6 +53,6 @@ def check(nodes: WaitingNodes, last: Roster, expected: list[Application]) -> Non
     assert nodes.names() == names and nodes.names(2) == names[:2]
     assert nodes.missing() == missing and nodes.missing(2) == missing[:2]
     assert nodes.newest_round == max([0, *(max(each.knows, each.seat.round if each.seat else 0) for each in expected)])
-    assert nodes.candidates() == candidates
+    assert nodes.candidates({}) == candidates
     assert nodes.turnout == Turnout.of(candidates)
     assert all(each.token in nodes and nodes[each.token] == each for each in expected)
