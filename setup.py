@@ -17,6 +17,7 @@ EXTRAS = {
     "dev": [
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis",
         "ruff", "mypy", "import-linter", "build", "setuptools",
+        "kubernetes-validate", "kubeflow-trainer-api", "pyyaml",  # the schemas of launch/kubernetes
     ],  # fmt: skip
 }
 

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..planner.survival import columns, demand
 from ..snapshot.segment.paths import SHM, SPARE, MemoryLimit, memory_limits, sizes_text
 from ..systems.reft.dry_claim import ORDER, DryClaim, DryJob, NodeClaim, block_of, plan_claim, smaller_claims
+from .pod_memory import pod_memory
 
 GIB = float(1 << 30)
 _LARGEST_GIB = 1024  # captured by a rank: a plan has its buckets one by one
@@ -64,6 +65,13 @@ def memory(
     node_memory_gib: Annotated[
         float | None, typer.Option(help="GiB of a node; unset: what this machine has free now")
     ] = None,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="print what a pod of the job needs, as parts of a manifest")
+    ] = False,
+    training_gib: Annotated[
+        float | None,
+        typer.Option(help="GiB of host memory that training takes on a node without protection, for --kubernetes"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute the host memory that protection of a job claims on each node, and whether it fits. Flags of the job go
@@ -77,8 +85,29 @@ def memory(
         parameters, each, tp, pp, replicas(tp * pp, dp, ranks_per_node, nodes), ranks_per_node,
         sharded=not replicated, whole=averages(config), order=order,
     )  # fmt: skip
+    training = training_bytes(kubernetes, training_gib)
     memory_plan = plan_memory(job, config, node_memory_gib)
-    print(json.dumps({"memory": memory_plan.block()}) if as_json else "\n".join(memory_plan.lines(what)))
+    most = max(kind.most for kind in memory_plan.claim.kinds)
+    pod = None if training is None else pod_memory(most, training)
+    if as_json:
+        print(json.dumps({"memory": memory_plan.block() | ({"kubernetes": pod.block()} if pod else {})}))
+    else:
+        print("\n".join(pod.lines() if pod else memory_plan.lines(what)))
+
+
+def training_bytes(kubernetes: bool, training_gib: float | None) -> int | None:
+    """What training itself takes in a pod; None if that is not asked for. Raises ConfigError."""
+    if not kubernetes:
+        if training_gib is not None:
+            raise ConfigError("--training-gib: has no effect without --kubernetes; add it or drop this")
+        return None
+    if training_gib is None:
+        raise ConfigError(
+            "--kubernetes: what training itself takes is not known, and counts too; give --training-gib, the most that "
+            "a run without protection has taken on a node"
+        )
+    demand("training_gib", training_gib, "from 0 to 1e6", 0 <= training_gib <= 1e6)
+    return int(training_gib * GIB)
 
 
 @dataclass(frozen=True)
@@ -126,7 +155,7 @@ def plan_memory(job: DryJob, config: Config, node_memory_gib: float | None) -> M
         )
     claim = plan_claim(job, config)
     fit = fit_of(claim.kinds[0].total, node_memory_gib)
-    fits_most = fit_of(claim.kinds[0].total + claim.kinds[0].more, node_memory_gib).fits_later
+    fits_most = fit_of(claim.kinds[0].most, node_memory_gib).fits_later
     less = "" if fit.fits else smaller_claims(config, claim.losses)
     return MemoryPlan(job, claim, fit, fits_most, less, averages(config))
 
@@ -221,10 +250,9 @@ def _table(claim: DryClaim) -> Iterator[str]:
 def _more(claim: NodeClaim, fits: bool) -> Iterator[str]:
     """What is claimed when it is needed. `fits`: whether there is room for all of it."""
     if claim.more:
-        most = claim.total + claim.more
         yield (
-            f"  up to {claim.most_slots} slots, {most / GIB:.2f} GiB ({most / claim.captured:.2f} times), if versions "
-            "are still being sent when the next one is captured"
+            f"  up to {claim.most_slots} slots, {claim.most / GIB:.2f} GiB ({claim.most / claim.captured:.2f} times), "
+            "if versions are still being sent when the next one is captured"
         )
         if not fits:
             yield "    not all of that fits: the job then goes on with fewer slots (see --reft-slots)"

@@ -663,6 +663,26 @@ def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins:
     assert baft["store"] == pytest.approx(2 * baft["captured"], rel=0.01), "copies of two versions"
 
 
+def test_plan_of_memory_prints_what_a_pod_needs_with_room_for_training_and_its_spare_part(
+    ft_plugins: Command,
+) -> None:
+    import yaml
+
+    asked = (*MODEL, "--nodes", "4", "--kubernetes", "--training-gib", "100")
+    part = yaml.safe_load(ft_plugins(*asked))
+    (volume,), (container,) = part["volumes"], part["containers"]
+    memory = container["resources"]["limits"]["memory"]
+    assert container["resources"]["requests"]["memory"] == memory
+    plan = json.loads(ft_plugins(*asked, "--json"))["memory"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": plan["kubernetes"]["shm_size_limit"]}
+    assert memory == plan["kubernetes"]["memory"]
+    most = max(node["total"] + node["more"] for node in plan["nodes"])
+    for size, needed in ((volume["emptyDir"]["sizeLimit"], most), (memory, most + (100 << 30))):
+        nbytes = int(size.removesuffix("Mi")) << 20
+        assert 0 <= nbytes - nbytes / 20 - needed < 1 << 20, "a twentieth is left, as of a node"
+    assert "kubernetes" not in json.loads(ft_plugins(*MODEL, "--nodes", "4", "--json"))["memory"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -671,6 +691,9 @@ def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins:
         (("--parameters", "1e13", "--dp", "8"), "--parameters: a rank would capture 13970 GiB; expected at"),
         (("--nodes", "1", "--tp", "3"), "--nodes: 1 nodes of 8 ranks cannot be divided"),
         (("--dp", "8", "--nodes", "2"), "--nodes: tp x pp x dp = 8 ranks need 1 nodes"),
+        (("--dp", "8", "--kubernetes"), "--kubernetes: what training itself takes is not known"),
+        (("--dp", "8", "--kubernetes", "--training-gib", "nan"), "training_gib: expected a number from 0 to 1e6"),
+        (("--dp", "8", "--training-gib", "1"), "--training-gib: has no effect without --kubernetes"),
         (("--dp", "8", "--", "--reft-slts"), "--reft-slts: unknown flag"),
         (("--dp", "8", "--", "x"), "x: unknown; expected flags of the job"),
         (("--dp", "8", "--node-memory-gib", "0"), "--node-memory-gib: expected a number"),

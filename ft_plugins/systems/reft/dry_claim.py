@@ -91,6 +91,10 @@ class NodeClaim:
     def total(self) -> int:
         return self.snapshots + self.own_parity + self.store
 
+    @property
+    def most(self) -> int:
+        return self.total + self.more
+
 
 @dataclass(frozen=True)
 class DryClaim:
