@@ -31,6 +31,7 @@ from ..base.intake import shown
 from ..config import Config, add_flags, deepspeed_json, keys, merge, protects, run_directory, sources
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from ..events import catalogue, read
+from ..transport.network_devices import ifnames_of, interfaces_differ, network_devices
 from . import job_identity, slurm
 from .agent.watcher import Job
 from .agent.why import why
@@ -217,6 +218,14 @@ def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
         options.master_port = 29500
 
 
+def _interfaces_differ(config: Config, environment: Mapping[str, str]) -> str:
+    """What names different network devices, in a sentence; '' if nothing does, or the devices are unknown."""
+    ifnames = ifnames_of(environment)
+    with suppress(OSError):
+        return interfaces_differ(config.interface, ifnames, network_devices()) if ifnames else ""
+    return ""
+
+
 @record
 def _raise(error: Exception) -> None:
     """Raise it, so that `record` writes it to the error file of ft-run's parent, as torchrun does."""
@@ -272,6 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = plan(words, os.getuid(), os.getcwd(), socket.gethostname(), os.environ)
         if planned.from_slurm:
             print(f"ft-run: taken from Slurm: {planned.from_slurm}; flags that you give replace these", file=sys.stderr)
+        if planned.protected and (differ := _interfaces_differ(planned.config, os.environ)):
+            print(f"ft-run: warning: {differ}", file=sys.stderr)
         _require_temporary_folder(planned.torch.log_dir)
         where = _where(planned)
         outcome = execute(planned)
