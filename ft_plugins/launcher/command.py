@@ -30,7 +30,7 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from ..base.intake import shown
 from ..config import Config, add_flags, deepspeed_json, keys, merge, protects, run_directory, sources
 from ..errors import EXIT_REFUSED, ConfigError, FtError
-from ..events import catalogue, read
+from ..events import Damage, catalogue, read
 from ..transport.network_devices import ifnames_of, interfaces_differ, network_devices
 from . import job_identity, slurm
 from .agent.watcher import Job
@@ -252,10 +252,11 @@ def _account(plan: Plan) -> list[str]:
     if not plan.protected:
         return []
     with suppress(Exception):  # the disk may be what failed, or a line damaged: the exit status must not change
-        events = list(read(run_directory(plan.job, plan.node) / "events.jsonl"))
+        damage = Damage()
+        events = list(read(run_directory(plan.job, plan.node) / "events.jsonl", damage))
         starts = [at for at, event in enumerate(events) if event.type is catalogue.JOB_STARTED]
         account = why(events[starts[-1] :]) if starts else None
-        return account.lines() if account else []
+        return [*(account.lines() if account else []), *([str(damage)] if damage.lines else [])]
     return []
 
 
