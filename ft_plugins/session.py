@@ -66,7 +66,7 @@ class Session:
         self.iteration = self._fenced = self._updated = 0
         self._first = host.rank == 0 and context.restart == 0  # prints what is printed once per job
         if self._first:
-            say(config.table(), who="")
+            say(config.table(all_keys=False), who="")
         self.measured: Measurement | None = None
         if config.baft is not None or profiling is not None:
             self.measured = self._measurement(profiling)

@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError, printable
-from ..events import Event, Severity, recent_of
+from ..events import Damage, Event, Severity, recent_of
 from ..events.tail import Tail
 from .job_events import EventsOption, JobArgument, histories
 
@@ -43,6 +43,7 @@ def events(
     tails: dict[Path, Tail] = {}
     try:
         past = [event for event in _new(job, files, routine, tails) if event.time >= oldest]
+        said = _say_damage(tails, 0)
         if len(past) > limit and not as_json:
             print(f"{len(past) - limit} older events are left out; see --limit")
         for event in past[-limit:]:
@@ -51,6 +52,7 @@ def events(
             time.sleep(_LOOK_SECONDS)
             for event in _new(job, files, routine, tails):
                 _show(event, as_json)
+            said = _say_damage(tails, said)
     except KeyboardInterrupt:
         return
     finally:
@@ -76,6 +78,14 @@ def _new(job: str | None, files: list[Path] | None, routine: bool, tails: dict[P
             tails.setdefault(file, Tail(file))
     found = [event for tail in tails.values() for event in tail.look()]
     return sorted((event for event in found if routine or not _is_routine(event)), key=lambda event: event.time)
+
+
+def _say_damage(tails: Mapping[Path, Tail], said: int) -> int:
+    """Say how many damaged lines were left out since it was `said`; how many there are in all."""
+    damage = Damage(sum(tail.damage.lines for tail in tails.values()))
+    if damage.lines > said:
+        print(Damage(damage.lines - said), file=sys.stderr, flush=True)
+    return damage.lines
 
 
 def _is_routine(event: Event) -> bool:

@@ -5,13 +5,14 @@ In: a job's name, or files. Out: events. Raises ConfigError.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import ConfigError
-from ..events import Event, read
+from ..events import Damage, Event, read
 from .status_facts import run_directories
 
 JobArgument = Annotated[str | None, typer.Argument(help="name of the job, from `status`; of several")]
@@ -21,8 +22,12 @@ EventsOption = Annotated[
 
 
 def job_events(job: str | None, files: list[Path] | None) -> list[Event]:
-    """The events of a job's nodes on this machine, or of `files`. Raises ConfigError."""
-    return [event for path in histories(job, files) for event in read(path)]
+    """The events of a job's nodes on this machine, or of `files`; how many were damaged is said. Raises ConfigError."""
+    damage = Damage()
+    found = [event for path in histories(job, files) for event in read(path, damage)]
+    if damage.lines:
+        print(damage, file=sys.stderr)
+    return found
 
 
 def histories(job: str | None, files: list[Path] | None) -> list[Path]:

@@ -254,18 +254,22 @@ class Config(Block):
         words = [(key, value) for key, value in words if value is not None and value is not False]
         return [key.flag if key.switch else f"{key.flag}={value}" for key, value in words]
 
-    def table(self) -> str:
-        """The effective configuration for people, one key per line."""
+    def table(self, all_keys: bool = True) -> str:
+        """The effective configuration for people, one key per line; all of it, or what differs from the defaults, and
+        where the rest is."""
         given = self.given()
         values = self.model_copy(update={"reft": self.capture})._values()  # keys of REFT apply to BAFT too
         values[("reft",)] = (self.reft is not None, ("reft",) in given)  # the switch itself, as given
+        known = [key for key in keys() if key.path in values]
+        shown = [key for key in known if all_keys or _differs(key, values[key.path][0], key.path in given)]
         rows = [
             (key.flag, f"{key.shown(values[key.path][0])} {key.unit}".strip(), "" if key.path in given else "default")
-            for key in keys()
-            if key.path in values
+            for key in shown
         ]
-        left, middle = (max(len(row[column]) for row in rows) for column in (0, 1))
+        left, middle = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
         lines = [f"  {flag:<{left}}  {value:<{middle}}  {origin}".rstrip() for flag, value, origin in rows]
+        if rest := len(known) - len(shown):
+            lines.append(f"  {rest} more have their defaults: `ft-plugins config -- FLAGS` shows all")
         return "\n".join(["ft_plugins configuration", *lines])
 
     def _values(self) -> dict[KeyPath, tuple[Any, bool]]:
@@ -277,6 +281,13 @@ class Config(Block):
                 value = getattr(block, key.path[-1])
                 values[key.path] = (value is not None if key.system else value, key.path[-1] in block.model_fields_set)
         return values
+
+
+def _differs(key: Key, value: Any, given: bool) -> bool:
+    """Whether a key has another value than it has by default. The default None leaves the value to other keys."""
+    if key.system:
+        return bool(value)
+    return given if key.default is None else value != key.default
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from enum import IntEnum
 
 from ..snapshot.segment.paths import SHM, MemoryLimit, sizes_text
 from ..transport.door import RESERVE
+from ..transport.network_devices import chosen_device, ifname_problems, usable_devices
 from ..transport.own_address import only_local
-from .host_facts import DoctorJob, EndpointPort, HostFacts, NetworkDevice
+from .host_facts import DoctorJob, EndpointPort, HostFacts
 
 _FEW_DESCRIPTORS = 4 * RESERVE
 _DOCKERS_SHM = 64 << 20  # bytes, by default
@@ -148,7 +149,7 @@ def _port(port: EndpointPort) -> Iterator[NodeFinding]:
 def _interface(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
     if job.interface is None or facts.devices is None:
         return
-    device = _chosen(job.interface, facts.devices)
+    device = chosen_device(job.interface, facts.devices)
     if device is None:
         problem = "no device or address of this node"
     elif not device.up:
@@ -159,43 +160,25 @@ def _interface(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
         return
     yield NodeFinding(
         Grade.FAILURE, f"--ftp-interface {job.interface}: {problem}", "this node would have no address for the others",
-        f"name one of {_usable(facts.devices)}, or bring it up",
+        f"name one of {usable_devices(facts.devices)}, or bring it up",
     )  # fmt: skip
-
-
-def _usable(devices: Sequence[NetworkDevice]) -> str:
-    return ", ".join(each.name for each in devices if each.up and each.addresses) or "none"
-
-
-def _chosen(interface: str, devices: Sequence[NetworkDevice]) -> NetworkDevice | None:
-    return next((each for each in devices if interface == each.name or interface in each.addresses), None)
 
 
 def _ifnames(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
     devices = facts.devices or ()
-    device = _chosen(job.interface, devices) if job.interface else None
-    for variable, names in facts.environment.items():
-        named = {each.name for each in devices if _names_device(names, each.name, exact=variable.startswith("GLOO"))}
-        if devices and not named:
+    for each in ifname_problems(job.interface, facts.environment, devices):
+        said = f"{each.variable}={each.names}"
+        if each.device is None:
             yield NodeFinding(
-                Grade.FAILURE, f"{variable}={names} names no device of this node", "training would have no network",
-                f"name one of {_usable(devices)}, or unset it",
+                Grade.FAILURE, f"{said} names no device of this node", "training would have no network",
+                f"name one of {usable_devices(devices)}, or unset it",
             )  # fmt: skip
-        elif device is not None and device.name not in named:
+        else:
             yield NodeFinding(
-                Grade.WARNING, f"{variable}={names} does not name {device.name}, which --ftp-interface does",
-                "training and protection would use different networks",
-                f"set {variable}={device.name}, if that is not meant",
+                Grade.WARNING, f"{said} does not name {each.device}, which {each.other} does",
+                "parts of the job would use different networks",
+                f"set {each.variable}={each.device}, if that is not meant",
             )  # fmt: skip
-
-
-def _names_device(names: str, device: str, exact: bool) -> bool:
-    """Whether a list of devices has this one. NCCL's has prefixes; '=' makes them exact, '^' excludes."""
-    excluded = not exact and names.startswith("^")
-    rest = names.removeprefix("^") if excluded else names
-    whole = exact or rest.startswith("=")
-    listed = [name.strip() for name in rest.removeprefix("=").split(",")]
-    return any(device == name if whole else device.startswith(name) for name in listed if name) != excluded
 
 
 def _folders(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:

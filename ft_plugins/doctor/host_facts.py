@@ -30,10 +30,10 @@ from ..smp.watch import liveness
 from ..snapshot.segment.paths import MemoryLimit, memory_limits
 from ..transport.calls import read_secret
 from ..transport.door import ENOUGH
+from ..transport.network_devices import NetworkDevice, ifnames_of, network_devices
 from ..transport.own_address import only_local
 
 SECONDS = 3.0  # for one look
-IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 PortState = Literal["free", "taken", "answers", "refuses", "silent"]
 T = TypeVar("T")
 
@@ -60,15 +60,6 @@ class ResolvedName:
 
     name: str
     addresses: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class NetworkDevice:
-    """A network device of this node, and its IP addresses."""
-
-    name: str
-    up: bool
-    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -102,7 +93,7 @@ class HostFacts:
     own_names: tuple[ResolvedName, ...]
     ports: tuple[EndpointPort, ...]
     devices: tuple[NetworkDevice, ...] | None
-    environment: Mapping[str, str]  # of IFNAMES, those that are set
+    environment: Mapping[str, str]  # as `ifnames_of` gives it
     folders: tuple[UsedFolder, ...]
     ptrace_scope: int | None  # Yama's
     py_spy: bool
@@ -113,7 +104,7 @@ class HostFacts:
 
 def gather(job: DoctorJob, environ: Mapping[str, str] = os.environ) -> HostFacts:
     """The facts of this node for that job."""
-    devices = _or_none(_devices)
+    devices = _or_none(network_devices)
     own = {address for device in devices or () for address in device.addresses}
     endpoints = tuple(_resolved(name) for name in dict.fromkeys(each.host for each in job.endpoints))
     addresses = {each.name: each.addresses or () for each in endpoints}
@@ -130,7 +121,7 @@ def gather(job: DoctorJob, environ: Mapping[str, str] = os.environ) -> HostFacts
             _port(each, addresses[each.host], own) for each in job.endpoints if each.port and addresses[each.host]
         ),
         devices=devices,
-        environment={name: environ[name] for name in IFNAMES if environ.get(name)},
+        environment=ifnames_of(environ),
         folders=(_checked_folder("temporary files", _temporary), _checked_folder("run directories", _run_root)),
         ptrace_scope=_or_none(lambda: int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())),
         py_spy=bool(shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists()),
@@ -187,18 +178,6 @@ def _resolved(name: str) -> ResolvedName:
     except (OSError, UnicodeError):
         return ResolvedName(name, ())
     return ResolvedName(name, tuple(dict.fromkeys(str(entry[4][0]) for entry in found)))
-
-
-def _devices() -> tuple[NetworkDevice, ...]:
-    state, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
-    return tuple(
-        NetworkDevice(
-            name,
-            name in state and state[name].isup,
-            tuple(entry.address.partition("%")[0] for entry in entries if entry.family in families),
-        )
-        for name, entries in psutil.net_if_addrs().items()
-    )
 
 
 def _port(endpoint: Endpoint, addresses: tuple[str, ...], own: set[str]) -> EndpointPort:

@@ -17,12 +17,14 @@ ROUTINE, NOTICE, WARNING, ALARM = Severity.ROUTINE, Severity.NOTICE, Severity.WA
 
 _LINEAGE = Field("int", "lineage of the version", optional=True)
 _ITERATION = Field("int", "training iteration")
+_THE_ITERATION = Field("int", "training iteration", needed=True)
 _VERSION: dict[str, Any] = {"lineage": _LINEAGE, "iteration": _ITERATION}
 _REASON = Field("str", "why, in words")
 _SECONDS = Field("float", "duration", "s")
 _BYTES = Field("int", "amount of data", "bytes")
 _ABOUT = Field("int", "rank that the event describes")
 _TOKEN = Field("int", "fencing token of the incarnation")
+_THE_TOKEN = Field("int", "fencing token of the incarnation", needed=True)
 _PID = Field("int", "process that the event describes")
 _PATH = Field("str", "file or folder")
 _RANKS = Field("list", "ranks concerned")
@@ -60,7 +62,7 @@ WORKER_FAILED = EventType(
 )  # fmt: skip
 WORKERS_RESTARTED = EventType(
     "workers.restarted", NOTICE, "The training processes of this node were started again.",
-    restart=Field("int", "restarts so far"), token=_TOKEN,
+    restart=Field("int", "restarts so far", needed=True), token=_THE_TOKEN,
     seconds=Field("float", "since the failure was seen on this node", "s", optional=True),
     clock=Field("float", "this node's monotonic clock when the first process was started", "s"),
     seen=Field("float", "the same clock when this node saw why they have to restart", "s"),
@@ -69,15 +71,15 @@ WORKERS_RESTARTED = EventType(
 RANKS_RESUMED = EventType(
     "ranks.resumed", NOTICE,
     "The ranks of this node have completed an iteration for the first time since they were started.",
-    restart=Field("int", "restarts before"), token=_TOKEN, lineage=_LINEAGE, iteration=_ITERATION,
+    restart=Field("int", "restarts before"), token=_THE_TOKEN, lineage=_LINEAGE, iteration=_THE_ITERATION,
     count=Field("int", "ranks of this node that are described"),
     began=Field("float", "this node's monotonic clock when the last of them began", "s"),
     joining=Field("float", "the same clock when the last of them began to make process groups", "s", optional=True),
     grouped=Field("float", "for how long that one made process groups", "s"),
     built=Field("float", "the same clock when the last of them had built its model", "s"),
     restored=Field("float", "the same clock when the last of them had loaded its state", "s"),
-    completed=Field("float", "the same clock when the iteration was completed", "s"),
-    processor=Field("dict", "processor seconds of all of them, by part of the start"),
+    completed=Field("float", "the same clock when the iteration was completed", "s", needed=True),
+    processor=Field("dict", "processor seconds of all of them, by part of the start", of="float"),
 )  # fmt: skip
 PRELOAD_PREPARED = EventType(
     "preload.prepared", NOTICE, "A process of this node has imported what its ranks import, and forks them.",
@@ -153,8 +155,9 @@ RANK_ENDED = EventType("rank.ended", NOTICE, "A rank's training came to its orde
 
 SNAPSHOT_SEALED = EventType(
     "snapshot.sealed", ROUTINE, "A rank's snapshot of an iteration is whole in shared memory.",
-    **_VERSION, seconds=Field("float", "from the version point to the seal, hidden behind compute", "s"),
-    bytes=_BYTES, slot=Field("int", "slot that holds it"),
+    lineage=_LINEAGE, iteration=_THE_ITERATION,
+    seconds=Field("float", "from the version point to the seal, hidden behind compute", "s", needed=True),
+    bytes=Field("int", "amount of data", "bytes", needed=True), slot=Field("int", "slot that holds it"),
 )  # fmt: skip
 SNAPSHOT_SKIPPED = EventType(
     "snapshot.skipped", ROUTINE,
@@ -176,7 +179,7 @@ SLOT_REFUSED = EventType(
 )  # fmt: skip
 FENCE_WAITED = EventType(
     "fence.waited", ROUTINE, "The update of an iteration waited for the snapshot before it.",
-    iteration=_ITERATION, seconds=Field("float", "time for which training stood still", "s"),
+    iteration=_THE_ITERATION, seconds=Field("float", "time for which training stood still", "s", needed=True),
 )  # fmt: skip
 PROTECTION_LOST = EventType(
     "protection.lost", ALARM, "Snapshots are no longer taken, or no SMP keeps them; training continues unprotected.",
@@ -390,7 +393,8 @@ PROGRESS_UNWATCHED = EventType(
 )  # fmt: skip
 RANK_SLOWED = EventType(
     "rank.slowed", WARNING, "A rank computes much longer than the others of its stage on its node.",
-    "Look for another process, a hot or throttled device, or slow storage of its data.", about=_ABOUT,
+    "Look for another process, a hot or throttled device, or slow storage of its data.",
+    about=Field("int", "rank that the event describes", needed=True),
     factor=Field("float", "its computing time in those of the others"),
     seconds=Field("float", "how much longer it computes in an iteration", "s"),
     iterations=Field("int", "iterations that were compared", "iterations"),
@@ -553,9 +557,12 @@ BUBBLES_PLANNED = EventType(
 TIMELINE_RECORDED = EventType(
     "timeline.recorded", NOTICE, "One iteration of a rank and what is planned in it, for pictures.",
     iteration=Field("int", "iteration at whose end all ranks adopted the plan"),
-    seconds=Field("float", "of one iteration", "s"), spans=Field("list", "kind, begin and end of each span", "s"),
-    bubbles=Field("list", "index, begin and end of each bubble", "s"),
-    windows=Field("list", "bubble, begin, end and bytes of each window", "s, bytes"),
+    seconds=Field("float", "of one iteration", "s"),
+    spans=Field("list", "kind, begin and end of each span", "s", of=("str", "float", "float")),
+    bubbles=Field("list", "index, begin and end of each bubble", "s", of=("int", "float", "float")),
+    windows=Field(
+        "list", "bubble, begin, end and bytes of each window", "s, bytes", of=("int", "float", "float", "int")
+    ),
     left_out=Field("int", "entries beyond the limit"), bytes=_BYTES, receiver=Field("int", "rank that keeps the copy"),
     reason=Field("str", "why no bubble carries the copy; empty if one does"),
 )  # fmt: skip
@@ -633,7 +640,7 @@ NONFINITE_DETECTED = EventType(
 
 ROUTINE_SUMMED = EventType(
     "routine.summed", NOTICE, "Stands for routine events of one name and process.",
-    of=Field("str", "their name"), count=Field("int", "how many"),
+    of=Field("str", "their name", needed=True), count=Field("int", "how many"),
     first=Field("int", "first iteration", optional=True), last=Field("int", "last iteration", optional=True),
     seconds=Field("float", "sum of their durations", "s"), bytes=_BYTES,
     longest=Field("float", "longest duration", "s"), longest_at=Field("int", "iteration of the longest", optional=True),

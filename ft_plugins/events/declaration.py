@@ -1,7 +1,8 @@
 """The declaration of an event: its name, severity and fields, and what it means to an operator.
 
 Invariant: a declaration is immutable and complete. Alarms in the job's log, `ft-plugins status`, the summary of routine
-events and docs/events.md are derived from it, so that an event is described in one place (`catalogue`).
+events and docs/events.md are derived from it, so that an event is described in one place (`catalogue`). One that is
+read back fits its declaration (`fits`), or is left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ KINDS: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
+_LARGEST = 1 << 62  # of a number that is read back: sums of them are floats still
+_LONGEST = 1e12  # seconds that are read back
 NOTHING = "Nothing."  # for an operator to do
 
 
@@ -49,18 +52,52 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Field:
-    """A fact that an event carries. `kind` is one of KINDS; `unit` is empty for names and counts."""
+    """A fact that an event carries. `kind` is one of KINDS; `unit` is empty for names and counts. `of`: the kind of
+    what a list or dict holds, or those of each of its rows."""
 
     kind: str
     meaning: str
     unit: str = ""
     optional: bool = False  # may be None: unknown, or not applicable
+    needed: bool = False  # readers cannot do without
+    of: str | tuple[str, ...] = ""
 
     def accepts(self, value: Any) -> bool:
         """Whether `value` is of this kind."""
         if value is None:
             return self.optional
-        return isinstance(value, KINDS[self.kind]) and (self.kind == "bool" or not isinstance(value, bool))
+        return _is(self.kind, value)
+
+    def reads(self, value: Any) -> bool:
+        """Whether `value`, from a file, is of this kind and can be computed with."""
+        if value is None or not self.accepts(value):
+            return value is None and self.optional
+        if isinstance(value, (int, float)):
+            return _computable(value, _LONGEST if self.unit == "s" else 0)
+        held = value.values() if isinstance(value, dict) else value
+        return not self.of or all(_holds(self.of, each) for each in held)
+
+
+def _is(kind: str, value: Any) -> bool:
+    return isinstance(value, KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
+
+
+def _computable(value: float, longest: float = 0) -> bool:
+    """Whether a number is no larger than `longest`; 0: an integer of a size that is met, or any float."""
+    if longest:
+        return -longest <= value <= longest
+    return isinstance(value, float) or -_LARGEST <= value <= _LARGEST
+
+
+def _holds(kinds: str | tuple[str, ...], value: Any) -> bool:
+    """Whether an element is of a kind, or a row of these kinds. Durations are not longer than is met."""
+    if isinstance(kinds, str):
+        return _is(kinds, value) and (not isinstance(value, (int, float)) or _computable(value, _LONGEST))
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == len(kinds)
+        and all(_holds(kind, each) for kind, each in zip(kinds, value, strict=True))
+    )
 
 
 class EventType:
@@ -108,3 +145,10 @@ class EventType:
             return f"{self.name} declares no field {', '.join(unknown)}"
         wrong = [f"{key}={value!r}" for key, value in fields.items() if not self.fields[key].accepts(value)]
         return f"{self.name}: not of the declared type: {', '.join(wrong)}" if wrong else ""
+
+    def fits(self, fields: Mapping[str, Any]) -> bool:
+        """Whether these fields, from a file, can be used: the declared ones are of their types, the needed ones there.
+        Others are of another version, and may be anything."""
+        return all(
+            field.reads(fields[name]) if name in fields else not field.needed for name, field in self.fields.items()
+        )

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ RECENT_LIMIT = 16 << 20  # bytes of routine events, one by one
 SUMMED = 100  # routine events of one name in a summary
 _BLOCK = 1 << 16  # bytes read at once from the end of a history
 _KINDS = {"name": str, "node": str, "rank": int | None, "pid": int | str}  # in a line; fields may replace a pid
+_LATEST = 253402300800.0  # the year 10000, in seconds since the epoch
 _NAMED = re.compile(rb'\{"time": [^,]*, "name": "([^"]*)"')  # the begin of a line
 
 
@@ -211,14 +211,34 @@ def say(words: str, alarm: bool = False, who: str = "ft_plugins: ") -> None:
         print(f"{who}{words}", file=sys.stderr if alarm else sys.stdout, flush=True)
 
 
-def read(path: Path) -> Iterator[Event]:
+@dataclass
+class Damage:
+    """How many lines were left out by those who read: a full disk cut them short, or they do not fit the catalogue."""
+
+    lines: int = 0
+
+    def usable(self, lines: Iterable[bytes]) -> Iterator[Event]:
+        """The events of these lines; counts the others."""
+        for line in lines:
+            if (event := event_of(line)) is not None:
+                yield event
+            elif line:
+                self.lines += 1
+
+    def __str__(self) -> str:
+        return f"{self.lines} damaged event{'' if self.lines == 1 else 's'} left out"
+
+
+def read(path: Path, damage: Damage | None = None) -> Iterator[Event]:
     """The events of a history and of its recent routine events, by time, also of the files that were renamed at their
-    limits, without lines that a full disk cut short."""
-    history, recent = ([*events_in(rotated_of(file)), *events_in(file)] for file in (path, recent_of(path)))
+    limits, without damaged lines, which `damage` counts."""
+    history, recent = (
+        [*events_in(rotated_of(file), damage), *events_in(file, damage)] for file in (path, recent_of(path))
+    )
     yield from sorted([*recent, *history], key=lambda event: event.time) if recent else history
 
 
-def events_in(path: Path) -> Iterator[Event]:
+def events_in(path: Path, damage: Damage | None = None) -> Iterator[Event]:
     """The events of one file, in the order in which they were written; none of what is no regular file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not wait for a writer
@@ -228,18 +248,19 @@ def events_in(path: Path) -> Iterator[Event]:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return
         lines = file.read().split(b"\n")
-    for line in lines[:-1]:  # the last one is empty, or was cut short
-        if (event := event_of(line)) is not None:
-            yield event
+    yield from (damage or Damage()).usable(lines[:-1])  # the last one is empty, or not whole yet
 
 
 def event_of(line: bytes) -> Event | None:
-    """The event of one line; None for a damaged one."""
+    """The event of one line; None for a damaged one: one that is not whole, or does not fit the catalogue. All that
+    reads events reads them here."""
     try:
         entry = json.loads(line)
+        kind = catalogue.EVENTS.get(entry["name"])
+        fits = kind is None or kind.fits(entry)
         known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
-        fits = math.isfinite(known["time"]) and all(isinstance(known[key], kind) for key, kind in _KINDS.items())
-    except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+        fits = fits and 0 <= known["time"] < _LATEST and all(isinstance(known[key], of) for key, of in _KINDS.items())
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None
     return Event(**known, fields=entry) if fits else None
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .stream import Event, event_of, events_in, rotated_of
+from .stream import Damage, Event, events_in, rotated_of
 
 
 class Tail:
@@ -21,6 +21,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damage = Damage()
         self._file: BinaryIO | None = None
         self._rest = b""  # of a line that is not whole yet
         self._begun = False
@@ -33,7 +34,7 @@ class Tail:
             self._open()
             before = rotated_of(self.path)
             if self._file is None or not _same(before, self._file):  # else it has been renamed just now
-                found += events_in(before)
+                found += events_in(before, self.damage)
         while True:
             found += self._read()
             if self._file is not None and _same(self.path, self._file):
@@ -60,7 +61,7 @@ class Tail:
             self._file.seek(0)
             self._rest = b""
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        return [event for line in lines if (event := event_of(line)) is not None]
+        return [*self.damage.usable(lines)]
 
 
 def _same(path: Path, file: BinaryIO) -> bool:

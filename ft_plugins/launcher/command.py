@@ -30,7 +30,8 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from ..base.intake import shown
 from ..config import Config, add_flags, deepspeed_json, keys, merge, protects, run_directory, sources
 from ..errors import EXIT_REFUSED, ConfigError, FtError
-from ..events import catalogue, read
+from ..events import Damage, catalogue, read
+from ..transport.network_devices import ifnames_of, interfaces_differ, network_devices
 from . import job_identity, slurm
 from .agent.watcher import Job
 from .agent.why import why
@@ -228,6 +229,14 @@ def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
         options.master_port = 29500
 
 
+def _interfaces_differ(config: Config, environment: Mapping[str, str]) -> str:
+    """What names different network devices, in a sentence; '' if nothing does, or the devices are unknown."""
+    ifnames = ifnames_of(environment)
+    with suppress(OSError):
+        return interfaces_differ(config.interface, ifnames, network_devices()) if ifnames else ""
+    return ""
+
+
 @record
 def _raise(error: Exception) -> None:
     """Raise it, so that `record` writes it to the error file of ft-run's parent, as torchrun does."""
@@ -254,10 +263,11 @@ def _account(plan: Plan) -> list[str]:
     if not plan.protected:
         return []
     with suppress(Exception):  # the disk may be what failed, or a line damaged: the exit status must not change
-        events = list(read(run_directory(plan.job, plan.node) / "events.jsonl"))
+        damage = Damage()
+        events = list(read(run_directory(plan.job, plan.node) / "events.jsonl", damage))
         starts = [at for at, event in enumerate(events) if event.type is catalogue.JOB_STARTED]
         account = why(events[starts[-1] :]) if starts else None
-        return account.lines() if account else []
+        return [*(account.lines() if account else []), *([str(damage)] if damage.lines else [])]
     return []
 
 
@@ -283,6 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         planned = plan(words, os.getuid(), os.getcwd(), socket.gethostname(), os.environ)
         if planned.from_slurm:
             print(f"ft-run: taken from Slurm: {planned.from_slurm}; flags that you give replace these", file=sys.stderr)
+        if planned.protected and (differ := _interfaces_differ(planned.config, os.environ)):
+            print(f"ft-run: warning: {differ}", file=sys.stderr)
         _require_temporary_folder(planned.torch.log_dir)
         where = _where(planned)
         outcome = execute(planned)

@@ -10,7 +10,6 @@ In: the path of a history. Out: `Counts`. A damaged line or file is passed over;
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -18,10 +17,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..events import Severity, catalogue, recent_of
-from ..events.stream import name_in
+from ..events.stream import event_of, name_in
 
 READ_BYTES = 4 << 20  # of each file at once, so that a scrape ends in time; the rest is read at the next one
 
@@ -67,20 +65,16 @@ class EventCounts:
         elif kind is None:  # damaged, or of another version; names without end would take memory
             return
         fields = self._summed.get(name)
-        entry: dict[str, Any] = {}
-        if fields is not None:
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                return
-        rank = entry.get("rank")
-        rank = rank if type(rank) is int else None
-        self._grow((name, "", rank), 1)
-        for field in fields or ():
-            value = entry.get(field)
-            with suppress(OverflowError):
-                if isinstance(value, (int, float)) and math.isfinite(value):
-                    self._grow((name, field, rank), float(value))
+        if fields is None:
+            self._grow((name, "", None), 1)
+            return
+        if (event := event_of(line)) is None:
+            return
+        self._grow((name, "", event.rank), 1)
+        for field in fields:
+            value = event.fields.get(field)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self._grow((name, field, event.rank), float(value))
 
     def _grow(self, key: Key, amount: float) -> None:
         self._values[key] = self._values.get(key, 0) + amount

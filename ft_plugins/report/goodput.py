@@ -23,9 +23,11 @@ In: the events of one or more nodes. Out: `Goodput`; None without events.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any
 
 from ..events import Event, catalogue
@@ -46,6 +48,8 @@ _WORDS = {
 PARTS = tuple(_WORDS)
 _FAILURES = (catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.ROUND_ENDED, catalogue.WORKERS_RESTARTED)
 _STARTS = (catalogue.JOB_STARTED, catalogue.WORKERS_RESTARTED)
+_WAITS = tuple(kind for kind in catalogue.EVENTS.values() if "waited_seconds" in kind.fields
+               and kind is not catalogue.PROFILE_COMPLETED)  # fmt: skip
 _LAST = 3  # the strongest overlay
 _Interval = tuple[int, int, str, int]  # begin, end, part, strength
 
@@ -164,16 +168,20 @@ def _states(events: Sequence[Event]) -> Iterator[_Interval]:
 
 def _recomputed(events: Sequence[Event], states: Sequence[_Interval]) -> Iterator[_Interval]:
     """From the first iteration after a restore to the one that had been completed before, if events show its end."""
+    times = [_microseconds(event.time) for event in events]
+    starts = [event.time for event in events if event.type in _STARTS]
+    restores = [event for event in events if event.type is catalogue.STATE_RESTORED]
+    restored_at = [event.time for event in restores]
     for begin, end, state, _ in states:
         if state != "training":
             continue
-        within = [event for event in events if begin <= _microseconds(event.time) <= end]
+        within = events[bisect_left(times, begin) : bisect_right(times, end)]
         first = next((event.fields for event in within if event.type is catalogue.RANKS_RESUMED), None)
-        started = max((e.time for e in events if e.type in _STARTS and _microseconds(e.time) <= begin), default=0.0)
-        restores = [e for e in events if e.type is catalogue.STATE_RESTORED and started <= e.time <= begin / 1e6 + 1e-6]
-        if first is None or not restores:
+        start = bisect_right(starts, begin, key=_microseconds)
+        restore = bisect_right(restored_at, begin / 1e6 + 1e-6)
+        if first is None or not restore or start and restored_at[restore - 1] < starts[start - 1]:
             continue
-        restored = restores[-1].fields
+        restored = restores[restore - 1].fields
         target = restored.get("completed")
         if target is None or not restored.get("lost") or first["iteration"] >= target:
             continue
@@ -191,11 +199,12 @@ def _stood_still(events: Sequence[Event]) -> Iterator[_Interval]:
     """Hangs, from the last completed iteration until they were found, and waits for a rank that may have worked."""
     waiting: float | None = None
     for event in events:
-        since = event.time - (event.fields.get("seconds") or 0.0)
-        if event.type is catalogue.JOB_HUNG:
-            yield _microseconds(since), _microseconds(event.time), "hangs", 2
-        elif event.type is catalogue.JOB_WAITING:
-            waiting = since if waiting is None else waiting
+        if event.type in (catalogue.JOB_HUNG, catalogue.JOB_WAITING):
+            since = event.time - (event.fields.get("seconds") or 0.0)
+            if event.type is catalogue.JOB_HUNG:
+                yield _microseconds(since), _microseconds(event.time), "hangs", 2
+            else:
+                waiting = since if waiting is None else waiting
         elif waiting is not None and event.type in (catalogue.JOB_ADVANCED, *_FAILURES):
             yield _microseconds(waiting), _microseconds(event.time), "waiting", 2
             waiting = None
@@ -206,15 +215,17 @@ def _stood_still(events: Sequence[Event]) -> Iterator[_Interval]:
 def _waits(events: Sequence[Event]) -> int:
     """For how long the rank that waited longest stood still at fences and for replicas."""
     waited: Counter[int | None] = Counter()
-    summed: dict[int, int] = {}  # by process, the last iteration of which a sum has the fence
+    summed: dict[tuple[str, int], int] = {}  # by process, the last iteration of which a sum has the fence
     fences = [e for e in events if e.type is catalogue.ROUTINE_SUMMED and e.fields["of"] == catalogue.FENCE_WAITED.name]
     for event in fences:
         waited[event.rank] += _microseconds(event.fields.get("seconds") or 0.0)
-        summed[event.pid] = max(event.fields.get("last") or 0, summed.get(event.pid, 0))
+        process = event.node, event.pid
+        summed[process] = max(event.fields.get("last") or 0, summed.get(process, 0))
     for event in events:
-        seconds = 0.0 if event.type is catalogue.PROFILE_COMPLETED else event.fields.get("waited_seconds") or 0.0
-        if event.type is catalogue.FENCE_WAITED and event.fields["iteration"] > summed.get(event.pid, 0):
-            seconds = event.fields["seconds"]
+        seconds = event.fields.get("waited_seconds") or 0.0 if event.type in _WAITS else 0.0
+        if event.type is catalogue.FENCE_WAITED:
+            new = event.fields["iteration"] > summed.get((event.node, event.pid), 0)
+            seconds = event.fields["seconds"] if new else 0.0
         waited[event.rank] += _microseconds(seconds)
     return max(0, *waited.values())
 
@@ -223,9 +234,15 @@ def _swept(began: int, end: int, intervals: Sequence[_Interval]) -> dict[str, in
     """How long each part lasted: at any moment the strongest interval holds, of equal ones the later one."""
     parts = dict.fromkeys(PARTS, 0)
     edges = sorted({began, end, *(edge for each in intervals for edge in each[:2] if began < edge < end)})
+    ahead = deque(sorted(intervals, key=lambda each: each[0]))
+    over: list[tuple[int, int, int, _Interval]] = []  # a heap, the strongest first; some are past already
     for left, right in zip(edges, edges[1:], strict=False):
-        over = [each for each in intervals if each[0] <= left and right <= each[1]]
-        parts[max(over, key=lambda each: (each[3], each[0]))[2] if over else "unknown"] += right - left
+        while ahead and ahead[0][0] <= left:
+            each = ahead.popleft()
+            heappush(over, (-each[3], -each[0], -len(ahead), each))
+        while over and over[0][3][1] <= left:
+            heappop(over)
+        parts[over[0][3][2] if over else "unknown"] += right - left
     return parts
 
 

@@ -191,12 +191,14 @@ def _others(events: Sequence[Event]) -> Iterator[str]:
     yield '<tr><th>what</th><th class="n">reports</th><th class="n">longest, s</th><th class="n">MiB</th></tr>'
     for words, kind in kinds:
         own = [event for event in events if event.type is kind]
-        lasted = [s for e in own if (s := e.fields.get("waited_seconds", e.fields.get("seconds"))) is not None]
-        sizes = [event.fields["bytes"] for event in own if "bytes" in event.fields]
+        field = "waited_seconds" if "waited_seconds" in kind.fields else "seconds"
+        lasted = [seconds for event in own if (seconds := event.fields.get(field)) is not None]
+        sizes = [event.fields["bytes"] for event in own if "bytes" in kind.fields and "bytes" in event.fields]
         longest = f"{max(lasted):.3f}" if lasted else "-"
         size = f"{sum(sizes) / 2**20:,.1f}" if sizes else "-"
         yield _row(words, str(len(own)), longest, size)
-    claimed = {event.rank: event.fields["budget_bytes"] for event in events if event.type is catalogue.RANK_ATTACHED}
+    attached = (event for event in events if event.type is catalogue.RANK_ATTACHED)
+    claimed = {each.rank: each.fields["budget_bytes"] for each in attached if "budget_bytes" in each.fields}
     size = f"{sum(claimed.values()) / 2**20:,.1f}" if claimed else "unknown"
     yield _row("memory of snapshots, by ranks that claimed it", str(len(claimed)), "-", size)
     yield "</table>"

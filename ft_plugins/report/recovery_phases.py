@@ -30,6 +30,7 @@ from typing import Any
 from ..events import Event, catalogue
 
 _STEPS = {"start": "began", "imports": "joining", "build": "built", "load": "restored", "iteration": "completed"}
+_CLOCKS = {"seen", "ended", "clock"}  # of a restart; older events have none
 PHASES = ("attempts", "detect", "end", "agree", "start", "imports", "groups", "build", "load", "iteration")
 WORDS = {
     "attempts": "earlier attempts",
@@ -115,7 +116,7 @@ def _of_node(events: Sequence[Event]) -> Iterable[tuple[float, RecoveryPhases]]:
     for event in events:
         if event.type is catalogue.SIGNAL_SENT and not starts:
             failure = event.time
-        elif event.type is catalogue.WORKERS_RESTARTED and "clock" in event.fields:
+        elif event.type is catalogue.WORKERS_RESTARTED and event.fields.keys() >= _CLOCKS:
             starts.append(event)
         elif event.type is catalogue.RANKS_RESUMED:
             if starts and starts[-1].fields["token"] == event.fields["token"]:

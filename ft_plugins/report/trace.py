@@ -100,8 +100,8 @@ def _node(event: Event) -> str:
 def _lasted(events: Sequence[Event]) -> Iterator[_Slice]:
     for event in events:
         lane, name = _LASTED.get(event.name, ("waits", "wait for replicas" if event.name in _WAITED else ""))
-        seconds = event.fields.get("waited_seconds" if event.name in _WAITED else "seconds")
-        if not name or seconds is None:
+        seconds = event.fields.get("waited_seconds" if event.name in _WAITED else "seconds") if name else None
+        if seconds is None:
             continue
         if event.rank is not None:
             lane = f"rank {event.rank}: {lane}"
@@ -127,9 +127,10 @@ def _recoveries(events: Sequence[Event]) -> Iterator[_Slice]:
 def _measured(events: Sequence[Event]) -> Iterator[_Slice]:
     """Spans, bubbles and windows of measured iterations."""
     recorded = [event for event in events if event.type is catalogue.TIMELINE_RECORDED]
+    bases = {event.fields.get("iteration"): event.time for event in reversed(recorded)}  # of the first one
     for event in recorded:
         iteration = event.fields.get("iteration")
-        base = min(each.time for each in recorded if each.fields.get("iteration") == iteration)
+        base = bases[iteration]
         process = f"one iteration as measured before {iteration}"
         for kind, begin, end in event.fields.get("spans", ()):
             yield _Slice(process, f"rank {event.rank}: {kind}", str(kind), base + begin, base + end)

@@ -131,6 +131,22 @@ def test_the_table_shows_every_effective_value_and_marks_the_defaults() -> None:
     assert ["--ftp-orphan-seconds", "1800", "seconds", "default"] in rows
 
 
+def test_a_start_shows_what_differs_from_the_defaults_and_where_the_rest_is() -> None:
+    """A value that is given and is the default is no news; one that another key decides on is, if it was given."""
+    given = {"reft": {"interval": 1, "bucket_mib": 8}, "baft": True, "job": "gpt"}
+    lines = Config.from_json(given).table(all_keys=False).splitlines()
+    rows = [line.split() for line in lines]
+    assert rows[1:-1] == [["--ftp-job", "gpt"], ["--reft", "on"], ["--reft-bucket-mib", "8", "MiB"], ["--baft", "on"]]
+    shown = [key for key in keys() if key.path[0] not in ("paft", "sync") or key.system]
+    assert lines[-1] == f"  {len(shown) - 4} more have their defaults: `ft-plugins config -- FLAGS` shows all"
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_start_shows_a_value_that_another_key_changes() -> None:
+    table = Config.from_json({"reft": True, "sync": {"tau": 4}}).table(all_keys=False)
+    assert ["--reft-interval", "4", "iterations", "default"] in [line.split() for line in table.splitlines()]
+
+
 def test_what_is_captured_follows_from_the_systems_that_are_on() -> None:
     def redundancy(block: dict[str, object]) -> str | None:
         found = Config.from_json(block).capture

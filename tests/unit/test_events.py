@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.events import (
     SUMMED,
+    Damage,
     Event,
     Events,
     EventType,
@@ -43,7 +44,10 @@ plain = st.recursive(
 names = st.text(min_size=1).filter(lambda name: name not in ("name", "time", "node", "rank", "pid"))
 
 
-@given(st.text(), st.floats(0, 2e9), st.text(), st.none() | st.integers(0, 4096), st.dictionaries(names, plain))
+unknown = st.text().filter(lambda name: name not in catalogue.EVENTS)
+
+
+@given(unknown, st.floats(0, 2e9), st.text(), st.none() | st.integers(0, 4096), st.dictionaries(names, plain))
 def test_an_event_is_one_line_and_is_read_back_as_it_was(
     name: str, time: float, node: str, rank: int | None, fields: dict[str, object]
 ) -> None:
@@ -63,11 +67,11 @@ def test_an_event_tells_who_speaks_and_reaches_every_sink_in_order(tmp_path: Pat
     events.subscribe(lambda event: seen.append((1, event)))
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
     events.subscribe(lambda event: seen.append((2, event)))
-    event = events.emit(catalogue.SNAPSHOT_SEALED, iteration=5, slot=1)
+    event = events.emit(catalogue.SNAPSHOT_SEALED, iteration=5, seconds=0.5, bytes=7)
     assert seen == [(1, event), (2, event)]
     assert (event.name, event.node, event.rank, event.pid) == ("snapshot.sealed", "node7", 3, os.getpid())
     (found,) = read(tmp_path / "events.jsonl")  # a routine event stands in the file of recent ones
-    assert found.fields == {"iteration": 5, "slot": 1} and found.time == event.time
+    assert found.fields == {"iteration": 5, "seconds": 0.5, "bytes": 7} and found.time == event.time
     assert stat.S_IMODE(recent_of(tmp_path / "events.jsonl").stat().st_mode) == 0o600
 
 
@@ -253,8 +257,11 @@ def test_what_was_not_declared_is_refused_in_tests_and_written_all_the_same_in_p
             events.emit(catalogue.SMP_LOST, pid=wrong)
     events.emit(catalogue.STATE_RESTORED, lineage=None, seconds=3)
     monkeypatch.setattr(Events, "strict", False)
-    events.emit(catalogue.SMP_LOST, pid="3", color="red")
+    events.emit(catalogue.SMP_LOST, pid=3, color="red")
     assert [event.fields for event in read(tmp_path / "e")] == [{"lineage": None, "seconds": 3}, {"color": "red"}]
+    events.emit(catalogue.SMP_LOST, pid="3")
+    assert len((tmp_path / "e").read_text().splitlines()) == 3
+    assert len([*read(tmp_path / "e", damage := Damage())]) == 2 and str(damage) == "1 damaged event left out"
 
 
 def test_the_log_has_alarms_and_their_end_from_one_rank_where_all_report_the_same(
@@ -318,7 +325,6 @@ def test_the_newest_alarm_is_found_whatever_is_read_at_once(
         file.write(b'{"time": 1.0, "name": "smp.lost", "rank": nothing}\n{"time": 2.0, "name": "smp.lo')  # disk full
     last = standing_alarm(path)
     assert last is not None and last.fields == {"reason": "\u00fc" * 50}
-
 
 
 @pytest.mark.parametrize("wrong", [

@@ -5,8 +5,9 @@ described: the rank that failed first, or for which the others waited, or the ca
 what the kernel, NCCL and the stacks say; whether the same happened before; what to do.
 
 Invariant: nothing is concluded that no event says. A kill by SIGKILL is not called one for lack of memory: the kernel's
-count of such kills is shown, and where there is none, it is unknown. Clocks of nodes may differ, so the first failure
-is chosen as ft-run chooses the cause (`root_cause`).
+count of such kills is shown, and where there is none, it is unknown. Clocks of nodes may differ: failures on several
+nodes are of one outage if they ended the same incarnation, and the first one is chosen as ft-run chooses the cause
+(`root_cause`).
 
 In: the events of one or more nodes. Out: `Account`; None if nothing failed.
 """
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import printable
 from ...events import Event, catalogue
@@ -29,6 +32,7 @@ _CAUSES = (
     catalogue.NODE_LOST, catalogue.RESUME_DIFFERED, catalogue.STATE_LOST,
 )  # fmt: skip
 _FOLLOWS = (catalogue.RESUME_DIFFERED, catalogue.STATE_LOST)  # what a resume shows after a failure
+_Incarnation = tuple[Any, Any, int, int]
 _BEGINS = (catalogue.RANKS_RESUMED, catalogue.WORKERS_RESTARTED, catalogue.JOB_STARTED)
 
 
@@ -78,21 +82,57 @@ class Account:
 
 def why(events: Iterable[Event]) -> Account | None:
     """The account of the newest outage."""
-    outages: list[list[Event]] = [[]]
-    recovered, resumed = False, True  # since the newest outage began; whether ranks resumed since its end
-    for event in sorted(events, key=lambda event: event.time):
+    outages, resumed = _outages(sorted(events, key=lambda event: event.time))
+    if not outages:
+        return None
+    newest = max(outages, key=lambda key: outages[key][0].time)
+    ordered = sorted(outages.values(), key=lambda outage: outage[0].time)
+    return _account(ordered, newest in resumed)
+
+
+def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], set[_Incarnation]]:
+    """The outages of a job by the incarnation that they ended, and those after which ranks completed iterations. The
+    events are by time; the order of those of different nodes has no effect on what belongs together."""
+    outages: dict[_Incarnation, list[Event]] = {}
+    resumed: set[_Incarnation] = set()
+    walks: dict[str, _NodeWalk] = {}
+    for event in events:
+        walk = walks.setdefault(event.node, _NodeWalk())
         if event.type in _BEGINS:
-            recovered = recovered or event.type is catalogue.RANKS_RESUMED
-            resumed = recovered if len(outages) > 1 or outages[-1] else True
-            if outages[-1]:
-                outages.append([])
-        elif event.type in _FOLLOWS and not resumed and not outages[-1]:
+            if event.type is catalogue.RANKS_RESUMED and walk.failed is not None:
+                resumed.add(walk.failed)
+            walk.begin(event)
+        elif event.type in _FOLLOWS and walk.failed not in (None, walk.incarnation):
             continue  # not why the job failed, but what that cost
         elif event.type in _CAUSES:
-            outages[-1].append(event)
-            recovered = False
-    outages = [outage for outage in outages if outage]
-    return _account(outages, recovered) if outages else None
+            walk.failed = walk.incarnation
+            outages.setdefault(walk.incarnation, []).append(event)
+            resumed.discard(walk.incarnation)
+    first: _Incarnation = _NodeWalk().incarnation
+    fresh = [key for key, outage in outages.items() if key[:3] == first[:3] and all(e.type in _FOLLOWS for e in outage)]
+    if len(fresh) < len(outages):  # a substitute says what the failure of another node cost
+        outages = {key: outage for key, outage in outages.items() if key not in fresh}
+    return outages, resumed
+
+
+class _NodeWalk:
+    """In which incarnation of the job a node is, from its own events in their order. All nodes name it the same: by the
+    iteration that was completed first after the last recovery, and the starts since."""
+
+    def __init__(self) -> None:
+        self._times: Counter[tuple[Any, Any]] = Counter()
+        self.incarnation: _Incarnation = (None, None, 0, 0)
+        self.failed: _Incarnation | None = None  # the last one that failed, until ranks resume
+
+    def begin(self, event: Event) -> None:
+        """Ranks were started, or have resumed."""
+        if event.type is catalogue.RANKS_RESUMED:
+            same = event.fields.get("lineage"), event.fields.get("iteration")
+            self._times[same] += 1
+            self.incarnation, self.failed = (*same, self._times[same], 0), None
+        else:
+            *since, starts = self.incarnation
+            self.incarnation = (*since, starts + 1)
 
 
 def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:

@@ -22,7 +22,6 @@ from ft_plugins.doctor.host_facts import (
     DoctorJob,
     EndpointPort,
     HostFacts,
-    NetworkDevice,
     PortState,
     ResolvedName,
     UsedFolder,
@@ -31,6 +30,7 @@ from ft_plugins.doctor.host_facts import (
 )
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.snapshot.segment.paths import MemoryLimit
+from ft_plugins.transport.network_devices import NetworkDevice
 
 GIB = 1 << 30
 DOOR = Endpoint("node-a", 29400)
@@ -82,6 +82,8 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], Grade, str, str]] = [
     ({}, environment(GLOO_SOCKET_IFNAME="ib0"), Grade.WARNING, "GLOO_SOCKET_IFNAME=ib0 does not name eth0", "=eth0,"),
     ({}, environment(NCCL_SOCKET_IFNAME="^eth"), Grade.WARNING, "NCCL_SOCKET_IFNAME=^eth does not name", "=eth0,"),
     ({}, environment(NCCL_SOCKET_IFNAME="=eth"), Grade.FAILURE, "NCCL_SOCKET_IFNAME==eth names no device", "eth0, ib0"),
+    ({"interface": None}, environment(GLOO_SOCKET_IFNAME="eth0", NCCL_SOCKET_IFNAME="=ib0"), Grade.WARNING,
+     "NCCL_SOCKET_IFNAME==ib0 does not name eth0, which GLOO_SOCKET_IFNAME does", "set NCCL_SOCKET_IFNAME=eth0,"),
     ({"interface": None}, environment(GLOO_SOCKET_IFNAME="eth"), Grade.FAILURE, "=eth names no device", "eth0, ib0"),
     ({}, {"folders": (UsedFolder("temporary files", "/t", "Read-only file system"),)}, Grade.FAILURE, "/t, cannot be",
      "set TMPDIR"),
@@ -140,7 +142,7 @@ def test_a_port_of_this_node_is_free_until_a_process_listens_there() -> None:
 
 def test_the_port_of_another_node_answers_refuses_or_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_facts, "only_local", lambda address: False)
-    monkeypatch.setattr(host_facts, "_devices", lambda: ())
+    monkeypatch.setattr(host_facts, "network_devices", lambda: ())
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         place = Endpoint("127.0.0.1", listener.getsockname()[1])
         assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["answers"]

@@ -103,6 +103,33 @@ def test_what_a_resume_lost_does_not_hide_the_failure_before_it() -> None:
     assert told(why([*restarted, resumed(4), later]))["failed"].endswith("another loss"), "it trained in between"
 
 
+@pytest.mark.parametrize("ahead", [-40, 0, 3, 40])
+def test_one_outage_of_nodes_whose_clocks_differ_stays_one(ahead: float) -> None:
+    """Node b's clock is so many seconds ahead; a restart takes 5 s."""
+
+    def both(time: float, name: str, /, **fields: Any) -> list[Event]:
+        return [at(time, name, None, "a", **fields), at(time + ahead, name, None, "b", **fields)]
+
+    start = [*both(0, "job.started"), *both(2, "ranks.resumed", lineage=1, iteration=1)]
+    first = [failed(50, 0, 1, "lost a peer", "a"), failed(50 + ahead, 5, -9, "", "b")]
+    again = both(52, "workers.restarted", restart=1, token=2)
+    second = [failed(54, 0, 1, "lost a peer", "a"), failed(54 + ahead, 5, -9, "", "b")]
+    after = [*both(56, "workers.restarted", restart=2, token=3), *both(58, "ranks.resumed", lineage=2, iteration=30)]
+    for events, same, recovered in (
+        ([*start, *first], 1, False), ([*start, *first, *again, *second], 2, False),
+        ([*start, *first, *again, *second, *after], 2, True),
+    ):  # fmt: skip
+        account = why(events)
+        assert account is not None and (account.rank, account.node) == (5, "b")
+        assert (account.others, account.same, account.recovered) == ("rank 0", same, recovered)
+
+
+def test_what_a_substitute_lost_does_not_hide_the_failure_on_another_node() -> None:
+    cost = at(6, "state.lost", 1, "c", completed=9, lost=9)
+    account = why([resumed(1), failed(5, 0, 1, "ValueError: x"), at(5.5, "job.started", None, "c"), cost])
+    assert account is not None and (account.node, account.words) == ("a", "ValueError: x")
+
+
 def test_a_lost_node_is_the_cause_and_not_the_ranks_that_lost_their_peer_on_it() -> None:
     lost = at(5.1, "node.lost", None, "a", lost=["node b"])
     aborted = [failed(5, 0, 1, "RuntimeError: Connection closed by peer"), failed(5, 1, -6), lost]
@@ -130,4 +157,5 @@ def test_what_cannot_be_told_at_the_end_of_ft_run_does_not_replace_its_exit_stat
     for exitcode in (1, None):
         last = Event("worker.failed", 2, "a", 0, 0, {"exitcode": exitcode}).line()
         (tmp_path / "events.jsonl").write_text(f"{started}\n{last}\n")
-        assert bool(command._account(plan)) is (exitcode is not None)
+        said = command._account(plan)
+        assert len(said) == 2 if exitcode else said == ["1 damaged event left out"]

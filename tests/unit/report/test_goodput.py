@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -125,6 +126,37 @@ def test_the_parts_add_up_to_the_wall_time_to_the_microsecond(made: list[tuple[A
     assert sum(one.parts.values()) == one.wall and min(one.parts.values()) >= 0
     first, last = min(event.time for event in events), max(event.time for event in events)
     assert one.wall == round(last * 1e6) - round(first * 1e6)
+
+
+def work_of(restarts: int) -> int:
+    """How many instructions the account of a job takes: the same on every machine."""
+    events = [at(0, "job.started")]
+    for number in range(restarts):
+        events += [
+            at(100 * number + 1, "state.restored", 0, lineage=number, iteration=5, completed=9, lost=4),
+            resumed(100 * number + 2, 6, number), at(100 * number + 9, "snapshot.sealed", 0, iteration=9, seconds=1.0),
+            at(100 * number + 20, "job.hung", about=1, seconds=5.0), failed(100 * number + 30),
+            restarted(100 * number + 40, 100 * number + 30, number + 1),
+        ]  # fmt: skip
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        goodput(events)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_the_work_grows_with_the_restarts_and_not_with_their_square() -> None:
+    assert work_of(200) < 3 * work_of(100)
 
 
 def test_times_that_are_unknown_or_below_nothing_take_none_of_the_others() -> None:
