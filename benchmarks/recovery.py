@@ -1,6 +1,6 @@
 """Measure the downtime and the lost iterations of a failure: one trainer, one node, two nodes.
 
-    python benchmarks/recovery.py [--quick] [--namespaces] [--only nodes|frameworks] [--kills N] [--every K]
+    python benchmarks/recovery.py [--quick] [--namespaces] [--only nodes|spare|frameworks] [--kills N] [--every K]
 
 Each emulated node has an agent, an SMP and one rank whose state (256 MiB) shows its version.
 Processes, signals and sockets are real; torch only. A failure is injected at a random time within an iteration after
@@ -24,6 +24,9 @@ same run, under torchrun with the framework's own checkpoints every K iterations
 phases of ft-run's restarts are those of `ft-plugins report`; `recovery_x`: how much longer torchrun takes from the kill
 until the iteration in which it came is done, `restart_x`: until any iteration is done, lost ones not counted.
 
+And a node of Megatron's example on two nodes is lost while a warm spare waits: `spare_seconds` until the next iteration
+is done (`workloads/spare_times.py`).
+
 Claims: load_x_loopback >= 0.5, two_load_x_loopback >= 0.4; lost_iterations <= 1 from the process tier and <= 2 from the
 node tier; recovery_x >= 5 of both frameworks.
 """
@@ -42,6 +45,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from baselines import loopback
@@ -51,7 +55,7 @@ from harness import fills
 from harness.emulated_nodes import EmulatedHost, destroy, network
 from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.job_control import entries, wait_for
-from workloads import restart_times
+from workloads import restart_times, spare_times
 from workloads.running import PROGRESS, Figures, arguments, run, say
 
 BOUND = 120.0  # seconds, for any wait
@@ -336,15 +340,20 @@ def measure(chosen: argparse.Namespace) -> Figures:
     """All parts that are chosen."""
     only = chosen.only or ("nodes" if chosen.quick else None)
     figures = lose_nodes(chosen) if only in (None, "nodes") else {}
+    if only in (None, "nodes", "spare") and find_spec("megatron"):
+        losses = 1 if chosen.quick else 3
+        PROGRESS.plan(2 * losses)
+        figures |= spare_times.measure(losses)
     frameworks = [one for one in restart_times.FRAMEWORKS if only in (None, "frameworks", one)]
     PROGRESS.plan(10 * len(frameworks))  # such a part takes as long as ten failures of a node
     return figures | restart_times.measure(frameworks, chosen.kills, chosen.every)
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, "one failure of each kind of nodes, no frameworks")
+    parser = arguments(__doc__, "one failure of each kind of nodes, one spare, no frameworks")
     parser.add_argument("--namespaces", action="store_true", help="one network namespace per node, if permitted")
-    parser.add_argument("--only", choices=("nodes", *restart_times.FRAMEWORKS, "frameworks"), help="only this part")
+    parts = ("nodes", "spare", *restart_times.FRAMEWORKS, "frameworks")
+    parser.add_argument("--only", choices=parts, help="only this part")
     parser.add_argument("--kills", type=int, default=3, help="of each framework's job (default %(default)s)")
     parser.add_argument(
         "--every", type=int, default=24, help="iterations between the framework's checkpoints (default %(default)s)"

@@ -75,7 +75,7 @@ BENCHMARKS = {
     "ledger_cost": Benchmark(60, 40),
     "watch_cost": Benchmark(180, 50),
     "parity": Benchmark(180, 50),
-    "recovery": Benchmark(700, 120),
+    "recovery": Benchmark(800, 170),
     "bubble_overhead": Benchmark(9000, 175, links=True),
     "simulate": Benchmark(60, 20),
     "sync_overhead": Benchmark(600, 140, links=True),
