@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     forms.add_argument("--prometheus", action="store_true", help="metrics, in Prometheus' text format")
     forms.add_argument(
         "--probe", action="store_true",
-        help="one line for each job; exit status 1 if one needs a restart of its container, or if there is no job",
+        help="one line for each job; exit status 1 if one is not ready, or if there is no job",
     )  # fmt: skip
     return made
 
