@@ -30,13 +30,13 @@ class OverdueFrames:
             return usual
         return most if self.small is not None else max(1, most // GROWTH)
 
-    def ended(self, nbytes: int, took: int, limits: PacingLimits) -> None:
-        """Record a frame."""
+    def ended(self, nbytes: int, took: int, most: int, limits: PacingLimits) -> None:
+        """Record a frame; `most` as for `size`. The last one of a copy may be too small to show anything."""
         if self.waits:
             self.waits -= 1
         elif self.small is None:
-            self.small = nbytes, took
-        elif nbytes >= GROWTH // 2 * self.small[0]:  # else it is the last one of a copy
+            self.small = (nbytes, took) if nbytes >= most // GROWTH // 2 else None
+        elif nbytes >= GROWTH // 2 * self.small[0]:
             times_larger, times_longer = nbytes / self.small[0], took / self.small[1]
             if self.large:
                 self.strikes = self.strikes + 1 if times_longer > 2 * times_larger else 0

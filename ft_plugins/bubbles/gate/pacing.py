@@ -150,6 +150,8 @@ class PacingState:
             self.fed_ns, self.openings_when_fed = now, sight.openings
         else:
             self.trickle_ns = now + int(self.limits.idle_seconds * 1e9)  # until this frame is through
+            if self.is_overdue(now):
+                self.overdue_ns = self.trickle_ns
 
     def ended(self, allowed: Allowance, opening: Opening | None, now: int) -> bool | None:
         """Record that a frame is through, while `opening` stands; whether in its window, None outside windows."""
@@ -184,7 +186,7 @@ class PacingState:
         self.trickle_ns = now + _rest(took, limits.trickle_duty)
         self.rate_ns = now + _rest(took, self.rate_duty)
         if self.is_overdue(now):
-            self.overdue.ended(nbytes, took, limits)
+            self.overdue.ended(nbytes, took, self.largest_frame(), limits)
             if self.overdue.large:  # most of its time it waited for a processor, not for the link
                 link = int(nbytes / self.window_rate)
                 rest = link + _rest(link, self.rate_duty) - took
@@ -203,7 +205,8 @@ class PacingState:
 
     def largest_frame(self) -> int:
         """Bytes of the largest frame of an overdue copy."""
-        return max(self.rate_frame_bytes, int(self.window_rate * self.limits.slow_frame_seconds * 1e9))
+        planned = int(self.window_rate * self.limits.slow_frame_seconds * 1e9)
+        return max(self.rate_frame_bytes, min(planned, self.limits.payload_bytes))
 
     def overdue_bytes(self) -> int:
         """Bytes of the next frame of an overdue copy."""

@@ -35,6 +35,8 @@ class PacingLimits:
     # waiting
     poll_seconds: float = 0.002  # between looks at a gate that is open
     opening_seconds: float = 0.02  # until a closed gate is looked at again, though no opening was signalled
+    # what carries frames
+    payload_bytes: int = 1 << 20  # no frame has more
     # reporting
     reported_bubbles: int = 32  # bubbles whose bytes are reported, the fullest ones
 

@@ -44,7 +44,7 @@ from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
 from . import left_traces, worker_failures
 from .agent_channel import AgentChannel
-from .draining import Departure
+from .draining import Departure, longest_wait
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
 from .signals import SignalStop
 from .watcher import Job, Watcher
@@ -103,7 +103,7 @@ class ProgressAgent(LocalElasticAgent):
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
         self._preload = parent_of(job, spec, events)
-        self._departure = Departure(watcher, events) if watcher else None
+        self._departure = self._new_departure()
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
@@ -276,7 +276,7 @@ class ProgressAgent(LocalElasticAgent):
         if self._channel:
             self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
         self._exits.close()
-        self._departure = Departure(self._watcher, self._events) if self._watcher else None
+        self._departure = self._new_departure()
         if self._preload:
             self._preload.wait()
         clock, self._started_at = time.monotonic(), time.time()
@@ -372,6 +372,11 @@ class ProgressAgent(LocalElasticAgent):
             if self._preload:
                 self._preload.turn()
         return result
+
+    def _new_departure(self) -> Departure | None:
+        if self._watcher is None or self._job is None:
+            return None
+        return Departure(self._watcher, self._events, longest_wait(self._job.config.hang_seconds))
 
     def _leave_if_drained(self) -> None:
         """Raises NodeDrained."""

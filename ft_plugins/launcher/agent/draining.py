@@ -4,7 +4,8 @@
     that version is committed the others can rebuild what this node holds: its ranks end, and the others go on
     it is not, for too long   the ranks go on, and the node stays
 
-Invariant: the node leaves only at a version that all nodes have committed and no rank has gone past.
+Invariant: the node leaves only at a version that all nodes have committed, and at which a rank of it waits: no rank of
+the job has completed another iteration, nor can it.
 
 In: whether the node is to leave; what its SMP reports. Out: holds; when to leave; `drain.failed` events.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ...errors import ProtectionError
 from ...events import Events, catalogue
@@ -38,22 +39,28 @@ class DrainStep:
     give_up: str = ""
 
 
-def next_step(iteration: int | None, waited: float) -> DrainStep:
-    """`iteration`: at which the node can leave, None for none yet. `waited`: seconds since a rank here completed one.
-    Pure."""
+def longest_wait(hang_seconds: float | Literal["auto"]) -> float:
+    """Seconds without an iteration for which ranks are held: they must not be taken for a hang by a limit that was
+    given. Pure."""
+    return MOST_SECONDS if hang_seconds == "auto" or not hang_seconds else min(MOST_SECONDS, hang_seconds / 2)
+
+
+def next_step(iteration: int | None, waited: float, longest: float = MOST_SECONDS) -> DrainStep:
+    """`iteration`: at which the node can leave, None for none yet. `waited`: seconds since a rank here completed one;
+    `longest`: at most. Pure."""
     if iteration is not None:
         return DrainStep(leave=iteration)
-    if waited > MOST_SECONDS:
+    if waited > longest:
         reason = f"no version was committed while the ranks waited for {waited:.0f} s; training goes on with this node"
         return DrainStep(give_up=reason)
     return DrainStep()
 
 
 class Departure:
-    """The departure of this node from one incarnation."""
+    """The departure of this node from one incarnation. `longest`: see `longest_wait`."""
 
-    def __init__(self, holder: Holder, events: Events) -> None:
-        self._holder, self._events = holder, events
+    def __init__(self, holder: Holder, events: Events, longest: float = MOST_SECONDS) -> None:
+        self._holder, self._events, self._longest = holder, events, longest
         self._began = 0.0  # monotonic; 0: the node is not to leave
         self._completed, self._completed_at = 0, 0.0
         self._looked = 0.0
@@ -70,18 +77,18 @@ class Departure:
             self._release()
             return DrainStep()
         try:
-            if not self._began:
-                self._holder.hold(True)
-                self._began = self._completed_at = now
-            elif now - self._looked < _LOOK_SECONDS:
+            if self._began and now - self._looked < _LOOK_SECONDS:
                 return DrainStep()
+            if not self._began:
+                self._began = self._completed_at = now
+            self._holder.hold(True)  # each time: ranks that start were not there the last time
             self._looked = now
             iteration, completed = self._holder.leaves_at()
         except ProtectionError as error:
             return self._given_up(DrainStep(give_up=str(error)))
         if completed != self._completed:
             self._completed, self._completed_at = completed, now
-        found = next_step(iteration, now - self._completed_at)
+        found = next_step(iteration, now - self._completed_at, self._longest)
         return self._given_up(found) if found.give_up else found
 
     def _given_up(self, step: DrainStep) -> DrainStep:

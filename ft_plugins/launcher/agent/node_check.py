@@ -1,7 +1,8 @@
 """Run the site's own check of a node (`--ftp-node-check`) before the node takes part in a round.
 
 Invariant: the check has neither the job's secret nor this package's variables or descriptors, no input and no shell. It
-is killed as a group once its time is over. It never blocks the caller: its pipe is drained at each look.
+is killed as a group once its time is over. It never blocks the caller: its pipe is drained at each look, and one that
+does not end when it is killed (in a driver's call, or as another user) is left behind.
 
 In: a command, its bound. Out: `CheckResult`; `node.rejected` events.
 """
@@ -23,6 +24,7 @@ from ...events import Events, catalogue
 _KEPT_BYTES, _KEPT_LINES = 4096, 5  # of the end of the output
 _LINE = 200  # characters
 _LOOK_SECONDS = 0.05
+_KILL_SECONDS = 2.0  # for a killed check to end
 _OURS = "FTP_"  # variables of this package
 
 
@@ -100,16 +102,20 @@ class NodeCheck:
             raise NodeError(f"{reason}; mend the node, then give the same command there again")
         return True
 
-    def stop(self) -> None:
-        """Kill a check that still runs. Idempotent."""
+    def stop(self) -> bool:
+        """Kill a check that still runs; False if it does not end. Idempotent."""
         process, self._process = self._process, None
         if process is None:
-            return
-        with suppress(ProcessLookupError):
+            return True
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the group is this one
-        process.wait()
         if process.stdout:
             process.stdout.close()
+        try:
+            process.wait(_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _step(self) -> CheckResult | None:
         if self._process is None:
@@ -130,13 +136,14 @@ class NodeCheck:
         self._drain(self._process)
         if not ended and seconds < self._seconds:
             return None
-        failure = "" if ended else f"was killed after {self._seconds:g} s (--ftp-node-check-seconds)"
-        status = self._process.wait() if ended else None
+        status, failure, process = None, "", self._process
         if ended:  # what it started in the background may live on
-            assert self._process.stdout
-            self._process.stdout.close()
-            self._process = None
-        self.stop()
+            assert process.stdout
+            process.stdout.close()
+            status, self._process = process.wait(), None
+        else:
+            failure = f"was killed after {self._seconds:g} s (--ftp-node-check-seconds)"
+            failure += "" if self.stop() else f" and does not end (pid {process.pid})"
         return CheckResult(self._command, status, seconds, last_lines(self._output), failure)
 
     def _drain(self, process: subprocess.Popen[bytes]) -> None:

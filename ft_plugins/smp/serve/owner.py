@@ -193,6 +193,7 @@ class SnapshotProcess:
                 self._events.emit(catalogue.SEGMENT_CORRUPTED, about=rank, reason=reason)
             segment.header.token = self.token
             segment.header.held = False
+            segment.header.held_at = 0
         if faults.reach("fence.kill", token=self.token) != "skip":
             owners = [segment.header.owner for segment in self._segments.values()]
             alive = liveness.kill_and_wait(owners, KILL_SECONDS)

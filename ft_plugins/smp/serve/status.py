@@ -64,6 +64,7 @@ def described(rank: int, segment: Segment) -> dict[str, Any]:
         "owner_pid": segment.header.owner[0],
         "attached": segment.header.attached,
         "completed": segment.header.completed,
+        "held_at": segment.header.held_at,
         "lineage": segment.header.opened.lineage,
         "lineage_token": segment.header.opened.token,
         "slots": _slots(segment),
@@ -113,12 +114,13 @@ def progress_of(status: Mapping[str, Any], token: int) -> tuple[int | None, int]
 
 def leaves_at(status: Mapping[str, Any]) -> tuple[int | None, int]:
     """The iteration at which this node can leave the job, None for none: it was committed in the running incarnation,
-    and no rank here has completed a later one. And the last one that a rank here has completed. By an SMP's
-    `status`."""
+    no rank here has completed a later one, and one waits there, so that none of the job completes another. And the
+    last one that a rank here has completed. By an SMP's `status`."""
     attached = [segment for segment in status["segments"] if segment["attached"]]
     completed = max((segment["completed"] for segment in attached), default=0)
     lineage = max((segment["lineage"] for segment in attached), default=0)
-    return (completed if status["node_tier"]["committed"] == [lineage, completed] else None), completed
+    waits = any(segment["held_at"] == completed for segment in attached)
+    return (completed if waits and status["node_tier"]["committed"] == [lineage, completed] else None), completed
 
 
 def newest_common(status: Mapping[str, Any]) -> Version | None:

@@ -42,7 +42,8 @@ _CONSTANTS = (  # the words after the magic
 _SEAL = 1 + len(_CONSTANTS)
 _COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL + 4
 _RECORDS = _SEAL + 5
-_HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (4, 3, 2, 1))  # zeros: none
+# zeros: none
+_HELD_AT, _HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (5, 4, 3, 2, 1))
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -273,6 +274,15 @@ class Header:
         self._page[_HELD] = int(value)
 
     # ---- words of the rank, written by its trainer ----
+
+    @property
+    def held_at(self) -> int:
+        """The iteration after which this rank waits, because it is held; 0 if it does not wait."""
+        return self._value(_HELD_AT) or 0
+
+    @held_at.setter
+    def held_at(self, value: int) -> None:
+        self._page[_HELD_AT] = guarded_word(value, _HELD_AT)
 
     @property
     def completed(self) -> int:

@@ -218,8 +218,10 @@ class Reft(CaptureOwner):
         header = self._mapped().header
         if header.held and header.is_awaited(Version(self._lineage, header.completed)):
             until = time.monotonic() + HOLD_SECONDS
+            header.held_at = header.completed
             while header.held and time.monotonic() < until:
                 time.sleep(_HELD_SECONDS)
+            header.held_at = 0
 
     def before_update(self, step: int, following: int) -> float:
         """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if

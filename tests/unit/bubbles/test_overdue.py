@@ -10,8 +10,10 @@ import pytest
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
 from ft_plugins.bubbles.gate.gate_pacer import GatePacer
-from ft_plugins.bubbles.gate.overdue import OverdueFrames
+from ft_plugins.bubbles.gate.overdue import GROWTH, OverdueFrames
+from ft_plugins.bubbles.gate.pacing import GateSight, PacingState
 from ft_plugins.bubbles.gate.pacing_limits import LIMITS
+from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
 from harness.waited_clock import MS, Clock, Stop
 
 PLANNED, PERIOD = 2, 1000 * MS  # iterations, and their length
@@ -79,6 +81,32 @@ def test_of_a_link_much_slower_than_planned_an_overdue_copy_takes_an_eighth() ->
     assert 0.1 < part_of_the_time(went) <= 0.125
 
 
+def test_the_end_of_a_small_copy_does_not_pass_a_slow_link_for_a_busy_machine() -> None:
+    late = LateBubbles(120, window_bytes=10 * 10 * PER_MS, latency_ms=1)
+    late.send(1)
+    assert part_of_the_time(late.send(20 * COPY)) <= 0.125
+
+
+def test_frames_of_an_overdue_copy_go_one_at_a_time_whichever_lane_they_are_of() -> None:
+    late = LateBubbles(0)
+    late.pacer.begins(COPY)
+    late.gate.open([Grant(1, 0, 0.012, 0.022, 10 * PER_MS)], 0, 0)
+    assert not late.pacer.take(COPY, Stop(late.clock, 10 * MS)).nbytes
+    late.gate.close()
+    late.clock.now = 3500 * MS
+    first = late.pacer.take(COPY, Stop(late.clock, 3600 * MS))
+    assert first.nbytes and not late.pacer.take(COPY, Stop(late.clock, 3700 * MS)).nbytes
+    late.pacer.ended(first)
+    assert late.pacer.take(COPY, Stop(late.clock, 9000 * MS)).nbytes
+
+
+def test_on_a_fast_link_too_frames_are_compared_that_one_payload_can_carry() -> None:
+    assert LIMITS.payload_bytes == PAYLOAD_LIMIT
+    state = PacingState.start(LIMITS, GateSight(0, 0, 0, None), 0)
+    state.window_rate = 10.0  # GB/s
+    assert state.largest_frame() == PAYLOAD_LIMIT and state.overdue_bytes() == PAYLOAD_LIMIT // GROWTH
+
+
 def test_where_a_frame_takes_long_whatever_its_bytes_an_overdue_copy_goes_in_few_of_them() -> None:
     """As on a machine whose ranks share cores: a tenth of a second for each frame, and four ranks share the link."""
     late = LateBubbles(400, latency_ms=100, rate_duty=0.125)
@@ -115,19 +143,19 @@ def test_larger_frames_are_kept_only_while_they_take_hardly_longer() -> None:
     limits, usual, most = LIMITS, 1000, 16_000
     busy = OverdueFrames()
     assert busy.size(usual, most) == 4000
-    busy.ended(4000, 100 * MS, limits)
+    busy.ended(4000, 100 * MS, most, limits)
     assert busy.size(usual, most) == most
-    busy.ended(700, 300 * MS, limits)  # the last one of a copy shows nothing
-    busy.ended(most, 130 * MS, limits)
+    busy.ended(700, 300 * MS, most, limits)  # the last one of a copy shows nothing
+    busy.ended(most, 130 * MS, most, limits)
     assert busy.large and busy.size(usual, most) == most
     for took, large in ((900, True), (900, True), (100, True), (900, True), (900, True), (900, False)):
-        busy.ended(most, took * MS, limits)
+        busy.ended(most, took * MS, most, limits)
         assert busy.large is large, "one that is stuck now and then is none of three in a row"
     slow = OverdueFrames()
-    slow.ended(4000, 40 * MS, limits)
-    slow.ended(most, 160 * MS, limits)
+    slow.ended(4000, 40 * MS, most, limits)
+    slow.ended(most, 160 * MS, most, limits)
     assert not slow.large
     for _ in range(limits.retry_frames):
         assert slow.size(usual, most) == usual
-        slow.ended(usual, 10 * MS, limits)
+        slow.ended(usual, 10 * MS, most, limits)
     assert slow.size(usual, most) == 4000, "it may have become faster"

@@ -10,7 +10,14 @@ import pytest
 from ft_plugins.errors import ProtectionError
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.agent import draining
-from ft_plugins.launcher.agent.draining import MOST_SECONDS, Departure, DrainStep, cannot_be_drained, next_step
+from ft_plugins.launcher.agent.draining import (
+    MOST_SECONDS,
+    Departure,
+    DrainStep,
+    cannot_be_drained,
+    longest_wait,
+    next_step,
+)
 from ft_plugins.smp.serve.status import leaves_at
 from ft_plugins.systems.reft.reft import HOLD_SECONDS
 
@@ -20,9 +27,12 @@ class Smp:
 
     def __init__(self) -> None:
         self.held, self.at, self.completed, self.gone = list[bool](), None, 7, False
+        self.segments = [False]  # of each rank: whether it is held
 
     def hold(self, on: bool) -> None:
-        self.held.append(on)
+        self.segments = [on] * len(self.segments)
+        if self.held[-1:] != [on]:
+            self.held.append(on)
 
     def leaves_at(self) -> tuple[int | None, int]:
         if self.gone:
@@ -70,6 +80,19 @@ def test_ranks_that_wait_for_a_commit_that_does_not_come_go_on_and_that_is_an_al
     assert MOST_SECONDS < HOLD_SECONDS, "a rank does not go on by itself before its agent says so"
 
 
+def test_a_rank_that_starts_after_the_drain_was_asked_for_waits_too(story: Story) -> None:
+    story.step()
+    story.smp.segments.append(False)
+    story.step()
+    assert story.smp.segments == [True, True]
+
+
+def test_ranks_go_on_before_a_limit_that_was_given_takes_them_for_a_hang() -> None:
+    assert longest_wait("auto") == longest_wait(0) == longest_wait(1e4) == MOST_SECONDS
+    assert longest_wait(60.0) == 30.0
+    assert next_step(None, 31.0, 30.0).give_up and not next_step(None, 29.0, 30.0).give_up
+
+
 @pytest.mark.parametrize("how", ["not wanted any more", "no answer"])
 def test_a_drain_that_ends_otherwise_lets_the_ranks_go_on(story: Story, how: str) -> None:
     story.step()
@@ -79,12 +102,15 @@ def test_a_drain_that_ends_otherwise_lets_the_ranks_go_on(story: Story, how: str
 
 
 def test_a_version_at_which_a_node_may_leave_is_of_this_incarnation_and_behind_no_rank() -> None:
-    def at(committed: Any, *completed: int, lineage: int = 3) -> tuple[int | None, int]:
-        segments = [{"attached": True, "completed": each, "lineage": lineage} for each in completed]
-        segments.append({"attached": False, "completed": 99, "lineage": 9})
+    def at(committed: Any, *completed: int, lineage: int = 3, held_at: int = 8) -> tuple[int | None, int]:
+        segments = [{"attached": True, "completed": each, "lineage": lineage, "held_at": 0} for each in completed]
+        segments[-1]["held_at"] = held_at
+        segments.append({"attached": False, "completed": 99, "lineage": 9, "held_at": 8})
         return leaves_at({"segments": segments, "node_tier": {"committed": committed}})
 
     assert at([3, 8], 8, 8) == (8, 8)
+    assert at([3, 8], 8, 8, held_at=0) == (None, 8), "its ranks are at work in the next iteration"
+    assert at([3, 8], 8, 8, held_at=5) == (None, 8)
     assert at([3, 8], 8, 9) == (None, 9), "a rank has gone past"
     assert at([2, 8], 8, 8) == (None, 8), "restored: a substitute may not protect it yet"
     assert at(None, 8) == (None, 8) and at([3, 7], 8) == (None, 8)

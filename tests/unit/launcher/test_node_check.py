@@ -118,6 +118,36 @@ def test_a_check_that_is_stopped_leaves_no_process() -> None:
     assert not psutil.pid_exists(pid) and time.monotonic() - began < LONG
 
 
+@pytest.mark.parametrize("error", [None, PermissionError(1, "of another user")], ids=["in a driver", "of another user"])
+def test_a_check_that_does_not_end_when_it_is_killed_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    def killpg(pid: int, number: int) -> None:
+        if error:
+            raise error
+
+    check = NodeCheck(script("import time; time.sleep(20)"), LONG, "b", Events("b"))
+    check.look()
+    process = check._process
+    assert process
+    monkeypatch.setattr("ft_plugins.launcher.agent.node_check.os.killpg", killpg)
+    check._seconds = 0.0
+    try:
+        with pytest.raises(NodeError, match=rf"was killed after 0 s .* and does not end \(pid {process.pid}\)"):
+            check.require()
+    finally:
+        process.kill()
+        process.wait(LONG)
+
+
+def test_a_daemon_that_keeps_the_pipe_of_a_check_open_holds_nobody_up(tmp_path: Path) -> None:
+    daemon = "import time; time.sleep(999)"
+    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {daemon!r}]).pid, flush=True)"
+    said, [event] = checked(f"{script(code + '; sys.exit(4)')}")
+    assert "ended with status 4" in said
+    psutil.Process(int(event.fields["output"])).kill()
+
+
 def test_the_last_lines_of_no_output_are_none() -> None:
     assert last_lines(b"") == () and last_lines(b"\n \xff\n") == ("\ufffd",)
 

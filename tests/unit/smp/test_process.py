@@ -183,8 +183,10 @@ def test_ranks_are_held_on_request_and_no_later_incarnation_is(node: Node) -> No
         client.hold(False)
         assert not segment.header.held
         client.hold(True)
+        segment.header.held_at = 7  # its rank dies while it waits
+        assert client.status()["segments"][0]["held_at"] == 7
     node.fence()
-    assert not segment.header.held
+    assert not segment.header.held and not segment.header.held_at
 
 
 def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_never_repeats_a_token(

@@ -45,10 +45,10 @@ def test_a_rank_whose_node_is_to_leave_waits_at_the_version_that_is_exchanged_un
     assert thread.is_alive()
     header.await_version(Version(LINEAGE, 11))  # that one is committed: the next one is announced
     thread.join(0.2)
-    assert thread.is_alive()
+    assert thread.is_alive() and header.held_at == 7, "where it waits is known"
     header.held = False
     thread.join(WAIT)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and header.held_at == 0
 
 
 @pytest.mark.parametrize("version", [None, Version(LINEAGE, 6), Version(LINEAGE, 8), Version(1, 7)])
@@ -58,7 +58,7 @@ def test_a_rank_goes_on_to_the_version_that_is_exchanged_next(header: Header, ve
         header.await_version(version)
     thread = held(header)
     thread.join(WAIT)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and header.held_at == 0
 
 
 def test_a_rank_of_a_node_that_stays_waits_nowhere(header: Header) -> None:
@@ -81,6 +81,6 @@ def test_a_rank_that_nothing_releases_goes_on_by_itself(header: Header, monkeypa
 def test_the_word_that_holds_a_rank_changes_no_other(header: Header) -> None:
     header.agreed, before = 5, header.opened
     header.doubt(3, 4)
-    header.held = True
+    header.held, header.held_at = True, 7
     assert (header.agreed, header.doubted, header.completed, header.opened) == (5, (3, 4), 7, before)
     assert not header.damaged
