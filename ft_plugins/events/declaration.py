@@ -139,12 +139,16 @@ class EventType:
         return f"{self.name}: {where}: {words.rstrip('.')}{action}"
 
     def problem(self, fields: Mapping[str, Any]) -> str:
-        """A message on undeclared fields or values of another type; '' for none. A declared field may be absent."""
+        """A message on undeclared fields, values of another type, and what a reader would miss; '' for none. Another
+        declared field may be absent."""
         unknown = sorted(fields.keys() - self.fields.keys())
         if unknown:
             return f"{self.name} declares no field {', '.join(unknown)}"
-        wrong = [f"{key}={value!r}" for key, value in fields.items() if not self.fields[key].accepts(value)]
-        return f"{self.name}: not of the declared type: {', '.join(wrong)}" if wrong else ""
+        wrong = [f"{key}={value!r}" for key, value in fields.items() if not self.fields[key].reads(value)]
+        if wrong:
+            return f"{self.name}: not of the declared type: {', '.join(wrong)}"
+        absent = [key for key, field in self.fields.items() if field.needed and key not in fields]
+        return f"{self.name}: lacks {', '.join(absent)}, which readers need" if absent else ""
 
     def fits(self, fields: Mapping[str, Any]) -> bool:
         """Whether these fields, from a file, can be used: the declared ones are of their types, the needed ones there.

@@ -257,7 +257,9 @@ def event_of(line: bytes) -> Event | None:
     try:
         entry = json.loads(line)
         kind = catalogue.EVENTS.get(entry["name"])
-        fits = kind is None or kind.fits(entry)
+        # a node's event has no rank, also where one of a rank declares it
+        facts = {key: value for key, value in entry.items() if key != "rank" or value is not None}
+        fits = kind is None or kind.fits(facts)
         known = {key: entry.pop(key) for key in ("name", "time", "node", "rank", "pid")}
         fits = fits and 0 <= known["time"] < _LATEST and all(isinstance(known[key], of) for key, of in _KINDS.items())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):

@@ -9,6 +9,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ from ft_plugins.events import (
     stream,
 )
 from ft_plugins.events.declaration import Field
+from ft_plugins.events.stream import event_of
 from harness.job_control import entries
 
 HAPPENED = EventType(
@@ -340,3 +342,23 @@ def test_a_line_with_values_of_another_type_is_passed_over(tmp_path: Path, wrong
 def test_a_pipe_in_the_place_of_a_history_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     assert [*read(tmp_path / "events.jsonl")] == []
+
+
+def test_a_nodes_kill_is_read_although_no_rank_sends_it(tmp_path: Path) -> None:
+    events = Events("n1", None)
+    events.subscribe(file_sink(tmp_path / "events.jsonl"))
+    events.emit(catalogue.SIGNAL_SENT, lost="n1", ranks=[2, 3], signal="SIGKILL", iteration=4)
+    events.emit(catalogue.SIGNAL_SENT, rank=2, signal="SIGKILL", iteration=4, killed_pid=7)
+    read = [event_of(line) for line in (tmp_path / "events.jsonl").read_bytes().splitlines()]
+    assert [(one.rank, one.fields.get("lost")) for one in read if one is not None] == [(None, "n1"), (2, None)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"iteration": 4}, "lacks seconds, bytes"),
+        ({"iteration": 4, "seconds": float("nan"), "bytes": 1}, "seconds=nan"),
+    ],
+)
+def test_in_tests_an_event_that_no_reader_could_use_is_refused(fields: dict[str, Any], problem: str) -> None:
+    assert problem in catalogue.SNAPSHOT_SEALED.problem({"lineage": 1, **fields})
