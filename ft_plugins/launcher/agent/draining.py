@@ -19,7 +19,8 @@ from typing import Literal, Protocol
 from ...errors import ProtectionError
 from ...events import Events, catalogue
 
-MOST_SECONDS = 240.0  # without an iteration: less than `Reft.HOLD_SECONDS`, which is for an agent that is gone
+MOST_SECONDS = 240.0  # for which ranks are held: less than `Reft.HOLD_SECONDS`, which is for an agent that is gone
+_PATIENCE = 7200.0  # seconds from the request on: ranks that no longer capture reach no version, and train on
 _LOOK_SECONDS = 0.2  # between two questions to the SMP
 
 
@@ -40,18 +41,23 @@ class DrainStep:
 
 
 def longest_wait(hang_seconds: float | Literal["auto"]) -> float:
-    """Seconds without an iteration for which ranks are held: they must not be taken for a hang by a limit that was
+    """Seconds for which ranks are held: they must not be taken for a hang by a limit that was
     given. Pure."""
     return MOST_SECONDS if hang_seconds == "auto" or not hang_seconds else min(MOST_SECONDS, hang_seconds / 2)
 
 
-def next_step(iteration: int | None, waited: float, longest: float = MOST_SECONDS) -> DrainStep:
-    """`iteration`: at which the node can leave, None for none yet. `waited`: seconds since a rank here completed one;
-    `longest`: at most. Pure."""
+def next_step(iteration: int | None, waited: float, longest: float = MOST_SECONDS, asked: float = 0.0) -> DrainStep:
+    """`iteration`: at which the node can leave, None for none yet. `waited`: seconds for which a rank has been held;
+    `longest`: at most. `asked`: seconds since the node is to leave. Pure."""
     if iteration is not None:
         return DrainStep(leave=iteration)
     if waited > longest:
         reason = f"no version was committed while the ranks waited for {waited:.0f} s; training goes on with this node"
+        return DrainStep(give_up=reason)
+    if asked > _PATIENCE:
+        reason = (
+            f"the ranks came to no version that is exchanged for {asked / 60:.0f} min; training goes on with this node"
+        )
         return DrainStep(give_up=reason)
     return DrainStep()
 
@@ -62,7 +68,7 @@ class Departure:
     def __init__(self, holder: Holder, events: Events, longest: float = MOST_SECONDS) -> None:
         self._holder, self._events, self._longest = holder, events, longest
         self._began = 0.0  # monotonic; 0: the node is not to leave
-        self._completed, self._completed_at = 0, 0.0
+        self._held_at, self._held_since = 0, 0.0
         self._looked = 0.0
 
     @property
@@ -80,15 +86,16 @@ class Departure:
             if self._began and now - self._looked < _LOOK_SECONDS:
                 return DrainStep()
             if not self._began:
-                self._began = self._completed_at = now
+                self._began, self._held_at = now, 0
             self._holder.hold(True)  # each time: ranks that start were not there the last time
             self._looked = now
-            iteration, completed = self._holder.leaves_at()
+            iteration, held_at = self._holder.leaves_at()
         except ProtectionError as error:
             return self._given_up(DrainStep(give_up=str(error)))
-        if completed != self._completed:
-            self._completed, self._completed_at = completed, now
-        found = next_step(iteration, now - self._completed_at, self._longest)
+        if held_at != self._held_at:
+            self._held_at, self._held_since = held_at, now
+        waited = now - self._held_since if held_at else 0.0
+        found = next_step(iteration, waited, self._longest, now - self._began)
         return self._given_up(found) if found.give_up else found
 
     def _given_up(self, step: DrainStep) -> DrainStep:

@@ -58,11 +58,11 @@ def last_lines(output: bytes) -> tuple[str, ...]:
 
 
 class NodeCheck:
-    """The check of this node; for one thread. `command` is split as a shell would. Once passed it holds until
-    `forget`."""
+    """The check of this node, of `seconds` at most; for one thread. `command` is split as a shell would. Once passed it
+    holds until `forget`."""
 
     def __init__(self, command: str, seconds: float, node: str, events: Events) -> None:
-        self._command, self._seconds, self._node, self._events = command, seconds, node, events
+        self._command, self.seconds, self._node, self._events = command, seconds, node, events
         self._process: subprocess.Popen[bytes] | None = None
         self._began = 0.0  # monotonic
         self._output = b""
@@ -134,7 +134,7 @@ class NodeCheck:
         seconds = time.monotonic() - self._began
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         self._drain(self._process)
-        if not ended and seconds < self._seconds:
+        if not ended and seconds < self.seconds:
             return None
         status, failure, process = None, "", self._process
         if ended:  # what it started in the background may live on
@@ -142,7 +142,7 @@ class NodeCheck:
             process.stdout.close()
             status, self._process = process.wait(), None
         else:
-            failure = f"was killed after {self._seconds:g} s (--ftp-node-check-seconds)"
+            failure = f"was killed after {self.seconds:g} s (--ftp-node-check-seconds)"
             failure += "" if self.stop() else f" and does not end (pid {process.pid})"
         return CheckResult(self._command, status, seconds, last_lines(self._output), failure)
 

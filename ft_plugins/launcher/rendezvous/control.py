@@ -9,6 +9,7 @@ In: the run directory of a node whose `ft-run` runs. Out: the leader's reply. Ra
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ...base import files
-from ...base.intake import Flag, parsed, read_json
-from ...errors import FtError
+from ...base.intake import Flag, parsed, read_json, shown
+from ...base.run_directories import NAME_PATTERN
+from ...errors import ConfigError, FtError
 from .. import job_identity
 from ..rounds.node_messages import DrainReply, Meeting
 from . import peers
@@ -51,6 +53,8 @@ def leave(settings: RendezvousSettings, own: str) -> None:
 
 def drain(run_dir: Path, node: str) -> str:
     """Have `node` leave the job at its next version. Returns why it does not, '' if it does."""
+    if not re.fullmatch(NAME_PATTERN, node):  # no name at all would take a drain back
+        raise ConfigError(f"{shown(node)} is not the name of a node; expected one that `ft-plugins status` shows")
     try:
         place = read_json(run_dir / _FILE, _PLACE)
     except (OSError, ValueError) as error:

@@ -88,7 +88,13 @@ class RoundJoin:
         return self._node.search.other_job() or self._node.search.taken()
 
     def _extend_deadline(self) -> None:
-        self._deadline = time.monotonic() + self._node.settings.join + self._node.settings.rules.wait
+        self._deadline = time.monotonic() + self._patience
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for a round to be complete. The check of any node may take as long as that of this one."""
+        checked = self.node_check.seconds if self.node_check else 0.0
+        return self._node.settings.join + self._node.settings.rules.wait + checked
 
     def find_leader(self) -> Leader:
         """The leader; finally this node, if it is elected. Raises what `check` does, and ConfigError."""
@@ -295,7 +301,7 @@ class RoundJoin:
         trouble = self._trouble()
         return (
             f"node {node.me.node}, job '{node.me.run}': no round was complete within "
-            f"{settings.join + settings.rules.wait:g} s: {missing}" + (f"; {trouble}" if trouble else "")
+            f"{self._patience:g} s: {missing}" + (f"; {trouble}" if trouble else "")
         )
 
 

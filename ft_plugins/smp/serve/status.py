@@ -114,13 +114,14 @@ def progress_of(status: Mapping[str, Any], token: int) -> tuple[int | None, int]
 
 def leaves_at(status: Mapping[str, Any]) -> tuple[int | None, int]:
     """The iteration at which this node can leave the job, None for none: it was committed in the running incarnation,
-    no rank here has completed a later one, and one waits there, so that none of the job completes another. And the
-    last one that a rank here has completed. By an SMP's `status`."""
+    no rank here has completed a later one, and one waits there, so that none of the job completes another. And where a
+    rank here waits, 0 if none does. By an SMP's `status`."""
     attached = [segment for segment in status["segments"] if segment["attached"]]
     completed = max((segment["completed"] for segment in attached), default=0)
     lineage = max((segment["lineage"] for segment in attached), default=0)
-    waits = any(segment["held_at"] == completed for segment in attached)
-    return (completed if waits and status["node_tier"]["committed"] == [lineage, completed] else None), completed
+    held_at = max((segment["held_at"] for segment in attached), default=0)
+    leaves = held_at == completed and status["node_tier"]["committed"] == [lineage, completed]
+    return (completed if leaves else None), held_at
 
 
 def newest_common(status: Mapping[str, Any]) -> Version | None:

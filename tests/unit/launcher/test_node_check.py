@@ -6,11 +6,14 @@ import os
 import shlex
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.config import Config, run_directory
@@ -20,6 +23,8 @@ from ft_plugins.launcher import command
 from ft_plugins.launcher.agent.node_check import NodeCheck, last_lines
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import launch
+from ft_plugins.launcher.rendezvous import round_join
+from ft_plugins.launcher.rendezvous.round_join import RoundJoin
 from harness.job_control import wait_until
 
 LONG = 600.0  # seconds
@@ -73,7 +78,7 @@ def test_a_check_that_outlasts_its_bound_is_killed_with_all_that_it_started(tmp_
     assert not check.look()
     started = tmp_path / "pid"
     wait_until(lambda: not check.look() and len(check._output) > 1000 and bool(started.read_text()), 120, str)
-    check._seconds = 0.0
+    check.seconds = 0.0
     with pytest.raises(NodeError, match=r"was killed after 0 s \(--ftp-node-check-seconds\); its last lines: x{200}"):
         check.look()
     pid = int((tmp_path / "pid").read_text())
@@ -131,7 +136,7 @@ def test_a_check_that_does_not_end_when_it_is_killed_is_left_behind(
     process = check._process
     assert process
     monkeypatch.setattr("ft_plugins.launcher.agent.node_check.os.killpg", killpg)
-    check._seconds = 0.0
+    check.seconds = 0.0
     try:
         with pytest.raises(NodeError, match=rf"was killed after 0 s .* and does not end \(pid {process.pid}\)"):
             check.require()
@@ -146,6 +151,23 @@ def test_a_daemon_that_keeps_the_pipe_of_a_check_open_holds_nobody_up(tmp_path: 
     said, [event] = checked(f"{script(code + '; sys.exit(4)')}")
     assert "ended with status 4" in said
     psutil.Process(int(event.fields["output"])).kill()
+
+
+def test_a_round_is_waited_for_as_long_as_checks_may_take_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(round_join, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    settings = SimpleNamespace(join=600.0, rules=SimpleNamespace(wait=10.0))
+    called = SimpleNamespace(check=lambda: None, wake=lambda: None, closed="")
+    me = SimpleNamespace(node="b", run="job")
+    join = RoundJoin(cast(Any, SimpleNamespace(settings=settings, server=called, service=called, me=me)), timedelta(1))
+    join.node_check = NodeCheck("dcgmi diag -r 3", 1800.0, "b", Events("b"))
+    join._extend_deadline()
+    now[0] += 2409.0
+    join.check()
+    monkeypatch.setattr(join, "_timeout_reason", lambda: "no round")
+    now[0] += 2.0
+    with pytest.raises(RendezvousTimeoutError):
+        join.check()
 
 
 def test_the_last_lines_of_no_output_are_none() -> None:

@@ -38,7 +38,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.base.intake import within
 from ft_plugins.config import Config
-from ft_plugins.errors import FtError
+from ft_plugins.errors import ConfigError, FtError
 from ft_plugins.events import Events
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
@@ -306,6 +306,12 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     assert a.tell("join").hear()["names"] == c.hear()["names"] == ["a", "c"]
     a.ask("no drain")
     assert control.drain(folders["a"], "c") == "of this job no node can leave"
+
+
+@pytest.mark.parametrize("name", ["", " ", "a b", "../b", "b\n"])
+def test_what_is_not_the_name_of_a_node_is_refused_before_the_job_is_asked(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="is not the name of a node; expected one that `ft-plugins status` shows"):
+        control.drain(tmp_path, name)
 
 
 def test_a_command_line_without_a_job_of_several_nodes_says_what_it_looked_for(tmp_path: Path) -> None:
