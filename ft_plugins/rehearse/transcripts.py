@@ -31,7 +31,7 @@ _LONGEST = 256 << 20  # bytes of one line
 _POSITION = "position"
 _GENERATORS = ("python", "numpy", "torch", "cuda", "tracker")
 _SCHEDULE = ("counters", "scheduler", "groups")
-_NOT_COMPARED = (_POSITION, "pace", "silent", "loop", "rng", *_GENERATORS)
+_NOT_COMPARED = (_POSITION, "pace", "silent", "loop", "suspended", "rng", *_GENERATORS)
 # the kinds of places, causes first
 READS, RATE, DRAWN, SMALL, LOSS, STATE = "the batch", "learning rate", "random numbers", "small state", "loss", "state"
 _NORM = "gradient norm"
