@@ -195,9 +195,10 @@ def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trai
 
 
 def test_other_data_under_the_same_name_is_refused_and_the_same_data_resumes(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path
+    megatron_server: ForkServer, jobs: Spec, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    first, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    folder = tmp_path_factory.mktemp("t")  # a long path would be shortened in the message
+    first, other = folder / "a.txt", folder / "b.txt"
     first.write_text("To be, or not to be, that is the question. " * 1000)
     other.write_text("Whether 'tis nobler in the mind to suffer... " * 1000)
     small = ("--layers", "2", "--hidden", "16", "--heads", "2", "--sequence", "32", "--global-batch", "4")
