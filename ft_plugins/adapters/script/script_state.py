@@ -24,7 +24,7 @@ from ..host_parts import local_part
 
 _DEPTH = 3  # of the containers that are searched for tensors
 _MANY = 20_000  # elements: a larger container is one of data, not of weights
-_CONTAINERS = (list, tuple, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -63,9 +63,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor
 def _contained(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth and isinstance(value, (Mapping, *_CONTAINERS)) and len(value) <= _MANY:
-        for part in list(value.values() if isinstance(value, Mapping) else value):
-            yield from _contained(part, depth - 1)
+    elif depth and (kind := next((one for one in _CONTAINERS if issubclass(type(value), one)), None)):
+        read: Any = kind  # by its own methods: those of a class of the script may draw numbers, or fail
+        if read.__len__(value) <= _MANY:
+            for part in list(dict.values(value) if kind is dict else read.__iter__(value)):
+                yield from _contained(part, depth - 1)
 
 
 class Marks:

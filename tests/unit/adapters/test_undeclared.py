@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -308,3 +308,19 @@ def test_an_object_is_named_by_a_variable_before_a_part_and_by_the_innermost_fun
     names = named([("a variable of main()", {"box": box, "__doc__": thing}), ("a global", {"thing": thing})])
     assert names[id(thing)].name == Name("thing", "a global")
     assert named([("a global", {"box": box})])[id(thing)].name == Name("box['thing']", "a global")
+
+
+def test_tensors_in_a_container_of_the_scripts_own_class_are_found_without_its_code() -> None:
+    class Meters(list[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            raise AssertionError("the script's code is run")
+
+    class Named(dict[str, torch.Tensor]):
+        def __len__(self) -> int:
+            raise AssertionError("the script's code is run")
+
+        values = keys = items = __iter__ = __len__  # type: ignore[assignment]
+
+    first, second = torch.ones(2), torch.zeros(3)
+    (found,), (other,) = tensors_in(Meters([first])), tensors_in(Named(a=second))
+    assert found is first and other is second
