@@ -86,6 +86,9 @@ def gang(
         return [results[rank] for rank in range(world)]
 
 
+_PEER = "Connection closed by peer"  # what gloo says of another rank's end
+
+
 def _collect(pipes: Sequence[Connection], results: dict[int, Any], seconds: float, log: Path) -> None:
     """Receive all results into `results`."""
     deadline = time.monotonic() + seconds
@@ -95,16 +98,21 @@ def _collect(pipes: Sequence[Connection], results: dict[int, Any], seconds: floa
         if not ready:
             ranks = ", ".join(map(str, missing.values()))
             raise TimeoutError(f"ranks {ranks} had not answered after {seconds:.0f} s:\n{_tail(log)}")
+        failures = []
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = missing[pipe]
             try:
                 status, answer = pipe.recv()
             except EOFError:
-                raise RankError(f"rank {rank} ended without an answer:\n{_tail(log)}") from None
-            if status != "done":
-                raise RankError(f"rank {rank}:\n{answer}\n{_tail(log)}")
-            results[rank] = answer
+                status, answer = "ended", ""
+            if status == "done":
+                results[rank] = answer
+            else:
+                words = f"rank {rank} ended without an answer" if status == "ended" else f"rank {rank}:\n{answer}"
+                failures.append((_PEER in answer, f"{words}\n{_tail(log)}"))
+        if failures:  # a rank answers before its peers see it end, so the first cause is among them
+            raise RankError(min(failures)[1])
 
 
 def _tail(log: Path) -> str:
