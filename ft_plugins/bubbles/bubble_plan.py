@@ -140,9 +140,9 @@ def plan_bubbles(
     `bytes_per_second`: of the link of each position's node, each way; or of every node. `ready_seconds`: time in the
     first iteration until the version to be sent is captured. `least_bytes`: windows that carry fewer bytes than this
     (or than the copy, if that is smaller) are not used, unless all are that small. `messages`: by rank, messages
-    between stages; their time is reserved instead of `reserve` where it is longer. Times of the ranks of a
-    pipeline have one origin: they begin an iteration together, because they meet before each update. Raises
-    ConfigError for a rank without timeline or layers.
+    between stages; their time is reserved instead of `reserve` where it is longer. Times of the ranks of a pipeline
+    have one origin: they begin an iteration together, because they meet before each update. Raises ConfigError for a
+    rank without timeline or layers.
     """
     if not transfers:
         raise ConfigError("nothing to send: expected a transfer for each rank")

@@ -17,14 +17,14 @@ ROUTINE, NOTICE, WARNING, ALARM = Severity.ROUTINE, Severity.NOTICE, Severity.WA
 
 _LINEAGE = Field("int", "lineage of the version", optional=True)
 _ITERATION = Field("int", "training iteration")
-_THE_ITERATION = Field("int", "training iteration", needed=True)
+_NEEDED_ITERATION = Field("int", "training iteration", needed=True)
 _VERSION: dict[str, Any] = {"lineage": _LINEAGE, "iteration": _ITERATION}
 _REASON = Field("str", "why, in words")
 _SECONDS = Field("float", "duration", "s")
 _BYTES = Field("int", "amount of data", "bytes")
 _ABOUT = Field("int", "rank that the event describes")
 _TOKEN = Field("int", "fencing token of the incarnation")
-_THE_TOKEN = Field("int", "fencing token of the incarnation", needed=True)
+_NEEDED_TOKEN = Field("int", "fencing token of the incarnation", needed=True)
 _PID = Field("int", "process that the event describes")
 _PATH = Field("str", "file or folder")
 _RANKS = Field("list", "ranks concerned")
@@ -62,7 +62,7 @@ WORKER_FAILED = EventType(
 )  # fmt: skip
 WORKERS_RESTARTED = EventType(
     "workers.restarted", NOTICE, "The training processes of this node were started again.",
-    restart=Field("int", "restarts so far", needed=True), token=_THE_TOKEN,
+    restart=Field("int", "restarts so far", needed=True), token=_NEEDED_TOKEN,
     seconds=Field("float", "since the failure was seen on this node", "s", optional=True),
     clock=Field("float", "this node's monotonic clock when the first process was started", "s"),
     seen=Field("float", "the same clock when this node saw why they have to restart", "s"),
@@ -71,7 +71,7 @@ WORKERS_RESTARTED = EventType(
 RANKS_RESUMED = EventType(
     "ranks.resumed", NOTICE,
     "The ranks of this node have completed an iteration for the first time since they were started.",
-    restart=Field("int", "restarts before"), token=_THE_TOKEN, lineage=_LINEAGE, iteration=_THE_ITERATION,
+    restart=Field("int", "restarts before"), token=_NEEDED_TOKEN, lineage=_LINEAGE, iteration=_NEEDED_ITERATION,
     count=Field("int", "ranks of this node that are described"),
     began=Field("float", "this node's monotonic clock when the last of them began", "s"),
     joining=Field("float", "the same clock when the last of them began to make process groups", "s", optional=True),
@@ -155,7 +155,7 @@ RANK_ENDED = EventType("rank.ended", NOTICE, "A rank's training came to its orde
 
 SNAPSHOT_SEALED = EventType(
     "snapshot.sealed", ROUTINE, "A rank's snapshot of an iteration is whole in shared memory.",
-    lineage=_LINEAGE, iteration=_THE_ITERATION,
+    lineage=_LINEAGE, iteration=_NEEDED_ITERATION,
     seconds=Field("float", "from the version point to the seal, hidden behind compute", "s", needed=True),
     bytes=Field("int", "amount of data", "bytes", needed=True), slot=Field("int", "slot that holds it"),
 )  # fmt: skip
@@ -179,7 +179,7 @@ SLOT_REFUSED = EventType(
 )  # fmt: skip
 FENCE_WAITED = EventType(
     "fence.waited", ROUTINE, "The update of an iteration waited for the snapshot before it.",
-    iteration=_THE_ITERATION, seconds=Field("float", "time for which training stood still", "s", needed=True),
+    iteration=_NEEDED_ITERATION, seconds=Field("float", "time for which training stood still", "s", needed=True),
 )  # fmt: skip
 PROTECTION_LOST = EventType(
     "protection.lost", ALARM, "Snapshots are no longer taken, or no SMP keeps them; training continues unprotected.",

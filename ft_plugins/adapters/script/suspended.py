@@ -36,6 +36,7 @@ from .script_names import stack, variables_of
 _PYTHONS = ("builtins", "itertools")
 _MOST, _DEPTH = 32, 3  # values of a version; generators in generators
 _ROOM = 8 << 10  # bytes of them, twice
+_EACH = 16  # bytes of one, but for its name and value
 _OF_NO_VARIABLE = "for ... in "
 Values = dict[str, int | str]
 _Suspended = tuple[str, FrameType, Mapping[str, Any]]  # the place in messages, its variables
@@ -56,7 +57,7 @@ class SuspendedValues:
             return {"first": {}, "last": {}, "reserve": bytes(2 * _ROOM)}
         now = suspended_values()
         more = {name: value for name, value in now.items() if name not in self._first}
-        self._first = dict(islice({**self._first, **more}.items(), _MOST))
+        self._first = _that_fit({**self._first, **more})
         known = {name: self._expected.pop(name) for name in list(self._expected) if name in now}
         self.remark = begun_again(self._first, known, now, self._ignored)
         return {"first": self._first, "last": now}
@@ -103,7 +104,18 @@ def suspended_values() -> Values:
         found.update(_passes(variables, place))
     for frame, variables in stack():
         found.update(_passes(variables, f"{frame.f_code.co_name}()"))
-    return found
+    return _that_fit(found)
+
+
+def _that_fit(found: Values) -> Values:
+    """The first of them, no more than a version has room for."""
+    kept: Values = {}
+    left = _ROOM
+    for name, value in islice(found.items(), _MOST):
+        left -= len(name.encode()) + len(str(value).encode()) + _EACH
+        if left >= 0:
+            kept[name] = value
+    return kept
 
 
 def values_from_outside(names: Collection[str]) -> Values:

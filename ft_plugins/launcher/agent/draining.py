@@ -41,8 +41,7 @@ class DrainStep:
 
 
 def longest_wait(hang_seconds: float | Literal["auto"]) -> float:
-    """Seconds for which ranks are held: they must not be taken for a hang by a limit that was
-    given. Pure."""
+    """Seconds for which ranks are held: they must not be taken for a hang by a limit that was given. Pure."""
     return MOST_SECONDS if hang_seconds == "auto" or not hang_seconds else min(MOST_SECONDS, hang_seconds / 2)
 
 

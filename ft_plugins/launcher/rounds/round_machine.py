@@ -1,11 +1,10 @@
 """State machine of the rendezvous rounds, on the leader: which nodes wait, are chosen, take part. Pure.
 
 Invariant: a round is complete only when each of its nodes has reported after it was chosen that it is ready (it may be
-checked first), and its store exists. It
-has begun when each of them has acknowledged it. If one is silent or leaves in between, it is dropped and the round
-opens again, so no node begins a round without the others. A waiting node takes the place of one that is lost, not of
-one that is alive and slow to return, unless that one takes `Rules.wait`. A node that has failed often becomes a spare
-where there is another one (`rounds.left_out`). Time comes from outside.
+checked first), and its store exists. It has begun when each of them has acknowledged it. If one is silent or leaves in
+between, it is dropped and the round opens again, so no node begins a round without the others. A waiting node takes the
+place of one that is lost, not of one that is alive and slow to return, unless that one takes `Rules.wait`. A node that
+has failed often becomes a spare where there is another one (`rounds.left_out`). Time comes from outside.
 
     OPEN -> PROPOSED      enough nodes wait: ranks are assigned, the node of rank 0 creates the round's store
     PROPOSED -> OPEN      a chosen node was lost

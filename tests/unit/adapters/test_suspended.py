@@ -114,3 +114,16 @@ def test_a_pass_that_the_position_follows_is_none_of_it() -> None:
 
     captured, _ = versions(lambda: endless(loader()))
     assert versions(lambda: endless(loader()), captured[2])[1] == []
+
+
+def test_what_a_version_has_of_many_passes_stays_within_the_room_that_was_reserved() -> None:
+    values = SuspendedValues()
+    reserved = len(codec.encode(values.captured(first=True)))
+    names = [f"{'of_some_length_' * 30}{number}" for number in range(100)]
+    source = "def reading():\n" + "".join(f"    {name} = iter(loader())\n" for name in names) + "    yield\n"
+    space: dict[str, Any] = {"loader": loader}
+    exec(source, space)  # a function of as many variables
+    it = space["reading"]()
+    next(it)
+    captured = values.captured(first=False)
+    assert captured["last"] and len(codec.encode(captured)) <= reserved

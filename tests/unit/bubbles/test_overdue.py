@@ -50,6 +50,17 @@ class LateBubbles:
         return went
 
 
+def overdue_copy() -> LateBubbles:
+    """One of which nothing has gone, half a second after it was due."""
+    late = LateBubbles(0)
+    late.pacer.begins(COPY)
+    late.gate.open([Grant(1, 0, 0.012, 0.022, 10 * PER_MS)], 0, 0)
+    assert not late.pacer.take(COPY, Stop(late.clock, 10 * MS)).nbytes
+    late.gate.close()
+    late.clock.now = 3500 * MS
+    return late
+
+
 def part_of_the_time(went: list[tuple[int, int]]) -> float:
     """In which frames were under way, each with the rest after it; without the last one, which has none."""
     return sum(ended - began for began, ended in went[:-1]) / (went[-1][0] - went[0][0])
@@ -88,12 +99,7 @@ def test_the_end_of_a_small_copy_does_not_pass_a_slow_link_for_a_busy_machine() 
 
 
 def test_frames_of_an_overdue_copy_go_one_at_a_time_whichever_lane_they_are_of() -> None:
-    late = LateBubbles(0)
-    late.pacer.begins(COPY)
-    late.gate.open([Grant(1, 0, 0.012, 0.022, 10 * PER_MS)], 0, 0)
-    assert not late.pacer.take(COPY, Stop(late.clock, 10 * MS)).nbytes
-    late.gate.close()
-    late.clock.now = 3500 * MS
+    late = overdue_copy()
     first = late.pacer.take(COPY, Stop(late.clock, 3600 * MS))
     assert first.nbytes and not late.pacer.take(COPY, Stop(late.clock, 3700 * MS)).nbytes
     late.pacer.ended(first)
@@ -120,12 +126,7 @@ def test_where_a_frame_takes_long_whatever_its_bytes_an_overdue_copy_goes_in_few
 
 @pytest.mark.parametrize("held", [True, False])
 def test_while_the_gate_is_held_an_overdue_copy_waits(held: bool) -> None:
-    late = LateBubbles(0)
-    late.pacer.begins(COPY)
-    late.gate.open([Grant(1, 0, 0.012, 0.022, 10 * PER_MS)], 0, 0)
-    assert not late.pacer.take(COPY, Stop(late.clock, 10 * MS)).nbytes
-    late.gate.close()
-    late.clock.now = 3500 * MS
+    late = overdue_copy()
     if held:
         late.gate.hold(600.0, late.clock.now)
     allowed = late.pacer.take(COPY, Stop(late.clock, 4500 * MS))
