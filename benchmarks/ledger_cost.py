@@ -102,7 +102,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
         ledger.begin(step)
         scores = model(tokens, positions, mask)
         torch.nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten()).backward()
-        ledger.graded(observed_inputs.digest_of_gradients(model) or 0)
+        ledger.graded(observed_inputs.digest_of_gradients(model.parameters()) or 0)
         ledger.fence(rate())
         optimizer.step()
         optimizer.zero_grad()
