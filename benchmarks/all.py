@@ -4,11 +4,13 @@
 
 Each keeps its last line and its pictures in a folder of FOLDER (default build/benchmarks), so that another run with
 --only replaces only those. What one of them needs and is missing is named before the first begins; the others run.
-Status 1 if one failed. With --quick the table is written to FOLDER alone, as such figures are measured less often.
+Status 1 if one failed. With --quick that folder is in FOLDER/quick: the table has its figures where there are no
+others, and says that they were measured less often. With --smoke the table is written to FOLDER.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ft_plugins.rehearse.driver import raising_signals
-from workloads.results import headlines, page, read_lines
+from workloads.results import headlines, page
 from workloads.running import BENCHMARKS, ROOT, Figures, arguments, duration, last_line, seconds_left
 
 FOLDER = ROOT / "build" / "benchmarks"
@@ -59,12 +61,15 @@ def measure(names: Sequence[str], words: Sequence[str], folder: Path) -> Figures
     return {**took, "all_ended_well": not failed}
 
 
-def write(folder: Path, quick: bool) -> Path:
-    """Write the table from the last lines in `folder`; returns the page."""
-    lines = read_lines(folder)
-    drawn = sorted(folder.glob("*/*.png"))
-    if quick:
-        (folder / "results.md").write_text(page(lines, [f"{path.parent.name}/{path.name}" for path in drawn]))
+def write(folder: Path, smoke: bool) -> Path:
+    """Write the table from the last lines in `folder`, and from those of quick runs for what is not there; returns the
+    page."""
+    folders = [path.parent for pattern in ("quick/*/*.json", "*/*.json") for path in sorted(folder.glob(pattern))]
+    measured = {path.name: path for path in folders if (path / f"{path.name}.json").exists()}  # the last: not quick
+    lines = {name: json.loads((path / f"{name}.json").read_text()) for name, path in sorted(measured.items())}
+    drawn = [path for _, each in sorted(measured.items()) for path in sorted(each.glob("*.png"))]
+    if smoke:
+        (folder / "results.md").write_text(page(lines))
         return folder / "results.md"
     for path in drawn:
         (PICTURES / path.parent.name).mkdir(parents=True, exist_ok=True)
@@ -81,8 +86,8 @@ def main() -> None:
     chosen = parser.parse_args()
     folder = chosen.output or FOLDER
     words = [f"--{name}" for name in ("quick", "smoke") if getattr(chosen, name)]
-    figures = measure(ready(chosen.only, chosen.smoke), words, folder)
-    print(f"the table: {write(folder, bool(words))}")
+    figures = measure(ready(chosen.only, chosen.smoke), words, folder / "quick" if words == ["--quick"] else folder)
+    print(f"the table: {write(folder, chosen.smoke)}")
     print(last_line("all", figures, bool(words)))
     sys.exit(0 if figures["all_ended_well"] else 1)
 

@@ -7,7 +7,6 @@ In: the last lines of benchmarks, by name. Out: Markdown: the page `docs/results
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +53,12 @@ class ResultRow:
 
     def cells(self, lines: Lines) -> tuple[str, ...]:
         """Figure, limit, best peer, paper, goal, here."""
-        figures: Mapping[str, float | bool] = lines.get(self.benchmark, {}).get("figures", {})
+        line = lines.get(self.benchmark, {})
+        figures: Mapping[str, float | bool] = line.get("figures", {})
         limit = figures.get(self.limit) if isinstance(self.limit, str) else self.limit
-        peer, here = self._peer(figures), self._here(figures)
-        return (self.meaning, self.text(limit), peer, self.paper or _NONE, self.goal, here)
+        quick = " (quick run)" if line.get("quick") and self.figure in figures else ""
+        here = self._here(figures) + quick
+        return (self.meaning, self.text(limit), self._peer(figures), self.paper or _NONE, self.goal, here)
 
     def _peer(self, figures: Mapping[str, float | bool]) -> str:
         found = {name: figures[figure] for name, figure in (self.peers or {}).items() if figure in figures}
@@ -172,12 +173,6 @@ def page(lines: Lines, pictures: Sequence[str] = ()) -> str:
 def headlines(lines: Lines) -> str:
     """The five lines for README."""
     return "\n".join([*_HEAD, *_table([row for row in ROWS if row.headline], lines)])
-
-
-def read_lines(folder: Path) -> dict[str, Any]:
-    """The last lines in a folder, by benchmark."""
-    found = (path for path in sorted(folder.glob("*/*.json")) if path.stem == path.parent.name)
-    return {path.stem: json.loads(path.read_text()) for path in found}
 
 
 def _page(lines: Lines, pictures: Sequence[str]) -> Iterator[str]:

@@ -77,8 +77,8 @@ def test_the_table_has_goal_limit_peer_and_paper_and_says_what_was_not_measured(
     text = page({"snapshot_stall": line}, ["a/snapshot_stall/p.png"])
     rows = {row.meaning: next(line for line in text.splitlines() if row.meaning in line) for row in ROWS[:4]}
     stall, committed, double, sent = rows.values()
-    assert stall.endswith("| 0 | 1.5 (dlrover) | - | at most 0.05 | **0.01** |")
-    assert committed.endswith("| at most 1.5 | 1.8, missed |") and double.endswith("| not measured |")
+    assert stall.endswith("| 0 | 1.5 (dlrover) | - | at most 0.05 | **0.01** (quick run) |")
+    assert committed.endswith("| at most 1.5 | 1.8, missed (quick run) |") and double.endswith("| not measured |")
     assert "at most 1%" in sent and "a quick run, " in text and "![p](a/snapshot_stall/p.png)" in text
     assert len(headlines({}).splitlines()) == 2 + 5
 
@@ -92,7 +92,12 @@ def test_readme_and_page_are_those_that_the_runner_writes(tmp_path: Path, monkey
     (tmp_path / "recovery").mkdir()
     (tmp_path / "recovery" / "recovery.json").write_text(line)
     (tmp_path / "recovery" / "p.png").write_bytes(b"png")
-    assert every.write(tmp_path, quick=False) == tmp_path / "PAGE"
+    for name, value in (("recovery", 7.0), ("watch_cost", 0.5)):  # quick runs count where there is no other
+        (tmp_path / "quick" / name).mkdir(parents=True)
+        quick = last_line(name, {"lost_iterations": value, "share": value}, quick=True)
+        (tmp_path / "quick" / name / f"{name}.json").write_text(quick)
+    assert every.write(tmp_path, smoke=False) == tmp_path / "PAGE"
+    assert "at most 0.1% | 50%, missed (quick run) |" in (tmp_path / "PAGE").read_text()
     assert "![p](pictures/recovery/p.png)" in (tmp_path / "PAGE").read_text()
     assert (tmp_path / "pictures" / "recovery" / "p.png").read_bytes() == b"png"
     readme = (tmp_path / "README").read_text()
