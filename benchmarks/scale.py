@@ -75,9 +75,7 @@ def ranks_meet(wanted: range) -> Found:
     for ranks in (number for number in MET if number in wanted):
         PROGRESS.step(f"{ranks} ranks meet")
         figures = asdict(rank_scale.measure(ranks, ON_NODE))
-        say(
-            f"{ranks:6} ranks met in {figures['meet_seconds']:.1f} s, a gather takes {figures['gather_seconds']:.2f} s"
-        )
+        say(f"{ranks:6} ranks met in {figures['meet_seconds']:.1f} s, a gather takes {figures['gather_seconds']:.2f} s")
         found |= {f"ranks_{ranks}_{name}": value for name, value in figures.items() if name != "ranks"}
     return found
 

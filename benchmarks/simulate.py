@@ -61,9 +61,7 @@ def of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Pipeline:
     return Pipeline(schedule, ranks, microbatches, 2 if schedule is PipelineSchedule.INTERLEAVED else 1)
 
 
-def seconds_of(
-    schedule: PipelineSchedule, rounds: int, microbatches: int, nbytes: float = 1e9
-) -> tuple[float, int]:
+def seconds_of(schedule: PipelineSchedule, rounds: int, microbatches: int, nbytes: float = 1e9) -> tuple[float, int]:
     """Seconds that a job takes to plan one pipeline, and the planned iterations for `nbytes` of each rank."""
     stage = LAYERS / STAGES * 1e-2
     times = Times((stage,), (2 * stage,), (stage,), links=(PipelineLink(1e-3),))

@@ -128,9 +128,12 @@ class Ours:
 
     def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
         self._state, self._stack = state, stack
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="ft-"))
-        stack.callback(shutil.rmtree, folder)
-        ensure(folder, f"stall{os.getpid()}", "node0", 60)
+        base = Path(tempfile.mkdtemp(prefix="ft-"))
+        stack.callback(shutil.rmtree, base)
+        job, node = f"stall{os.getpid()}", "node0"
+        self._folder = folder = base / job / node  # as run directories are named: a restart finds its segment by that
+        folder.mkdir(parents=True)
+        ensure(folder, job, node, 60)
         self._client = stack.enter_context(Client(folder))
         stack.callback(self._client.end)
         self._client.watch(os.getpid(), 600)
