@@ -31,6 +31,7 @@ from xml.etree import ElementTree
 
 from ft_plugins.errors import FtError
 from ft_plugins.patches import MegatronPackage, package_in
+from harness.deepspeed_forks import IMPORTED
 from harness.megatron_lm import checkouts_in
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,15 +136,22 @@ def interpreter(version: Version) -> str:
 
 
 def overlay(version: Version) -> list[str]:
-    """The folder with this version, to come first on PYTHONPATH; none for the installed version."""
-    if version.checkout or version.number in ("", metadata.version(version.name)):
+    """The folder with this version, or with what a checkout imports, to come first on PYTHONPATH; none for the
+    installed version."""
+    if version.checkout:
+        name, words = f"{version.name}-imports", IMPORTED.get(PATHS[version.name], ())
+    elif version.number not in ("", metadata.version(version.name)):
+        name = f"{version.name}-{version.number}"
+        words = ("--no-deps", "--no-build-isolation", f"{version.name}=={version.number}")
+    else:
+        words = ()
+    if not words:
         return []
-    folder = CACHE / f"{version.name}-{version.number}"
+    folder = CACHE / name
     if not folder.exists():
         building = folder.with_name(f"{folder.name}.building")
         shutil.rmtree(building, ignore_errors=True)
-        requirement = f"{version.name}=={version.number}"
-        pip(sys.executable, "--no-deps", "--no-build-isolation", "--target", str(building), requirement)
+        pip(sys.executable, "--target", str(building), *words)
         building.rename(folder)
     return [str(folder)]
 

@@ -23,7 +23,7 @@ from harness.megatron_checkpoints import CheckpointComparison, compare, read
 from harness.megatron_lm import MegatronLmRun, ft_run
 
 ITERATIONS = 7
-_IMPORTED = {"GPT_NEOX_PATH": ("requests", "sentencepiece", "ftfy", "tiktoken")}  # further, by a checkout itself
+IMPORTED = {"GPT_NEOX_PATH": ("requests", "sentencepiece", "ftfy", "tiktoken")}  # further, by a checkout itself
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def checkout_of(variable: str) -> Path:
     named = os.environ.get(variable)
     if not named:
         pytest.skip(f"set {variable}")
-    for name in ("transformers", *_IMPORTED.get(variable, ())):
+    for name in ("transformers", *IMPORTED.get(variable, ())):
         pytest.importorskip(name)
     return Path(named).resolve()
 
