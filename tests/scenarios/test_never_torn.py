@@ -182,6 +182,7 @@ def _pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.timeout(3600)  # a hundred restarts, a bound of its own for each
 @pytest.mark.parametrize(("old", "young"), [pytest.param(12, 4, id="short"), pytest.param(72, 32, id="long")])
 def test_a_trainer_killed_at_random_times_resumes_a_complete_version(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path, old: int, young: int
