@@ -32,9 +32,9 @@ SAMPLE = 25
 WANTED = 0.9  # of the mutants of a module
 _LONGEST = 1800.0  # seconds for the tests of a module; some ten on an idle core
 MODULES = {  # of ft_plugins: the files of tests/unit that are its own
-    "smp.tree.agreement": ("smp/test_agreement.py",),
-    "smp.tree.node_step": ("smp/test_node_step.py", "smp/test_node_pinned.py"),
-    "smp.tree.tree_state": ("smp/test_tree_state.py",),
+    "smp.tree.agreement": ("smp/test_standstill.py", "smp/test_agreement.py"),
+    "smp.tree.node_step": ("smp/test_node_step.py", "smp/test_standstill.py"),
+    "smp.tree.tree_state": ("smp/test_standstill.py", "smp/test_tree_state.py"),
     "smp.watch.hang": ("smp/test_hang.py",),
     "smp.tree.standstill": ("smp/test_standstill.py",),
     "launcher.agent.restarts": ("launcher/test_restarts.py", "launcher/test_recurring.py"),
@@ -51,6 +51,18 @@ MODULES = {  # of ft_plugins: the files of tests/unit that are its own
 EXPLAINED = {  # by the changed line: why no test can notice
     "if max(after) - min(after) > 1 and len(at) != 1:": "there is at least one",
     "if len(last) is not LIVES or len(signatures) > 1 or None in signatures:": "these are `LIVES` at most",
+    "-\n-    @overload": "for type checkers",
+    "target: int = 1": "read only where it is given",
+    "PARTS = 5  # what a node is to store of it is not complete": "only the order counts",
+    "begun = max(base.iteration if base else -1, summary.begun)": "no iteration is negative",
+    "if summary.late is not None and summary.late >= missed and (committed is None or missed > committed):": (
+        "what a node was late for, it missed"
+    ),
+    "if stopped <= -1:": "a negative time moves none on",
+    "self._summary, self._changed = Summary(), False": "nothing is there to be merged",
+    "failures: int = 1": "it is used from the second one on",
+    "back = sum(each.seat is not None and each.seat.round >= last for each in candidates)": "the last is newest",
+    "newest = [each for each in seated if each.seat and each.seat.round >= last]": "the last is newest",
     "return writing is None or version.lineage != writing.lineage or version.iteration + 2 <= writing.iteration": (
         "no lineage is newer than that of the version being captured"
     ),

@@ -194,7 +194,7 @@ def plan_recovery(
 
 
 def newest_committed(
-    nodes: Sequence[NodeFacts], base: Version | None, exchange: ExchangePlan | None = None, plan_digest: int = 0
+    nodes: Sequence[NodeFacts], base: Version | None, exchange: ExchangePlan | None, plan_digest: int
 ) -> Version | None:
     """The newest committed version not above `base`, the restored one. A commit may have reached only some nodes.
 

@@ -67,7 +67,7 @@ class Proposal:
 class RoundMachine:
     """The rounds of one rendezvous, led by this node. `last`: the last complete round that it knows of.
 
-    `revision` counts all that a look can show. `changes` counts what a node must learn at once: another phase, the
+    `revision` counts what all looks show. `changes` counts what a node must learn at once: another phase, the
     beginning of a round, a lost node, the last node whose workers have succeeded. No look searches all nodes; a step
     does so only when it assigns ranks or completes a round.
     """
@@ -242,7 +242,6 @@ class RoundMachine:
         """Note the endpoint of the proposed round's store, reported by the node of rank 0."""
         if self.phase is Phase.PROPOSED and self.proposal and self.proposal.ranks.get(token) == 0:
             self.proposal = replace(self.proposal, store=store)
-            self.revision += 1
 
     def refuse(self, node: str, reason: str, now: float, token: str = "") -> None:
         """Note that a node could not join, unless the round goes on without it or another live process than that of

@@ -134,9 +134,7 @@ class Model:
         for each in self.waiting.values():
             seats = [seat for seat in (each.seat, self.roster.seat(each.node)) if seat]
             candidates.append(Candidate(each.node, max(seats, default=None), each.wanted))
-            candidates[-1] = replace(
-                candidates[-1], failures=self.failures[each.node], replaceable=each.replaceable
-            )
+            candidates[-1] = replace(candidates[-1], failures=self.failures[each.node], replaceable=each.replaceable)
         if not self.rules.fit(len(candidates)):
             self.enough_since = None
             return
@@ -223,10 +221,11 @@ def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_no
 ) -> None:
     machine, model = RoundMachine(rules, SILENCE, last, 1000.0), Model(rules, last or Roster(0), 1000.0, looked=1000.0)
     shown = machine.changes, outline(machine, model)
+    seen = machine.revision, NodeService._seen_by_all(machine)
     dead: set[str] = set()
 
     def both(what: str, *arguments: Any) -> None:
-        nonlocal shown
+        nonlocal shown, seen
         timed = (model.now,) if what in ("apply", "hear", "hang_up", "step") else ()
         found = getattr(machine, what)(*arguments, *timed)
         assert found == getattr(model, what)(*arguments[: 1 if what == "serve" else None])
@@ -235,6 +234,8 @@ def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_no
         found_again = shown[1][-1] and not now[1][-1]  # of a lost node: does not have to be learned of
         assert shown[1] == now[1] or shown[0] != now[0] or found_again, "a node that looks has to learn of it"
         shown = now
+        before, seen = seen, (machine.revision, NodeService._seen_by_all(machine))
+        assert before[1] == seen[1] or before[0] != seen[0], "a look shows what was found at the same revision"
 
     def live(seconds: float, silent: frozenset[str] = frozenset()) -> None:
         end = model.now + seconds

@@ -271,8 +271,10 @@ def test_what_is_sealed_or_damaged_is_named_instead_of_starting_from_the_beginni
 
 def test_what_only_another_node_or_parity_still_has_is_named_too() -> None:
     nodes = [NodeFacts({1: frozenset([Version(1, 3)])}, frozenset([Version(1, 2)]))]
+    plan = plan_recovery([RankFacts(0, (), 0, 0), NOTHING], (), nodes)
+    assert "the state of rank 1 is on node 0 of this job, but the rank runs on another one now" in plan.reason
     with pytest.raises(ResumeError, match=r"in memory: parity: 2 \(lineage 1\); rank 0: none; rank 1: 3 \(lineage 1\)"):
-        choose_source(plan_recovery([RankFacts(0, (), 0, 0), NOTHING], (), nodes), "auto", 0)
+        choose_source(plan, "auto", 0)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +580,7 @@ def test_the_newest_version_that_counts_on_any_node_is_kept_unless_it_is_void(
         return None if iteration is None else Version(1, iteration)
 
     nodes = [NodeFacts({}, committed=version(iteration)) for iteration in heard]
-    assert newest_committed(nodes, version(base)) == version(kept)
+    assert newest_committed(nodes, version(base), None, 0) == version(kept)
 
 
 def test_a_version_that_is_complete_on_every_node_counts_although_none_has_heard_it() -> None:
@@ -588,6 +590,8 @@ def test_a_version_that_is_complete_on_every_node_counts_although_none_has_heard
     unheard = [replace(node, committed=None) for node in nodes]
     assert newest_committed(unheard, Version(1, 7), exchange, DIGEST) == Version(1, 4)
     assert newest_committed(unheard, Version(1, 3), exchange, DIGEST) is None, "it is void"
+    assert newest_committed(unheard, Version(1, 7), None, 0) is None
+    assert newest_committed(unheard, None, exchange, DIGEST) is None
     assert newest_committed(unheard, Version(1, 7), exchange, DIGEST + 1) is None, "it is parity of another plan"
     assert newest_committed([*unheard[:2], LOST], Version(1, 7), exchange, DIGEST) is None
     assert newest_committed([*unheard[:2], replace(unheard[2], slots={})], Version(1, 7), exchange, DIGEST) is None

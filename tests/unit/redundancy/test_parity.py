@@ -16,7 +16,7 @@ from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import ORDER, inverse, power, solve, times
 from ft_plugins.redundancy.kernels import Loops
-from ft_plugins.redundancy.parity import ALIGNMENT, Placement, Stripe, StripePiece, place_parity, plan_decode
+from ft_plugins.redundancy.parity import ALIGNMENT, Placement, Stripe, StripePiece, cut, place_parity, plan_decode
 from harness.operations import doubling
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,6 +32,18 @@ def groups(draw: st.DrawFn, largest: int = 8) -> tuple[list[int], int]:
 
 
 # placement
+
+
+@given(st.integers(0, 10_000), st.integers(1, 20))
+def test_a_cut_covers_its_bytes_in_order_with_edges_on_cache_lines_and_near_equal_parts(
+    nbytes: int, parts: int
+) -> None:
+    ranges = cut(nbytes, parts)
+    assert len(ranges) == parts and ranges[0][0] == 0 and ranges[-1][1] == nbytes
+    assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(start % ALIGNMENT == 0 or start == nbytes for start, _ in ranges)
+    sizes = [stop - start for start, stop in ranges]
+    assert min(sizes) >= 0 and max(sizes) - min(sizes) <= 2 * ALIGNMENT
 
 
 @settings(max_examples=200, deadline=None)

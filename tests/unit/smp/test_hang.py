@@ -140,6 +140,8 @@ def test_all_that_are_behind_are_named() -> None:
 
 def test_a_stopped_rank_is_the_culprit_wherever_it_is() -> None:
     assert named(ranks(), (3,)) == [3]
+    stall = judge(ranks(since=0.0), NOW, stopped=(3,)).stall
+    assert stall is not None and not stall.waits, "not even where it waits"
 
 
 def test_with_a_pipeline_stages_are_compared_by_what_they_do_not_by_their_edges() -> None:
@@ -258,7 +260,8 @@ def test_thousands_of_nodes_agree_on_one_rank_and_one_node_that_works_on_is_enou
     while len(summaries) > 1:
         summaries = [merge(summaries[at : at + 9]) for at in range(0, len(summaries), 9)]
     stall = summaries[0].stall
-    assert stall is not None and (stall.rank, stall.position, stall.even) == (9999, 9999 // 8, False)
+    assert stall is not None and (stall.rank, stall.position) == (9999, 9999 // 8) and not stall.even
+    assert not stall.waits
     assert stall.who("b") == "rank 9999 of node b, in the forward of iteration 7"
     assert merge([summaries[0], summarize(5, NodeReport(1))]).stall is None
 
@@ -287,12 +290,15 @@ def compared(*seconds: float, of: int = KEPT) -> list[RankProgress]:
 def test_a_rank_that_computes_much_longer_than_its_peers_is_slow() -> None:
     [slow] = slow_ranks(compared(0.2, 0.2, 0.5, 0.2))
     assert (slow.rank, slow.factor, slow.seconds) == (2, 2.5, 0.3)
+    for seconds, before in ((0.28, [2]), (0.28, []), (0.24, [2])):  # until it has come half way back
+        found = [one.rank for one in slow_ranks(compared(0.2, 0.2, seconds, 0.2), before)]
+        assert found == ([2] if seconds == 0.28 and before else [])
 
 
 @pytest.mark.parametrize(
     "some",
     [
-        compared(0.25, 0.25, 0.36, 0.25),
+        compared(0.25, 0.25, 0.375, 0.25),  # half as long again, and no more
         compared(0.01, 0.01, 0.1, 0.01),  # too little of an iteration
         compared(0.2, 0.2, 0.5, 0.2, of=KEPT - 1),  # too few iterations
         compared(0.5),

@@ -58,6 +58,9 @@ FRESH = ExchangeEpoch(2, None, 3, 4)
         (Standing(200, 3000.0, 0, 20, DETECT), False),
         (Standing(201, 599.0, 0, 20, DETECT), False),  # the first one may take long: nothing is known of it
         (Standing(201, 600.0, 0, 20, DETECT), True),
+        (Standing(10, 60.0), False),  # where neither a distance nor a detection time is given
+        (Standing(11, 59.9), False),
+        (Standing(11, 60.0), True),
     ],
 )
 def test_commits_stand_still_after_many_times_the_usual_distance_and_some_detection_times(
@@ -80,7 +83,14 @@ def test_commits_stand_still_after_many_times_the_usual_distance_and_some_detect
 def test_the_alarm_names_the_node_for_how_long_and_what_it_costs(behind: Behind, words: str) -> None:
     text = Standing(50, 61.0, 2, 1, DETECT).words(behind.words(NODES))
     assert words in text and text.startswith("no version was committed for 50 iterations and 61 s, usually one in 2: ")
-    assert "not known which node" in Standing(50, 61.0).words("")
+    assert (
+        Standing()
+        .words("")
+        .startswith(
+            "no version was committed for 0 iterations and 0 s, no new one was committed since the last start: "
+            "it is not known which node"
+        )
+    )
 
 
 def observed(seconds: float, waits: int = 0, **more: object) -> ReportDue:
@@ -95,7 +105,8 @@ def behind_of(state: NodeState, due: ReportDue) -> Behind | None:
 
 def test_a_report_says_what_the_exchange_lacks_only_once_it_takes_long() -> None:
     state = NodeState(FRESH, 1, False, ExchangeDecision(v(20)))
-    assert behind_of(state, observed(DETECT, sending=v(20), target=0)) is None, "no message more than before"
+    for early in (0.0, DETECT):
+        assert behind_of(state, observed(early, sending=v(20), target=0)) is None, "no message more than before"
     late = DETECT + 0.1
     assert behind_of(state, observed(late)) == Behind(Lack.SNAPSHOT, 1)
     assert behind_of(state, observed(late, sending=v(20), target=0)) == Behind(Lack.TRANSFER, 1, 0)
@@ -223,8 +234,9 @@ def test_one_wrong_summary_stops_no_commit_and_is_reported_once_until_the_sender
 def test_before_ranks_have_begun_anything_it_is_not_known_what_is_wrong_so_nothing_is_said_and_nothing_used() -> None:
     """They continue from the framework's own checkpoint, of iteration 100,000, which no SMP knows of."""
     root = TreeState(ExchangeEpoch(2, None, 2, 1), 0, DETECT, 0.0)
-    root.report(NodeReport(0), 0.0)
     root.hear_child(1, summarize(1, NodeReport(100_001)), 0.0)
+    assert root.advance(0.0).rejected == (), "its own driver has not reported either"
+    root.report(NodeReport(0), 0.0)
     assert root.advance(0.0).rejected == ()
     assert root.announcement.decision == ExchangeDecision(v(1))
     root.report(NodeReport(100_001, v(1), missed=v(1), late=v(1)), 0.1)

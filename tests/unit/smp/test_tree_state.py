@@ -54,13 +54,33 @@ def test_the_parent_hears_of_a_change_at_once_and_of_nothing_new_at_each_heartbe
 
 def test_an_smp_that_takes_the_place_of_a_child_is_answered_at_once() -> None:
     node = TreeState(ExchangeEpoch(1, None, 2, 1), 0, DETECT, 0.0)
+    node.report(NodeReport(0), 0.0)
     node.hear_child(1, Summary(2), 0.0)
     assert node.advance(0.0).down == (1,)
     node.hear_child(1, Summary(2), 0.1)
-    assert node.advance(0.1).down == (), "it has just been answered, with the same"
+    outbox = node.advance(0.1)
+    assert outbox.down == () and outbox.wake == PERIOD / 2, "it has just been answered, with the same"
+    assert node.advance(outbox.wake).down == (1,)
     node.child_joined(1)
-    node.hear_child(1, Summary(2), 0.2)
-    assert node.advance(0.2).down == (1,)
+    node.hear_child(1, Summary(2), 0.6)
+    assert node.advance(0.6).down == (1,)
+
+
+def test_a_silent_child_is_reported_as_lost_for_as_long_again_and_one_that_left_is_not() -> None:
+    node, lost_at = TreeState(ExchangeEpoch(1, None, 40, 1), 1, DETECT, 0.0), []
+    node.joined(0, 0.0)
+    node.hear_child(20, Summary(1 << 20), 0.0)
+    node.hear_child(30, Summary(1 << 30), 0.0)
+    node.child_left(30)
+    for beat in range(20):
+        now = beat * PERIOD
+        node.report(NodeReport(1), now)
+        node.hear_parent(0, Announcement(), now)
+        node.hear_child(21, Summary(1 << 21), now)
+        up = node.advance(now).up
+        assert up is not None and up.lost in ((), (20,))
+        lost_at += [now] * len(up.lost)
+    assert (lost_at[0], lost_at[-1] + PERIOD, len(lost_at)) == (DETECT, 2 * DETECT, DETECT / PERIOD)
 
 
 def test_what_cannot_come_from_a_child_is_refused() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
-from ft_plugins.snapshot.capture.layout import ALIGNMENT, Layout, cut, layer_bytes, layout_digest, plan_layout, shares
+from ft_plugins.snapshot.capture.layout import ALIGNMENT, Layout, layer_bytes, layout_digest, plan_layout, shares
 
 SIZES = st.integers(0, 5) | st.integers(0, 300) | st.integers(0, 5000)
 
@@ -38,18 +38,6 @@ def jobs(draw: st.DrawFn) -> tuple[list[Inventory], tuple[str, ...], int]:
             )
     inventories = [Inventory.of(rank, items) for rank, items in enumerate(held)]
     return inventories, draw(node_maps(world)), draw(st.integers(ALIGNMENT, 1000))
-
-
-@given(st.integers(0, 10_000), st.integers(1, 20))
-def test_a_cut_covers_its_bytes_in_order_with_edges_on_cache_lines_and_near_equal_parts(
-    nbytes: int, parts: int
-) -> None:
-    ranges = cut(nbytes, parts)
-    assert len(ranges) == parts and ranges[0][0] == 0 and ranges[-1][1] == nbytes
-    assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
-    assert all(start % ALIGNMENT == 0 or start == nbytes for start, _ in ranges)
-    sizes = [stop - start for start, stop in ranges]
-    assert min(sizes) >= 0 and max(sizes) - min(sizes) <= 2 * ALIGNMENT
 
 
 @given(st.data())
