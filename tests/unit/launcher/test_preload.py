@@ -456,6 +456,7 @@ def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(
     assert node.forked() == ([(1, 0)] if place == "str(FOLDER)" else [(0, 1)])
 
 
+@pytest.mark.all_configurations  # twelve seconds of imports
 def test_a_file_that_changes_at_each_import_delays_one_rank_only(make: Callable[..., Node]) -> None:
     node = make(ranks=2)
     node.install("package", "import os\nos.utime(__file__)\n" + PACKAGE)
