@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ft_plugins.base.intake import within
 from ft_plugins.errors import BudgetError, ConfigError, FencedError, ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.smp.exchange.frames import Data
@@ -789,7 +790,13 @@ def test_no_more_is_read_than_a_secret_may_have(secret_file: Path) -> None:
     assert read_secret(secret_file) == b"s" * SECRET_LIMIT
 
 
-def test_a_secret_that_is_not_there_is_refused(secret_file: Path) -> None:
-    for path, why in [(secret_file.with_name("none"), "No such file"), (secret_file.parent, "not a regular file")]:
-        with pytest.raises(ConfigError, match=f"{path}: cannot be read .*{why}"):
-            read_secret(path)
+def test_a_secret_that_is_not_there_or_no_file_is_refused_at_once(secret_file: Path) -> None:
+    folder, no_file = secret_file.parent, "not a regular file"
+    os.mkfifo(folder / "pipe", 0o600)
+    for path, why in [(folder / "none", "No such file"), (folder, no_file), (folder / "pipe", no_file)]:
+        with pytest.raises(ConfigError, match=f"--ftp-secret-file.*{path}: cannot be read .*{why}"):
+            within(10.0, lambda path=path: read_secret(path), "the reader")  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(folder / "a\0b")
+    (folder / "linked").symlink_to(secret_file)
+    assert read_secret(folder / "linked") == SECRET
