@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from ft_plugins.events import Events
@@ -44,6 +45,13 @@ def runs_by_default(item: pytest.Item, prefixes: tuple[str, ...]) -> bool:
     return item.get_closest_marker("all_configurations") is None
 
 
+def draw_fewer(tests: set[Any]) -> None:
+    """Let tests of properties draw a quarter of their examples; all are drawn with `--all`."""
+    for test in filter(is_hypothesis_test, tests):  # as hypothesis' own plugin changes the settings of a test
+        full = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = settings(full, max_examples=max(10, full.max_examples // 4))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     prefixes = headlines()
     unknown = [line for line in prefixes if not any(item.nodeid.startswith(line) for item in items)]
@@ -54,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if rest:
             config.hook.pytest_deselected(items=rest)
             items[:] = [item for item in items if item not in rest]
+        draw_fewer({item.obj for item in items if isinstance(item, pytest.Function)})
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
         for item in on_gpu:

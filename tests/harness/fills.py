@@ -56,7 +56,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mib", type=int, default=256, help="MiB of state per rank")
     parser.add_argument("--tensors", type=int, default=37)
     parser.add_argument("--replicated", action="store_true", help="all ranks hold the same tensors")
-    parser.add_argument("--drift", type=int, nargs=2, default=(-1, 0), help="rank that diverges, and from when on")
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=0.0, help="compute time of an iteration, emulated by sleeping")
     options = parser.parse_args(argv)
@@ -99,8 +98,6 @@ def main(argv: list[str]) -> None:
         faults.reach("update.begin", iteration=step)
         for tensor in tensors.values():
             tensor.fill_(step)
-        if context.rank == options.drift[0] and step >= options.drift[1]:
-            tensors["layer000"].view(torch.int32)[0] ^= 1  # silently
         protection.after_update(step)
         counters["completed"] = step
         if context.world_size > 1:

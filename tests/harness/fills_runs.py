@@ -11,7 +11,7 @@ from .runs import ExampleRun
 
 @dataclass(frozen=True)
 class FillsRun(ExampleRun):
-    """A run of so many iterations of `seconds`, with so many MiB of state a rank. `words`: further ones of `fills`."""
+    """A run of so many iterations of `seconds`, with so many MiB of state a rank."""
 
     framework = "torch"
 
@@ -21,7 +21,6 @@ class FillsRun(ExampleRun):
     seconds: float = 0.0
     replicated: bool = False
     flags: tuple[str, ...] = ("--reft",)
-    words: tuple[str, ...] = ()
 
     @property
     def journal(self) -> Path:
@@ -34,6 +33,6 @@ class FillsRun(ExampleRun):
     def spec(self, **fields: object) -> JobSpec:
         self.folder.mkdir(parents=True, exist_ok=True)
         sizes = ("--iterations", str(self.iterations), "--mib", str(self.mib), "--seconds", str(self.seconds))
-        words = (*sizes, "--journal", str(self.journal), *(["--replicated"] if self.replicated else []), *self.words)
+        words = (*sizes, "--journal", str(self.journal), *(["--replicated"] if self.replicated else []))
         own = {"entry": "harness.fills:main", "argv": words, "name": self.name, "folder": str(self.folder)}
         return JobSpec(**{**own, "nproc": self.ranks, "flags": self.flags, **fields})  # type: ignore[arg-type]

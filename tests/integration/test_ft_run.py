@@ -76,18 +76,14 @@ numbers = itertools.count()
 class FtRun:
     """One ft-run, its output of all ranks read as it comes; with `shell`, `process` is its parent, a shell.
 
-    `terminal`, a descriptor, becomes the controlling terminal of a session that the shell leads, as of a login. `host`
-    is the name of the host, if not that of this machine.
+    `terminal`, a descriptor, becomes the controlling terminal of a session that the shell leads, as of a login.
     """
 
     def __init__(
-        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None, host: str = "",
-        **environment: str,
-    ) -> None:  # fmt: skip
+        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None, **environment: str
+    ) -> None:
         self.output = ""
         command = [sys.executable, "-m", "ft_plugins.launcher.command", *words]
-        if host:
-            command = ["unshare", "--uts", "sh", "-c", f"hostname {host} && exec {shlex.join(command)}"]
         self.process = subprocess.Popen(
             ["bash", "-c", f"{shlex.join(command)}; exit $?"] if shell else command,
             cwd=folder,
@@ -187,36 +183,6 @@ def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_
     assert not (job.run_dir() / "starts").exists()
 
 
-def test_a_job_outlives_its_smp_and_then_its_ft_run_while_a_second_ft_run_is_kept_out(job: Job, tmp_path: Path) -> None:
-    hold = tmp_path / "hold"
-    os.mkfifo(hold)
-    first = job.start("--nproc-per-node", "2", HOLD=str(hold))
-    first.read_until("holding in 4")
-
-    second = job.start("--nproc-per-node", "2")
-    assert second.end() == 78
-    [line] = second.output.splitlines()
-    assert f"pid {first.process.pid}" in line and "--ftp-job" in line
-
-    with Client(job.run_dir()) as client:
-        smp = client.status()["pid"]
-    os.kill(smp, signal.SIGKILL)
-    with Client(job.run_dir(), WAIT) as client:
-        status = client.status()
-    assert status["pid"] != smp and len(status["segments"]) == 2
-    assert [event.pid for event in job.events("smp.lost")] == [smp]
-
-    first.process.send_signal(signal.SIGKILL)
-    first.read_until(None)  # the ranks have ended too: nobody holds the pipe any more
-    assert job.left_behind() != []
-
-    again = job.start("--nproc-per-node", "2")
-    assert again.end() == 0, again.output
-    found = LAST_LINE.search(again.output)
-    assert found and int(found[1]) in (2, 3), again.output
-    assert job.left_behind() == []
-
-
 @contextmanager
 def ended(pid: int) -> Iterator[None]:
     """Nothing of ft-run `pid` outlives this, also where an assertion fails."""
@@ -287,20 +253,6 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
     for node in nodes:
         assert [event.fields["restart"] for event in job.events("workers.restarted", node)] == [1]
         assert not liveness.held(job.run_dir(node) / "smp.lock")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="names a host in a namespace of its own")
-def test_nodes_whose_host_names_resolve_nowhere_find_each_other_by_one_endpoint(job: Job) -> None:
-    words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(write_secret(job.folder)))
-    words += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    listed = job.start(*words, node="z", host="job-1")
-    deadline = time.monotonic() + WAIT
-    while not job.events("job.started", "z"):
-        assert time.monotonic() < deadline, listed.output
-        time.sleep(0.05)
-    first = job.start(*words, node="a", host="job-0")  # of rank 0, by its name: it serves the stores
-    assert [first.end(), listed.end()] == [0, 0], first.output + listed.output
-    assert LAST_LINE.search(first.output) or LAST_LINE.search(listed.output), first.output + listed.output
 
 
 def test_a_node_that_waits_for_others_ends_by_sigterm_as_one_that_trains(job: Job) -> None:

@@ -165,31 +165,6 @@ def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes:
     nodes.finish()
 
 
-def test_a_spare_ends_in_order_with_a_job_that_did_not_need_it(nodes: Nodes) -> None:
-    nodes.size = 2
-    for number, name in enumerate("ab", 1):
-        nodes.start(number, name)
-    nodes.met(1)
-    nodes.start(3, "c")
-    nodes.waits("c")
-    nodes.finish()
-    assert len(nodes.met(1)) == 2 * NPROC
-
-
-def test_a_survivor_that_returns_late_is_not_displaced_by_a_spare_that_waits(nodes: Nodes) -> None:
-    nodes.size, nodes.detect = 2, BOUND
-    a, b = (nodes.start(number, name) for number, name in enumerate("ab", 1))
-    first = nodes.met(1)
-    nodes.start(3, "c")
-    nodes.waits("c")
-    b.kill(signal.SIGSTOP)  # this agent is slow to end its ranks
-    os.kill(next(line["pid"] for line in first if line["node"] == "a"), signal.SIGKILL)
-    nodes.waits("a", "c")
-    b.kill(signal.SIGCONT)
-    assert places(nodes.met(2)) == {"a": 0, "b": 1}
-    nodes.finish()
-
-
 def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes: Nodes) -> None:
     nodes.size = 2
     for number, name in enumerate("ab", 1):

@@ -218,14 +218,3 @@ def test_other_data_under_the_same_name_is_refused_and_the_same_data_resumes(
     last = megatron_server.start(again)
     assert last.wait(BOUND)["status"] == "succeeded", last.tail()
     assert [event.fields["iteration"] for event in last.events("state.restored")] == [4], "nothing was lost by it"
-
-
-@pytest.mark.parametrize("data", ["missing", "empty"])
-def test_a_data_file_that_is_missing_or_empty_is_named(
-    megatron_server: ForkServer, jobs: Spec, tmp_path: Path, data: str
-) -> None:
-    path = tmp_path / "data.txt"
-    if data == "empty":
-        path.touch()
-    spec = jobs(entry=f"{EXAMPLE}:main", argv=("--data", str(path)), flags=("--reft",))
-    assert str(path) in refused(megatron_server.start(spec))

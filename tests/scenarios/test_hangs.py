@@ -110,28 +110,19 @@ def test_by_default_a_rank_that_takes_more_than_a_minute_between_two_iterations_
     require_as_unfailed(run, unfailed, found, tmp_path)
 
 
-def test_by_default_a_rank_that_sleeps_in_an_iteration_is_named_after_a_minute(run: Any) -> None:
-    job, found = run("--how", "sleep-forward", restarts=1, hang_seconds="auto", bound=300)
-    [hung] = [event.fields for event in job.events(catalogue.JOB_HUNG.name)]
-    assert (hung["about"], hung["phase"], hung["limit_seconds"]) == (1, "forward", 60.0)
-    assert job.events(catalogue.JOB_WAITING.name) == [] and len(ended(found)) == 2
-
-
 def run_on_two_nodes(
     server: ForkServer,
     jobs: Callable[..., JobSpec],
     folder: Path,
     how: str,
-    *words: str,
-    hang_seconds: str = HANG_SECONDS,
 ) -> tuple[list[RunningJob], list[dict[str, Any]]]:
     """Start a rank on each of two nodes, which protect each other, and wait for both."""
     secret, journal = write_secret(folder), folder / "journal"
     endpoint, running = f"localhost:{free_port()}", list[RunningJob]()
-    given = ("--reft", "--ftp-hang-seconds", hang_seconds, "--ftp-secret-file", str(secret))
+    given = ("--reft", "--ftp-hang-seconds", HANG_SECONDS, "--ftp-secret-file", str(secret))
     for node in ("node0", "node1"):
         spec = jobs(
-            entry="harness.hangs:main", argv=("--journal", str(journal), "--how", how, *words), nnodes=2,
+            entry="harness.hangs:main", argv=("--journal", str(journal), "--how", how), nnodes=2,
             node=node, endpoint=endpoint, flags=(*given, "--ftp-node-name", node),
         )  # fmt: skip
         running.append(server.start(spec))
@@ -156,34 +147,3 @@ def test_on_two_nodes_both_name_the_rank_of_one_and_go_on(
     assert any(named in job.log.read_text() for job in running)
     assert {entry["from"] for entry in found if entry.get("restart")} <= {5, 6}
     require_as_unfailed(run, unfailed, found, tmp_path)
-
-
-def test_on_two_nodes_the_one_whose_rank_is_waited_for_between_two_iterations_gives_the_alarm(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
-) -> None:
-    words = ("slow-upload", "--seconds", "75")
-    running, found = run_on_two_nodes(torch_server, jobs, tmp_path, *words, hang_seconds="auto")
-    assert [job.events(catalogue.JOB_HUNG.name) for job in running] == [[], []]
-    other, own = [[event.fields["about"] for event in job.events(catalogue.JOB_WAITING.name)] for job in running]
-    assert other == [] and own == [1]
-    require_as_unfailed(run, unfailed, found, tmp_path)
-
-
-def test_while_a_rank_of_another_node_saves_a_checkpoint_the_job_does_not_hang(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
-) -> None:
-    running, found = run_on_two_nodes(torch_server, jobs, tmp_path, "slow-save")
-    assert [job.events(catalogue.JOB_HUNG.name) for job in running] == [[], []]
-    require_as_unfailed(run, unfailed, found, tmp_path)
-
-
-def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run: Any) -> None:
-    job, found = run("--how", "straggle", "--seconds", "0.1", "--iterations", "50", restarts=0)
-    [slow] = [event.fields for event in job.events(catalogue.RANK_SLOWED.name)]
-    assert slow["about"] == 1 and slow["factor"] > 1.5 and 0.05 < slow["seconds"] < 1
-    assert len(ended(found)) == 2
-
-
-def test_without_the_watch_nothing_is_noticed_and_no_words_are_written(run: Any, tmp_path: Path) -> None:
-    job, found = run("--how", "slow-first", "--seconds", "3", restarts=0, hang_seconds="0")
-    assert job.events(catalogue.JOB_HUNG.name) == [] and len(ended(found)) == 2

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,9 +78,8 @@ def assert_whole(found: list[Entry]) -> None:
 
 @pytest.fixture
 def job(jobs: Jobs, tmp_path: Path, places: list[EmulatedHost]) -> Callable[..., Nodes]:
-    def make(replicated: bool = False, *words: str) -> Nodes:
-        run = FillsRun("fills", tmp_path, 1_000_000, 3, 8, 0.05, replicated, words=words)
-        return Nodes(jobs, run, places)
+    def make(replicated: bool = False) -> Nodes:
+        return Nodes(jobs, FillsRun("fills", tmp_path, 1_000_000, 3, 8, 0.05, replicated), places)
 
     return make
 
@@ -203,44 +200,6 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
     story.end()
 
 
-def test_replicas_that_drift_apart_are_told_to_a_person_and_what_counted_before_is_kept(
-    job: Callable[..., Nodes],
-) -> None:
-    story = job(True, "--drift", "1", "40")
-    for name in ("n0", "n1", "n2"):
-        story.begin(name)
-    path = story.nodes["n2"].spec.run_dir / "events.jsonl"
-    wait_for(path, lambda lines: _iterations(lines, "snapshot.sealed") >= 80, BOUND)
-    differs = [event for running in story.nodes.values() for event in running.events("replica.mismatched")]
-    assert differs and all(1 in event.fields["ranks"] and event.fields["iteration"] >= 40 for event in differs)
-    assert all(0 < story.counted(name) < 40 for name in story.nodes)
-    printed = "".join(running.tail(1000) for running in story.nodes.values())
-    assert "ft_plugins: replica.mismatched: node" in printed and "one of the two replicas is corrupt" in printed
-    assert not any(running.events("job.ended") for running in story.nodes.values()), "training goes on"
-    story.destroy("n2")
-    counted = story.counted("n0")
-    story.begin("s2")
-    assert {entry["restored"] for entry in story.restored(6)[3:]} == {counted}
-
-
-def test_one_wrong_summary_with_the_secret_stops_no_commit_and_its_sender_is_named(job: Callable[..., Nodes]) -> None:
-    story = job()
-    for name in ("n0", "n1", "n2"):
-        story.begin(name)
-    story.until_committed(2)
-    first = {running.events("version.committed")[-1].fields["position"]: name for name, running in story.nodes.items()}
-    root, sender = story.nodes[first[0]], story.nodes[first[1]]
-    lineage = root.events("version.committed")[-1].fields["lineage"]
-    command = [sys.executable, str(Path(__file__).with_name("wrong_summary.py")), str(root.spec.run_dir)]
-    command += [str(story.run.folder / "secret"), root.spec.name, sender.spec.node, str(lineage), "1", str(10**6)]
-    inside = ["ip", "netns", "exec", sender.spec.namespace] if sender.spec.namespace else []
-    subprocess.run([*inside, *command], check=True, timeout=BOUND)
-    (rejected,) = _named(root, "report.rejected", 1)
-    assert rejected["peer"] == first[1] and "iteration 1000000 of lineage" in rejected["reason"]
-    story.until_committed(story.counted(first[0]) + 3)
-    story.end()
-
-
 def printed(story: Nodes, *words: str) -> list[int]:
     """How often each `protection.<word>` was printed on all nodes."""
     said = "".join(running.tail(1000) for running in story.nodes.values())
@@ -312,7 +271,3 @@ def _named(running: RunningJob, name: str, count: int) -> list[Entry]:
     path = running.spec.run_dir / "events.jsonl"
     found = wait_for(path, lambda lines: sum(line["name"] == name for line in lines) >= count, BOUND)
     return [line for line in found if line["name"] == name]
-
-
-def _iterations(lines: list[Entry], name: str) -> int:
-    return max((line["iteration"] for line in lines if line["name"] == name), default=0)

@@ -15,7 +15,7 @@ import pytest
 
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from harness.forkserver import RunningJob
-from harness.golden import assert_identical, explain, loss_differences, losses, state_differences
+from harness.golden import assert_identical, explain, loss_differences, state_differences
 from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 from harness.runs import ExampleRun
@@ -123,32 +123,6 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
     said = job.log.read_text()
     assert "audit.failed" in said, "said to whoever looks at the job"
     assert ("DeepSpeed clips by the mean" in said) == (bench.framework == "deepspeed" and bench.clipping)
-
-
-@pytest.mark.all_configurations
-def test_with_an_audit_every_three_iterations_it_is_found_within_one_interval_and_replicas_agree(bench: Bench) -> None:
-    four = shape(4)
-    clean = bench.clean(four)
-    run = bench.run(four, *AUDIT, "3", faults="update.parameters@iteration=4,rank=2:flip=28~26")
-    job = bench.finish(run)
-    struck, told = once(job, "fault.injected"), once(job, "audit.failed")
-    assert ":exp_avg" not in struck["item"], "what is in the gradients of 6 already, by way of update 5 at the latest"
-    assert told["iteration"] == 6 and told["ranks"] == [2]
-    assert agree(run, range(4)), "one run again, which is not the clean one"
-    assert state_differences(run.digests, clean.digests, 4)
-
-
-@pytest.mark.all_configurations
-def test_who_is_wrong_again_and_again_is_named_at_the_end(bench: Bench) -> None:
-    four = shape(4)
-    clean = bench.clean(four)
-    faults = ";".join(f"update.parameters@iteration={step},rank=1:flip=20~{step}" for step in QUIET[bench.framework])
-    run = bench.run(four, *AUDIT, "1", faults=faults)
-    job = bench.finish(run)
-    told = once(job, "suspect.listed")
-    assert (told["rank"], told["count"]) == (1, 3), "the last is found when nothing is left to repair it for"
-    assert "rank 1 was wrong at 3 audits: drain its device" in job.log.read_text()
-    assert loss_differences(run.loss_log, clean.loss_log) == []
 
 
 # ------------------------------------------------------------------------------------------------ two replicas
@@ -272,16 +246,6 @@ def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(bench: Ben
     assert sorted(turns) == [3, 6] and all(len(said) == 1 for said in turns.values())
     assert len(job.events("replicas.averaged")) == 16
     assert_identical(run, clean, 8)
-
-
-@pytest.mark.all_configurations
-def test_noise_on_one_replica_of_a_stage_is_measured_alike_on_all_ranks_and_averaged_away(bench: Bench) -> None:
-    cube = shape(2, tp=2, pp=2)
-    run = bench.run(cube, *DYN, faults=";".join(f"update.gradients@rank={r}:gauss=0.001" for r in range(4)))
-    job = bench.finish(run)
-    said = {(e.fields["iteration"], e.fields["next"], e.fields["sigma"]) for e in job.events("replicas.averaged")}
-    assert len({turn for turn, _, _ in said}) == len(said) >= 2 and all(sigma > 0 for _, _, sigma in said)
-    assert len(losses(run.loss_log)) == ITERATIONS
 
 
 def test_a_script_with_deepspeed_and_its_own_loop_is_repaired_before_its_next_forward(

@@ -7,7 +7,6 @@ Checkpoints are asked for while the ranks stand still at a known iteration: name
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -114,36 +113,6 @@ def test_when_memory_is_gone_the_newest_checkpoint_is_resumed_from(
     assert resumed(torch_server, spec) == 8
     lineages = {line["lineage"] for line in events(spec, "snapshot.sealed") if line["iteration"] > 8}
     assert lineages == {3}, "newer than any in storage, although memory knew of none"
-
-
-def test_as_long_as_memory_has_a_version_storage_is_not_read(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
-    spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
-    write_checkpoints(torch_server, spec, 4)
-    stop_after(torch_server, spec, 6).kill()
-    assert resumed(torch_server, spec, "process") == 6
-
-
-def test_storage_asked_for_is_resumed_from_although_memory_has_newer(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
-    spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
-    write_checkpoints(torch_server, spec, 4)
-    job = stop_after(torch_server, spec, 6)
-    for path in base(spec).glob("*"):  # the orphaned SMP would write version 6 as well
-        path.rename(tmp_path / path.name)
-    job.kill()
-    job.wait(BOUND)
-    wait_for(spec.run_dir / "events.jsonl", lambda found: any(persisted(line, 6) for line in found), BOUND)
-    for path in base(spec).glob("*"):
-        path.rename(tmp_path / f"away-{path.name}")
-    (tmp_path / "v1-4").rename(base(spec) / "v1-4")
-    assert resumed(torch_server, dataclasses.replace(spec, flags=(*spec.flags, "--ftp-resume", "storage"))) == 4
-
-
-def persisted(line: Entry, iteration: int) -> bool:
-    return line["name"] == "checkpoint.completed" and line["iteration"] == iteration
 
 
 def test_a_trainer_killed_while_it_reads_resumes_from_the_same_checkpoint(
@@ -334,20 +303,6 @@ def end_smp_started_without_faults(spec: JobSpec) -> None:
     )
 
 
-def test_turns_are_written_while_training_goes_on_and_only_the_newest_are_kept(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
-    spec = fills(jobs, tmp_path, 200, "--reft-checkpoint-interval", "20", "--reft-checkpoint-keep", "3")
-    job = torch_server.start(spec)
-    assert job.wait(BOUND)["status"] == "succeeded", job.tail()
-    done = [line["iteration"] for line in events(spec, "checkpoint.completed")]
-    assert len(done) > 3 and done == sorted(done) and done[-1] == 200
-    assert complete(spec) == sorted(f"v1-{iteration}" for iteration in done[-3:])
-    assert sorted(os.listdir(base(spec))) == complete(spec) and not events(spec, "checkpoint.failed")
-    longer = dataclasses.replace(spec, argv=tuple("210" if word == "200" else word for word in spec.argv))
-    assert resumed(torch_server, longer) == 200
-
-
 # ---- the end of protection ----
 
 
@@ -442,18 +397,6 @@ def test_a_notice_of_preemption_writes_a_checkpoint_says_where_and_training_goes
     go_on(spec)
     assert job.wait(BOUND) == {"status": "succeeded", "reason": "", "restarts": 0}, job.tail()
     assert complete(spec) == ["v1-5"] and not events(spec, "smp.lost")
-
-
-def test_an_orphaned_snapshot_process_writes_what_it_holds(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
-    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
-    job = stop_after(torch_server, spec, 7)
-    job.kill()
-    wait_for(spec.run_dir / "events.jsonl", lambda found: any(persisted(line, 7) for line in found), BOUND)
-    assert complete(spec) == ["v1-7"]
-    lose_memory(spec)
-    assert resumed(torch_server, spec) == 7
 
 
 def test_protection_that_is_lost_leaves_the_last_version_that_all_ranks_hold_in_storage(
@@ -576,16 +519,3 @@ def counts_again(found: list[Entry]) -> bool:
     names = [event["name"] for event in found]
     since = found[names.index("state.restored") :] if "state.restored" in names else []
     return any(event["name"] == "version.committed" and event["lineage"] == 1 for event in since)
-
-
-def test_the_rank_files_are_plain_safetensors(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
-    """Read without ft_plugins: by the library alone, both shares together are the filled state."""
-    from safetensors.numpy import load_file
-
-    spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
-    write_checkpoints(torch_server, spec, 4)
-    shares = [load_file(base(spec) / "v1-4" / checkpoint.data_file(rank)) for rank in range(2)]
-    for share in shares:
-        items = {name: values for name, values in share.items() if not name.startswith("ft_plugins.")}
-        assert items and all((values == 4).all() for values in items.values())
-    assert json.loads((base(spec) / "v1-4" / "manifest.json").read_text())["world_size"] == 2

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.base import files
+from ft_plugins.base.intake import within
 
 
-def test_a_file_is_replaced_whole_for_its_owner_alone_and_no_link_is_followed(tmp_path: Path) -> None:
-    path, foreign = tmp_path / "x", tmp_path / "foreign"
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_file_is_replaced_whole_for_its_owner_alone_and_no_pipe_or_link_is_written_to(
+    tmp_path: Path, kind: str
+) -> None:
+    path, foreign, building = tmp_path / "x", tmp_path / "foreign", tmp_path / "x.new"
     foreign.write_text("foreign")
     path.write_text("old")
-    (tmp_path / "x.new").symlink_to(foreign)
-    files.write(path, "new")
+    os.mkfifo(building) if kind == "pipe" else building.symlink_to(foreign)
+    within(10.0, lambda: files.write(path, "new"), "the writer")
     assert path.read_text() == "new" and foreign.read_text() == "foreign"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert sorted(tmp_path.iterdir()) == [foreign, path]

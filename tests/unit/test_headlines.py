@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
@@ -44,3 +46,16 @@ def test_the_headlines_are_tests_that_start_jobs(tiers: ModuleType) -> None:
     begin = tiers.headlines()
     assert len(begin) > 40 and len(set(begin)) == len(begin)
     assert all(line.startswith(tiers.WHOLE_JOBS) for line in begin)
+
+
+def test_tests_of_properties_draw_a_quarter_of_their_examples(tiers: ModuleType) -> None:
+    drawn = list[int]()
+
+    @settings(max_examples=80, database=None)
+    @given(st.integers())
+    def test_of_a_property(number: int) -> None:
+        drawn.append(number)
+
+    tiers.draw_fewer({test_of_a_property, test_the_headlines_are_tests_that_start_jobs})
+    test_of_a_property()
+    assert len(drawn) == 20

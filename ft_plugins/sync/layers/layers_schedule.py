@@ -9,9 +9,8 @@ whole backward, c(l) the averaging of layer l, and S the layers of an iteration,
     max(T, max over l in S of (e(l) + sum of c(k) over k in S with k <= l))           `iteration_ns`
 
 which is the paper's Eq. 7 and 8 with its recursion for timestamps solved: layers are numbered as in the forward, so
-those with k <= l are launched with l or later. `iteration_timeline` plays the same iteration event by event. Time
-beyond T is exposed. (Section 3.3 simplifies the recursion to the sum of c over S, which is too short where the link
-waits for a backward.)
+those with k <= l are launched with l or later. Time beyond T is exposed. (Section 3.3 simplifies the recursion to the
+sum of c over S, which is too short where the link waits for a backward.)
 
 The sets are contiguous in the order of the backward, so the best ones are a shortest path over cuts: `plan_layers` is
 exact among contiguous sets, in O(H L^2) steps.
@@ -81,30 +80,6 @@ class LayerSchedule:
 
 
 @dataclass(frozen=True)
-class LayerAveraging:
-    """When the averaging of a layer is on the link: nanoseconds since the iteration began."""
-
-    layer: int
-    launched: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class IterationTimeline:
-    """One iteration: the end of the backward, the averagings in order, the end of both."""
-
-    backward_end: int
-    averagings: tuple[LayerAveraging, ...]
-    end: int
-
-    @property
-    def exposed(self) -> int:
-        """Nanoseconds for which training waits for the link."""
-        return self.end - self.backward_end
-
-
-@dataclass(frozen=True)
 class ChosenPeriod:
     """The best schedule of a period whose length was chosen. `unavoidable`: what any period of any length exposes;
     `within`: whether the schedule exposes no more than that and the tolerance. Nanoseconds per period."""
@@ -116,19 +91,6 @@ class ChosenPeriod:
 
 
 # ------------------------------------------------------------------------------------------------ cost
-
-
-def iteration_timeline(profile: LayerProfile, layers: Collection[int]) -> IterationTimeline:
-    """Play an iteration in which `layers` are averaged."""
-    free = 0  # when the link is free
-    averagings = []
-    for layer in reversed(range(len(profile))):
-        if layer in layers:
-            launched = profile.backward_ends_ns[layer]
-            start = max(launched, free)
-            free = start + profile.communication_ns[layer]
-            averagings.append(LayerAveraging(layer, launched, start, free))
-    return IterationTimeline(profile.compute_ns, tuple(averagings), max(profile.compute_ns, free))
 
 
 def iteration_ns(profile: LayerProfile, layers: Collection[int]) -> int:
@@ -177,12 +139,6 @@ def equal_number(layers: int, period: int) -> LayerSchedule:
     require_period(layers, period)
     sizes = [layers // period + (number < layers % period) for number in range(period)]
     return _cut(layers, list(accumulate(sizes)))
-
-
-def full_synchronisation(layers: int, period: int) -> LayerSchedule:
-    """All layers in the last iteration of a period."""
-    require_period(layers, period)
-    return LayerSchedule(layers, ((),) * (period - 1) + (tuple(reversed(range(layers))),))
 
 
 def plan_layers(profile: LayerProfile, period: int) -> LayerSchedule:

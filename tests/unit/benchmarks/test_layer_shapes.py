@@ -17,18 +17,6 @@ def test_models_have_the_layers_and_parameters_of_the_real_ones(name: str, layer
     assert len({layer.name for layer in shape(name)}) == layers
 
 
-def test_late_convolutions_have_most_parameters_but_all_take_about_as_long() -> None:
-    layers = shape("resnet18")[1:-1]
-    assert sum(layer.parameters for layer in layers[-4:]) > 0.7 * sum(layer.parameters for layer in layers)
-    assert max(layer.work for layer in layers) < 2.1 * min(layer.work for layer in layers)
-
-
-def test_the_shared_embedding_is_averaged_only_when_the_backward_has_ended() -> None:
-    first, *_, head = shape("gpt2")
-    assert first.parameters > 0.3 * sum(layer.parameters for layer in shape("gpt2")) and first.work == 0
-    assert head.parameters < 0.001 * first.parameters and head.work > 0, "its gradient is part of the embedding's"
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_emulated_models_keep_relative_sizes_and_times(name: str) -> None:
     model, layers = emulated(name, 0.9, 1 << 20), shape(name)
@@ -48,7 +36,3 @@ def test_ratios_explain_the_paper_s_times(column: PaperColumn) -> None:
     assert compute + communication / H == pytest.approx(column.full, rel=0.06)
     assert compute <= column.dreamddp < column.overlapped
     assert column.dreamddp >= 0.97 * communication / H
-
-
-def test_the_ratios_are_those_of_slow_links() -> None:
-    assert [round(column.ratio, 1) for column in COLUMNS] == [1.3, 5.5, 1.3, 7.3, 3.4, 5.4, 3.3, 6.3]

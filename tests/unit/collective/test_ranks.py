@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
-from socket import AF_INET
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from ft_plugins.collective import Collective, Transfers, operations
 from ft_plugins.collective import transfers as module
-from ft_plugins.config import launch_context
 from ft_plugins.errors import BudgetError, ConfigError, FtError, ProtocolError, ResumeError
 from ft_plugins.transport.framed import Link
 
@@ -200,21 +196,6 @@ def test_a_word_is_known_to_the_ranks_of_its_incarnation_alone(ranks: Ranks) -> 
     assert ranks(_meets_again, 3) == [[True, False]] * 3
 
 
-def _unlike(rank: int, world: int, *known: bytes) -> str:
-    try:
-        Collective(known[rank])
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("other", [b"", b"another secret, as long"])
-def test_ranks_with_different_secrets_all_say_so(ranks: Ranks, other: bytes) -> None:
-    found = ranks(_unlike, 3, SECRET, SECRET, other)
-    assert all("give --ftp-secret-file, with the same content" in words for words in found)
-    assert all(words.startswith("rank 0: rank 2 has another secret") for words in found), "the lowest speaks for all"
-
-
 def _deceived(rank: int, world: int) -> str:
     """Rank 0 does not know the secret, and reports below that there is no error."""
     if rank == 0:
@@ -229,24 +210,3 @@ def _deceived(rank: int, world: int) -> str:
 def test_what_a_rank_without_the_secret_reports_is_not_believed(ranks: Ranks) -> None:
     found = ranks(_deceived, 2)
     assert found[1].startswith("rank 1: rank 0 has another secret"), found
-
-
-def _named(rank: int, world: int, elsewhere: str) -> tuple[str, list[bytes]]:
-    """Nodes of one rank each. Rank 0's has the name of the job's host, and resolves it to loopback."""
-    resolve = socket.getaddrinfo
-
-    def resolving(host: Any, *words: Any, **more: Any) -> Any:
-        return resolve({"node0": "127.0.1.1" if rank == 0 else elsewhere}.get(host, host), *words, **more)
-
-    socket.getaddrinfo = resolving
-    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "node0"}
-    with Collective(SECRET, context=launch_context({name: str(value) for name, value in place.items()})) as collective:
-        return collective.address, collective.gather(collective.address.encode())
-
-
-def test_a_node_whose_own_name_is_loopback_to_it_is_reached_by_others(ranks: Ranks) -> None:
-    addresses = [one.address for device in psutil.net_if_addrs().values() for one in device if one.family == AF_INET]
-    elsewhere = next((address for address in addresses if not address.startswith("127.")), None)
-    if elsewhere is None:
-        pytest.skip("this machine has no address but loopback")
-    assert ranks(_named, 2, elsewhere) == [(elsewhere, [elsewhere.encode()] * 2)] * 2

@@ -105,6 +105,9 @@ print("the package is imported")
 """
 
 
+READ = pytest.mark.all_configurations  # what is read of a script is asserted in `test_what_to_import`
+
+
 @dataclass
 class Node:
     """`ranks` ranks in `folder`, started again and again by the agent of `parent`."""
@@ -342,7 +345,7 @@ def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node]) ->
     assert node.reasons("preload.refused") == [f"{path} has changed since it was imported"]
 
 
-@pytest.mark.parametrize("trouble", ["killed", "environment", "set for C"])
+@pytest.mark.parametrize("trouble", ["killed", "environment", pytest.param("set for C", marks=READ)])
 def test_without_a_preloader_that_can_be_used_ranks_are_new_processes(
     make: Callable[..., Node], trouble: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -428,6 +431,7 @@ def test_a_module_of_the_script_that_is_called_as_one_of_python_is_not_executed_
     assert node.forked() == [(1, 0)] and (node.folder / "executed").read_text() == "x"
 
 
+@READ
 def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(make: Callable[..., Node]) -> None:
     node = make(script=f"import beside\n{SCRIPT}")
     (node.folder / "beside.py").write_text("import os; os.environ['OMP_NUM_THREADS'] = '2'")
@@ -437,7 +441,7 @@ def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(m
     assert "OMP_NUM_THREADS" in node.reasons("preload.refused")[0]
 
 
-@pytest.mark.parametrize("place", ["str(FOLDER)", "f'{FOLDER}'"])
+@pytest.mark.parametrize("place", ["str(FOLDER)", pytest.param("f'{FOLDER}'", marks=READ)])
 def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(
     make: Callable[..., Node], place: str
 ) -> None:
@@ -452,6 +456,7 @@ def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(
     assert node.forked() == ([(1, 0)] if place == "str(FOLDER)" else [(0, 1)])
 
 
+@pytest.mark.all_configurations  # twelve seconds of imports
 def test_a_file_that_changes_at_each_import_delays_one_rank_only(make: Callable[..., Node]) -> None:
     node = make(ranks=2)
     node.install("package", "import os\nos.utime(__file__)\n" + PACKAGE)

@@ -22,7 +22,7 @@ from ft_plugins.planner.sync_plan import (
 )
 from ft_plugins.report.plan_pictures import draw_sync
 from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
-from ft_plugins.sync.layers.layers_schedule import full_synchronisation, period_ns
+from ft_plugins.sync.layers.layers_schedule import LayerSchedule, period_ns
 
 PLAIN, DREAMDDP, SPREAD, EDIT, FULL, ENP = ComparedPolicy
 
@@ -92,7 +92,8 @@ def test_no_policy_is_below_the_bound_and_what_pays_is_near_the_fastest(
     assert found.seconds[DREAMDDP] <= min(found.seconds[ENP], found.seconds[FULL])
     assert found.seconds[SPREAD] <= found.seconds[DREAMDDP] <= found.seconds[PLAIN]
     assert found.seconds[found.pays] <= found.fastest * (1 + PAYS)
-    overlapped = period_ns(profile.at_link(mbps * MEGABIT), full_synchronisation(len(profile), h))
+    at_the_end = LayerSchedule(len(profile), ((),) * (h - 1) + (tuple(reversed(range(len(profile)))),))
+    overlapped = period_ns(profile.at_link(mbps * MEGABIT), at_the_end)
     assert found.seconds[DREAMDDP] * h * 1e9 <= overlapped * (1 + 1e-12)
     if h == 1:
         assert found.seconds[DREAMDDP] == found.seconds[PLAIN]

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from ft_plugins.base import faults, files
 from ft_plugins.base.intake import within
 from ft_plugins.config import Config
-from ft_plugins.errors import BusyError, ConfigError, FtError, SegmentError
+from ft_plugins.errors import BusyError, FtError, SegmentError
 from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
@@ -44,7 +44,6 @@ from ft_plugins.snapshot.segment import paths
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
-from ft_plugins.transport.calls import read_secret
 from harness.hostile import altered, damaged
 
 SHAPE = Shape(9000, 2000, 2, 3, slots_for(Pin.NODE, Pin.SOURCE))
@@ -201,23 +200,6 @@ def test_a_damaged_token_is_said_and_no_earlier_one_is_given_out_again(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(
-    smp: Smp, tmp_path: Path, kind: str
-) -> None:
-    foreign, run_dir = tmp_path / "foreign", tmp_path / "run"
-    foreign.write_text("precious")
-    for name in ("x.json.new", f"{sizes.FILE}.new", paths.PATIENCE_FILE):
-        (run_dir / name).unlink(missing_ok=True)
-        os.mkfifo(run_dir / name) if kind == "pipe" else (run_dir / name).symlink_to(foreign)
-    within(10.0, lambda: files.write_json(run_dir / "x.json", [1]), "the writer")
-    within(10.0, lambda: sizes.write(run_dir, sizes.SizeReport((2,))), "the writer")
-    watch = {"pid": 1, "detect_seconds": 5.0, "orphan_seconds": 7.0}
-    assert within(10.0, lambda: smp.ask("watch", **watch), "the SMP")["ok"]
-    assert (run_dir / "x.json").read_text() == "[1]" and sizes.read(run_dir).sizes == (2,)
-    assert (run_dir / paths.PATIENCE_FILE).read_text() == "7.0" and foreign.read_text() == "precious"
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_an_event_is_lost_where_its_file_is_none_of_ours(tmp_path: Path, kind: str) -> None:
     foreign, path = tmp_path / "foreign", tmp_path / "events.jsonl"
     foreign.write_text("precious")
@@ -231,17 +213,6 @@ def test_an_event_is_lost_where_its_file_is_none_of_ours(tmp_path: Path, kind: s
     os.close(reader)
     within(10.0, lambda: events.emit(catalogue.SMP_ENDED), "the writer")
     assert foreign.read_text() == "precious"
-
-
-def test_a_secret_that_is_no_file_or_never_ends_is_refused_by_name(tmp_path: Path, secret: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    (tmp_path / "long").write_bytes(b"x" * 5000)
-    (tmp_path / "long").chmod(0o600)
-    (tmp_path / "linked").symlink_to(secret)
-    for name in ("pipe", "long", "a\0b"):
-        with pytest.raises(ConfigError, match="--ftp-secret-file .*cannot be read"):
-            within(10.0, lambda name=name: read_secret(tmp_path / name), "the reader")  # type: ignore[misc]
-    assert read_secret(tmp_path / "linked") == secret.read_bytes()
 
 
 # ---- requests ----

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field, replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,149 +12,15 @@ from ft_plugins.snapshot.segment.slots import (
     Mark,
     Pin,
     Slot,
-    SlotState,
     Version,
     certified_slot,
     choose,
     marks_of,
-    pinnable_slot,
     recovery_order,
     slots_for,
-    voided_slots,
 )
 
-CLEAN, DIRTY, EMPTY = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMPTY
-OTHERS = (Pin.NODE, Pin.SOURCE, Pin.STORAGE)
-
-
-@dataclass
-class Rank:
-    """A rank's slots and where it stands, as in the story of a fence: captures are sealed and marked there."""
-
-    slots: list[Slot]
-    lineage: int = 0
-    step: int = 0
-    fenced: int = 0
-    writing: int | None = None
-
-    def versions(self) -> set[Version]:
-        return {slot.version for slot in self.slots if slot.state is CLEAN and slot.version}
-
-    def change(self, index: int, **values: object) -> None:
-        self.slots[index] = replace(self.slots[index], **values)
-
-    def begin(self) -> None:
-        """The version point: a capture starts."""
-        self.step += 1
-        version = Version(self.lineage, self.step)
-        before = sorted(self.versions())
-        self.writing = choose(self.slots, version)
-        assert self.slots[self.writing].version not in before[-2:], "one of the two newest is overwritten"
-        assert not self.slots[self.writing].pins
-        self.change(self.writing, state=DIRTY, version=version, mark=Mark.NONE)
-
-    def seal(self) -> None:
-        if self.writing is not None:
-            self.change(self.writing, state=CLEAN)
-            self.writing = None
-
-    def fence(self, mark: Mark) -> None:
-        """Before the update of iteration `step` + 1: what was captured last is sealed, and its verdict is here."""
-        self.seal()
-        self.mark(Version(self.lineage, self.step), mark)
-        self.fenced = self.step + 1
-
-    def mark(self, version: Version, mark: Mark) -> None:
-        for slot in list(self.slots):
-            if slot.version == version and slot.state is CLEAN:
-                self.change(slot.index, mark=mark)
-
-    def pin(self, purpose: Pin, draw: random.Random) -> None:
-        """The SMP keeps another version for `purpose`, if it may, as `Segment.pin` does."""
-        held = sorted(self.versions())
-        found = pinnable_slot(self.slots, draw.choice(held)) if held else None
-        if found is not None:
-            for slot in list(self.slots):
-                self.change(slot.index, pins=slot.pins | purpose if slot.index == found else slot.pins & ~purpose)
-
-
-@dataclass
-class Job:
-    """Ranks in lock-step, but for the fence; `audit` is the interval between two verdicts."""
-
-    draw: random.Random
-    ranks: list[Rank]
-    audit: int
-    pinned: bool
-    verdicts: dict[Version, Mark] = field(default_factory=dict)
-    restored: list[tuple[Version | None, Mark]] = field(default_factory=list)
-
-    def verdict(self, version: Version) -> Mark:
-        """The same for all ranks."""
-        if version not in self.verdicts:
-            audited = version.iteration % self.audit == 0
-            agreed = Mark.CERTIFIED if self.draw.random() < 0.8 else Mark.MISMATCHED
-            self.verdicts[version] = agreed if audited else Mark.UNAUDITED
-        return self.verdicts[version]
-
-    def common(self) -> set[Version]:
-        return set.intersection(*(rank.versions() for rank in self.ranks))
-
-    def marks(self) -> dict[Version, Mark]:
-        return marks_of((slot.version, slot.mark) for rank in self.ranks for slot in rank.slots)
-
-    def newest(self, mark: Mark | None = None) -> Version | None:
-        marks = self.marks()
-        return max((v for v in self.common() if mark is None or marks.get(v) is mark), default=None)
-
-    def step(self) -> None:
-        rank = self.draw.choice(self.ranks)
-        if self.pinned and self.draw.random() < 0.2:
-            rank.pin(self.draw.choice(OTHERS), self.draw)
-        if rank.writing is not None and self.draw.random() < 0.3:
-            rank.seal()
-        elif rank.fenced == rank.step:
-            if all(other.step >= rank.step for other in self.ranks):  # a verdict takes the digests of all
-                rank.fence(self.verdict(Version(rank.lineage, rank.step)) if rank.step else Mark.NONE)
-        elif all(other.fenced >= rank.step for other in self.ranks):
-            rank.begin()
-
-    def recover(self) -> None:
-        """All are killed wherever they stand; each opens a lineage in turn, and may be killed again over it."""
-        for rank in self.ranks:
-            rank.writing = None
-            for slot in list(rank.slots):
-                rank.change(slot.index, pins=Pin(0))
-        marks = self.marks()
-        base = next(iter(recovery_order(self.common(), marks)), None)
-        self.restored.append((base, marks.get(base, Mark.NONE) if base else Mark.NONE))
-        lineage = max(rank.lineage for rank in self.ranks) + 1
-        for rank in self.ranks:
-            if base is not None:
-                rank.mark(base, marks.get(base, Mark.NONE))
-            for index in voided_slots(rank.slots, base):
-                rank.change(index, state=DIRTY, version=None, mark=Mark.NONE)
-            rank.lineage, rank.step = lineage, base.iteration if base else 0
-            rank.fenced = rank.step
-
-
-def life(seed: int, world: int, audit: int, pinned: bool, slots: int) -> tuple[Job, list[Version]]:
-    """A job's history, and the certified versions that all ranks held and some lost before all had a newer one."""
-    draw = random.Random(seed)
-    job = Job(draw, [Rank([Slot(i, EMPTY, None) for i in range(slots)]) for _ in range(world)], audit, pinned)
-    best: Version | None = None
-    lost = []
-    for _ in range(200):
-        if draw.random() < 0.02:
-            job.recover()
-        else:
-            job.step()
-        found = job.newest(Mark.CERTIFIED)
-        if best is not None and (found is None or found < best):
-            lost.append(best)
-        best = found
-    return job, lost
-
+from .slot_histories import CLEAN, OTHERS, life
 
 ALL = slots_for(*OTHERS, Pin.CERTIFIED)
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.base import intake
-from ft_plugins.base.files import read_digested, write_digested
+from ft_plugins.base.files import write_digested
 from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
 from ft_plugins.events.declaration import EventType
@@ -230,16 +230,6 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, t
     (folder / checkpoint.record_file(0)).unlink()
     (folder / checkpoint.record_file(1)).unlink()
     assert len(intake.within(10.0, lambda: checkpoint.listing(base), "the listing")) == 1
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_what_stands_at_a_half_made_files_name_is_replaced_and_not_written_to(tmp_path: Path, kind: str) -> None:
-    foreign, building = tmp_path / "foreign", tmp_path / "x.json.new"
-    foreign.write_text("precious")
-    os.mkfifo(building) if kind == "pipe" else building.symlink_to(foreign)
-    intake.within(10.0, lambda: write_digested(tmp_path / "x.json", {"a": 1}), "the writer")
-    assert read_digested(tmp_path / "x.json") == {"a": 1} and foreign.read_text() == "precious"
-    assert not (tmp_path / "x.json").is_symlink() and not building.exists()
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "nowhere"])

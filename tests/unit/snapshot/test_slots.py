@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -32,103 +32,14 @@ from ft_plugins.snapshot.segment.slots import (
     voided_slots,
 )
 
-CLEAN, DIRTY, EMPTY, UNCLAIMED = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMPTY, SlotState.UNCLAIMED
+from .slot_histories import CLEAN, DIRTY, EMPTY, life
 
-
-@dataclass
-class Rank:
-    """A rank's slots and where it stands: captures of `step` begin at its end and are sealed at the next fence."""
-
-    slots: list[Slot] = field(default_factory=lambda: [Slot(i, EMPTY, None) for i in range(SLOTS)])
-    lineage: int = 0
-    step: int = 0  # the last iteration whose version point was reached
-    fenced: int = 0  # the last iteration whose fence was passed
-    interval: int = 1  # iterations between two captures
-    writing: int | None = None
-
-    def versions(self) -> set[Version]:
-        return {slot.version for slot in self.slots if slot.state is CLEAN and slot.version}
-
-    def set(self, index: int, state: SlotState, version: Version | None) -> None:
-        check_transition(self.slots[index].state, state)
-        self.slots[index] = Slot(index, state, version)
-
-    def begin(self) -> None:
-        """The version point: a capture starts."""
-        self.step += 1
-        if self.step % self.interval:
-            return
-        self.writing = choose(self.slots)
-        self.set(self.writing, DIRTY, Version(self.lineage, self.step))
-
-    def seal(self) -> None:
-        assert self.writing is not None
-        self.set(self.writing, CLEAN, self.slots[self.writing].version)
-        self.writing = None
-
-    def fence(self) -> None:
-        """Before the update of iteration `step` + 1: the capture of `step` is sealed."""
-        if self.writing is not None:
-            self.seal()
-        self.fenced = self.step + 1
-
-
-def newest_common(ranks: list[Rank]) -> Version | None:
-    return max(set.intersection(*(rank.versions() for rank in ranks)), default=None)
-
-
-def recover(ranks: list[Rank], draw: random.Random) -> None:
-    """All ranks are killed wherever they stand; a new lineage grows from the newest common version.
-
-    Lineages are opened rank by rank: with a chance the job dies again in between.
-    """
-    for rank in ranks:
-        rank.writing = None
-    while True:
-        base = newest_common(ranks)
-        lineage = max(rank.lineage for rank in ranks) + 1
-        order = draw.sample(ranks, len(ranks))
-        opened = len(order) if draw.random() < 0.7 else draw.randrange(len(order))
-        for rank in order[:opened]:
-            for index in voided_slots(rank.slots, base):
-                rank.set(index, DIRTY, None)
-            rank.lineage = lineage
-        assert newest_common(ranks) == base, "opening a lineage lost or gained a version"
-        if opened == len(order):
-            break
-    for rank in ranks:
-        rank.step = base.iteration if base else 0
-        rank.fenced = rank.step
-        newer = [version for version in rank.versions() if base is None or version > base]
-        assert not newer, "a void version can still be restored"
+UNCLAIMED = SlotState.UNCLAIMED
 
 
 def losses(world: int, seed: int, slots: int = SLOTS, interval: int = 1) -> list[Version]:
-    """The newest common versions that a random history of `world` ranks lost.
-
-    A rank ends iteration k+1 only when all have passed the fence of iteration k: it needs everybody's gradients.
-    """
-    draw = random.Random(seed)
-    ranks = [Rank([Slot(i, EMPTY, None) for i in range(slots)], interval=interval) for _ in range(world)]
-    best: Version | None = None
-    lost = []
-    for _ in range(120):
-        if draw.random() < 0.04:
-            recover(ranks, draw)
-            best = newest_common(ranks)
-            continue
-        rank = draw.choice(ranks)
-        if rank.writing is not None and draw.random() < 0.3:
-            rank.seal()  # the capture is done before the fence asks for it
-        elif rank.fenced == rank.step:
-            rank.fence()
-        elif all(other.fenced >= rank.step for other in ranks):
-            rank.begin()
-        found = newest_common(ranks)
-        if best is not None and (found is None or found < best):
-            lost.append(best)
-        best = found
-    return lost
+    """The newest common versions that a random history of `world` ranks lost."""
+    return life(seed, world, slots=slots, interval=interval)[1]
 
 
 @settings(max_examples=150, deadline=None)

@@ -18,9 +18,7 @@ from ft_plugins.sync.layers.layers_schedule import (
     choose_period,
     equal_number,
     exposed_ns,
-    full_synchronisation,
     iteration_ns,
-    iteration_timeline,
     least_exposed_ns,
     period_ns,
     plan_layers,
@@ -76,27 +74,6 @@ def ends_in_order(profile: LayerProfile) -> list[int]:
 # ------------------------------------------------------------------------------------------------ cost
 
 
-@given(profiles(12), some_layers)
-def test_the_formula_is_the_end_of_the_timeline(profile: LayerProfile, layers: set[int]) -> None:
-    own = {layer for layer in layers if layer < len(profile)}
-    played = iteration_timeline(profile, own)
-    assert iteration_ns(profile, own) == played.end == profile.compute_ns + played.exposed
-
-
-@given(profiles(12), some_layers)
-def test_the_timeline_is_one_that_a_link_can_run(profile: LayerProfile, layers: set[int]) -> None:
-    own = sorted((layer for layer in layers if layer < len(profile)), reverse=True)
-    played = iteration_timeline(profile, own)
-    assert [one.layer for one in played.averagings] == own
-    for one in played.averagings:
-        assert one.start >= one.launched == profile.backward_ends_ns[one.layer]
-        assert one.end - one.start == profile.communication_ns[one.layer]
-    for earlier, later in pairwise(played.averagings):
-        assert later.start >= earlier.end
-        assert later.start in (earlier.end, later.launched)  # the link never idles while an averaging is launched
-    assert played.end == max([played.backward_end, *(one.end for one in played.averagings)])
-
-
 @given(profiles(12), some_layers.filter(bool))
 def test_the_cost_is_that_of_the_papers_equations(profile: LayerProfile, layers: set[int]) -> None:
     own = sorted({min(layer, len(profile) - 1) for layer in layers}, reverse=True)
@@ -106,9 +83,7 @@ def test_the_cost_is_that_of_the_papers_equations(profile: LayerProfile, layers:
 def test_an_iteration_by_hand() -> None:
     profile = profile_of((1, 2, 3), (1, 2, 1), (1, 2, 4))  # backward ends at 9, 7, 5
     assert profile.backward_ends_ns == (9, 7, 5) and profile.compute_ns == 9
-    played = iteration_timeline(profile, (2, 0))
-    assert [(one.layer, one.start, one.end) for one in played.averagings] == [(2, 5, 9), (0, 9, 12)]
-    assert (played.end, played.exposed) == (12, 3)
+    assert iteration_ns(profile, (2, 0)) == 12, "2 from 5 to 9, then 0"
     assert iteration_ns(profile, (2, 1)) == 10 and iteration_ns(profile, (1,)) == iteration_ns(profile, ()) == 9
     assert unhidden_period_ns(profile, 4) == 4 * 9 + 8 and unavoidable_ns(profile) == 3
 
@@ -175,7 +150,8 @@ def test_baselines_are_never_better(case: tuple[LayerProfile, int]) -> None:
     profile, period = case
     count, best = len(profile), period_ns(profile, plan_layers(profile, period))
     assert best <= period_ns(profile, equal_number(count, period))
-    assert best <= period_ns(profile, full_synchronisation(count, period)) <= unhidden_period_ns(profile, period)
+    at_the_end = LayerSchedule(count, ((),) * (period - 1) + (tuple(reversed(range(count))),))
+    assert best <= period_ns(profile, at_the_end) <= unhidden_period_ns(profile, period)
 
 
 @given(planned(most=6, longest=4))
@@ -189,7 +165,7 @@ def test_no_schedule_at_all_exposes_less_than_the_bound(case: tuple[LayerProfile
 @given(profiles(12))
 def test_with_a_period_of_one_iteration_all_layers_are_synchronised_in_it(profile: LayerProfile) -> None:
     schedule = plan_layers(profile, 1)
-    assert schedule == full_synchronisation(len(profile), 1) == equal_number(len(profile), 1)
+    assert schedule == equal_number(len(profile), 1)
     assert schedule.due(1) == schedule.due(7) == tuple(reversed(range(len(profile))))
 
 
@@ -282,7 +258,7 @@ def one_line(error: pytest.ExceptionInfo[ConfigError]) -> str:
 def test_a_period_that_does_not_fit_the_layers_is_refused(period: int) -> None:
     profile = profile_of(*[(1, 1, 1)] * 3)
     calls = [lambda: plan_layers(profile, period), lambda: equal_number(3, period), lambda: search(profile, period)]
-    for call in [*calls, lambda: full_synchronisation(3, period)]:
+    for call in calls:
         with pytest.raises(ConfigError) as error:
             call()
         assert f"H = {period} with 3 layers: expected 1 to 3 iterations" in one_line(error)

@@ -136,12 +136,6 @@ def test_units_of_a_frame_cannot_be_exchanged_repeated_or_left_out(order: tuple[
         raise ProtocolError("it is not whole")
 
 
-def test_a_frame_cannot_be_repeated() -> None:
-    raw = b"".join(seal({"do": "it"}, sealer=Sealer(KEY, False))[1])
-    with pytest.raises(ProtocolError, match="failed its authentication"):
-        [*fed(Decoder(PLAIN, Opener(KEY, False)), raw + raw)]
-
-
 def test_an_encrypted_frame_shows_its_length_and_no_content() -> None:
     for encrypt in (True, False):
         raw = b"".join(seal({"do": "read"}, b"precious", Sealer(KEY, encrypt), WITH_PAYLOAD)[1])
