@@ -1,7 +1,7 @@
 """Megatron-LM's pretrain_gpt.py with parameters that FSDP divides, killed: it ends as the unfailed run, bit for bit.
 
-Runs where MEGATRON_LM_PATH names a checkout. With torch's FSDP2 core_v0.16.1 fails in its first iteration, with or
-without protection, so that its cases need another version.
+Runs where MEGATRON_LM_PATH names a checkout. core_v0.16.1 cannot train with torch's FSDP2, nor, without Transformer
+Engine, with Megatron FSDP and tensor parallelism, so that these cases need another version.
 """
 
 from __future__ import annotations
@@ -60,14 +60,18 @@ CASES = {
 
 
 def skip_unless_it_trains(checkout: Path, options: tuple[str, ...]) -> None:
-    """Skip a case of torch's FSDP2 if Megatron-LM calls its wrapper with an argument that it lacks."""
+    """Skip a case of torch's FSDP2 if Megatron-LM calls its wrapper with an argument that it lacks, and one of Megatron
+    FSDP if with tensor parallelism it needs Transformer Engine."""
     distributed = checkout / "megatron" / "core" / "distributed"
-    caller, wrapper = (
+    caller, wrapper, adapter = (
         (distributed / f"{name}.py").read_text()
-        for name in ("finalize_model_grads", "torch_fully_sharded_data_parallel")
+        for name in ("finalize_model_grads", "torch_fully_sharded_data_parallel", "fsdp/mcore_fsdp_adapter")
     )
-    if "--use-torch-fsdp2" in options and "force_all_reduce=" in caller and "force_all_reduce" not in wrapper:
-        pytest.skip("this version of Megatron-LM cannot train with torch's FSDP2")
+    if "--use-torch-fsdp2" in options:
+        if "force_all_reduce=" in caller and "force_all_reduce" not in wrapper:
+            pytest.skip("this version of Megatron-LM cannot train with torch's FSDP2")
+    elif ALONE[0] not in options and "isinstance(direct_module, (TELinear,))" in adapter:
+        pytest.skip("this version of Megatron FSDP needs Transformer Engine for tensor parallelism")
 
 
 def run(checkout: Path, corpus: Path, folder: Path, case: Case, *flags: object) -> MegatronLmRun:
