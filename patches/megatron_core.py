@@ -124,6 +124,12 @@ PATCHES = (
         contains=("out.data = torch.empty((1,)",),
     ),
     Patch(
+        *("megatron-core", "megatron.core.parallel_state", "get_nccl_options", MEGATRON),
+        reason="FSDP asks for NCCL streams of high priority; gloo has no such options",
+        replace=lambda _: lambda pg_name, nccl_comm_cfgs: None,
+        parameters=("pg_name", "nccl_comm_cfgs"),
+    ),
+    Patch(
         *("megatron-core", "megatron.core.datasets.utils", "compile_helpers", MEGATRON),
         reason="the Makefile builds for the interpreter of python3-config, which may not be the running one",
         replace=around(for_this_interpreter),

@@ -56,6 +56,11 @@ def move_to_cpu(original: Callable[..., Any], self: torch.Tensor, *args: Any, **
     return original(self, *args, **kwargs)
 
 
+def mesh_on_cpu(original: Callable[..., None], self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """DeviceMesh.__init__, which FSDP asks for the device of parameters."""
+    original(self, "cpu" if is_device(device_type) else device_type, *args, **kwargs)
+
+
 def itself(original: object, self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     """Tensor.cuda and Tensor.pin_memory, which return the tensor itself."""
     return self
@@ -77,6 +82,7 @@ PATCHES = (
     *(Patch("torch", "torch", name, TORCH, _DEVICE, around(create_on_cpu)) for name in CREATE),
     *(Patch("torch", "torch", f"Tensor.{name}", TORCH, _DEVICE, around(create_on_cpu)) for name in CREATE_FROM),
     Patch("torch", "torch", "Tensor.to", TORCH, _DEVICE, around(move_to_cpu)),
+    Patch("torch", "torch.distributed.device_mesh", "DeviceMesh.__init__", TORCH, _DEVICE, around(mesh_on_cpu)),
     Patch("torch", "torch", "Tensor.cuda", TORCH, _DEVICE, around(itself)),
     Patch("torch", "torch", "Tensor.pin_memory", TORCH, "there is no device to pin memory for", around(itself)),
     Patch(

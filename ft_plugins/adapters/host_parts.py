@@ -102,8 +102,10 @@ def state_item(
     piece: tuple[int, int, int] | None = None,
     in_norm: bool = True,
 ) -> StateItem:
-    """The item of the tensor that `read` returns. Raises InventoryError if it is not contiguous."""
-    tensor = read()
+    """The item of what this rank holds of the tensor that `read` returns. Raises InventoryError if it is not
+    contiguous."""
+    held = lambda: local_part(read())  # noqa: E731
+    tensor = held()
     if piece is not None and piece[1] - piece[0] != tensor.numel():
         piece = None  # laid out differently from its parameter, so it cannot be resharded
     if not tensor.is_contiguous():
@@ -112,7 +114,7 @@ def state_item(
         )
     dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
     shape = tuple(tensor.shape)
-    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, in_norm), read)
+    return StateItem(Item(name, dtype, shape, nbytes, role, replicas, layer, changed_by, piece, in_norm), held)
 
 
 def reach_fault_points(

@@ -89,7 +89,8 @@ def check_megatron(folder: Path, words: Sequence[str], systems: Sequence[str], r
         )
     size = ModelSize(
         read.parameters, _MOMENTS.get(str(at(values, "optimizer")).lower()), values.tensor_model_parallel_size,
-        values.pipeline_model_parallel_size, read.ranks, bool(values.use_distributed_optimizer),
+        values.pipeline_model_parallel_size, read.ranks,
+        bool(values.use_distributed_optimizer or at(values, "use_torch_fsdp2")),
     )  # fmt: skip
     name = f"Megatron-LM {read.version}"
     return JobCheck(name, found, line(found, WITHOUT_PROTECTION), tuple(notes), size)

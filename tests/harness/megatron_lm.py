@@ -14,9 +14,10 @@ In: a folder with one checkout per tag, or one checkout; script and arguments. O
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -115,13 +116,20 @@ class MegatronLmRun:
             raise DriveError(f"status {self.status}, expected 0: {last}\n{tail}")
 
 
-def ft_run(script: Sequence[object], saved: Path, *arguments: object, job: str, ranks: int = 8) -> MegatronLmRun:
-    """Run `ft-run ... script arguments`. Output goes to `saved`/`job`/output.log.
+def ft_run(
+    script: Sequence[object],
+    saved: Path,
+    *arguments: object,
+    job: str,
+    ranks: int = 8,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> MegatronLmRun:
+    """Run `ft-run ... script arguments`. Output goes to `saved`/`job`/output.log. `settings`: of the environment.
 
     Raises DriveError if it takes longer than RUN_SECONDS.
     """
     words = [str(word) for word in ("--nproc-per-node", ranks, *script, *arguments)]
-    node = DrivenNode(job, NODE, saved / job, words, SETTINGS, protected="--reft" in words)
+    node = DrivenNode(job, NODE, saved / job, words, {**SETTINGS, **settings}, protected="--reft" in words)
     try:
         node.wait(RUN_SECONDS)
         status = node.status

@@ -72,9 +72,9 @@ def test_a_lost_node_is_replaced_and_the_run_ends_in_the_checkpoint_of_an_unfail
     assert [each for each in differing if "/args/local_rank:" not in each] == [], "that alone is a fact of the node"
 
 
-def lose_a_node(words: Sequence[object], folder: Path, case: Protection) -> tuple[Event, ...]:
-    """Run ft-run on two nodes, lose the second one and replace it. Returns the events of all nodes."""
-    command = [str(word) for word in ("--nproc-per-node", 4, *words)]
+def lose_a_node(words: Sequence[object], folder: Path, case: Protection, on_node: int = 4) -> tuple[Event, ...]:
+    """Run ft-run on two nodes of so many ranks, lose the second one and replace it. Returns the events of all nodes."""
+    command = [str(word) for word in ("--nproc-per-node", on_node, *words)]
     folder.mkdir()
     with DrivenJob(f"nodes-{case.name}", command, folder, folder / "none", case.iterations, nodes=2) as running:
         deadline = time.monotonic() + RUN_SECONDS

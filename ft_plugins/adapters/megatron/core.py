@@ -42,7 +42,7 @@ from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
-from ..host_parts import groups, reach_fault_points, restore_groups
+from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from . import state
@@ -115,6 +115,8 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         sizes = {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "vpp", "expert_tp", "order")}
         if self._instances > 1:  # left out if there is one, as in state captured by older versions
             sizes["optimizer_instances"] = self._instances
+        if self.sharded:
+            sizes["fsdp"] = sorted({type(chunk).__name__ for chunk in self.chunks})
         kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
         inner = {type(optimizer.optimizer).__name__ for optimizer in self.optimizers if not is_stub(optimizer)}
         return {
@@ -293,9 +295,10 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         """
         for optimizer in self.optimizers:
             for one in state.trained(optimizer, self._names):
-                gradient: torch.Tensor = one.parameter.main_grad  # type: ignore[attr-defined]  # set by Megatron's DDP
-                gradient.fill_(float("inf"))
-                return
+                gradient = getattr(one.parameter, "main_grad", one.parameter.grad)  # the latter is a shard of FSDP
+                if gradient is not None and local_part(gradient).numel():
+                    local_part(gradient).fill_(float("inf"))
+                    return
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ...errors import TopologyError
 from ...model.topology import Topology
 from ..host_parts import FrameworkHost
-from . import instances, naming, state
+from . import fsdp, instances, naming, state
 from .replay import MegatronReplay
 from .support import flat, is_stub, require_supported
 
@@ -36,6 +36,7 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
         self.rank = torch.distributed.get_rank()
         self.chunks, self.optimizer, self.optimizers = tuple(chunks), optimizer, flat(optimizer)
         self._topology, self._completed, self._arguments = topology, completed, arguments
+        fsdp.keep_in_place(self.chunks)
         self._names = state.parameter_names(self.chunks)
         self._instances = instances.number_of(self.chunks)
         require_supported(self.chunks, self.optimizers, self.rank)
@@ -45,6 +46,8 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     def _checkpoint_names(self) -> Mapping[str, Any]:
         for optimizer in self.optimizers:
             state.create_optimizer_state(optimizer)
+        if self.sharded:
+            return fsdp.without_names(self.chunks)
         try:
             return naming.names(self.chunks, self.optimizers, self.rank, self._replicas, self._arguments)
         except Exception as error:  # a user's model may raise anything; the job is protected, but cannot be exported
@@ -55,8 +58,15 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
         _ = self._checkpoint_names  # first: making its sharded state, a bf16 model converts its routers' biases to fp32
         return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas, self._same_shard)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP divides the parameters."""
+        return any(map(fsdp.is_shard, self._names))
+
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """The replica set of `parameter`. Megatron marks parameters of experts by `allreduce = False`."""
+        if fsdp.is_shard(parameter):
+            return (self.rank,)
         is_expert = not getattr(parameter, "allreduce", True)
         return self._topology.expert_replicas(self.rank) if is_expert else self._topology.replicas(self.rank)
 
@@ -81,11 +91,13 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     @torch.no_grad()
     def _rebuild_derived(self) -> None:
         """Copy masters to model parameters, then gather the shards of the other ranks."""
-        gathered = False
+        gathered = False  # by the distributed optimizer
         for optimizer in self.optimizers:
             if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
                 optimizer._copy_main_params_to_model_params()
             gathered = gathered or isinstance(optimizer, DistributedOptimizer)
-        if gathered:
+        if self.sharded:
+            fsdp.follow_shards(self.chunks)
+        elif gathered:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

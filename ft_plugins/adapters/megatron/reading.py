@@ -56,6 +56,8 @@ def read_arguments(folder: Path, words: Sequence[str], ranks: int = 1) -> ReadAr
         known = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         unknown = tuple(word for word in known.parse_known_args(list(words))[1] if word.startswith("--"))
         values.world_size = max(ranks, _fewest(values))
+        if any(getattr(values, name, False) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
+            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # which other jobs need to be 1
         problem = _validate(module, values)
     version = str(importlib.import_module("megatron.core").__version__)
     return ReadArguments(version, values, unknown, problem, values.world_size, _parameters(values))

@@ -8,6 +8,7 @@ that it gathers (the shard of the owning rank is the item). Gradients are zeroed
     Float16Optimizer...             fp32 master, moments              the same
     DistributedOptimizer            shard of the fp32 master or of    over its instances; not replicated if there
                                     the fp32 parameter, moments       is one (see `instances`)
+    sharded by FSDP (see `fsdp`)    shard of the above                not replicated
     no optimizer updates it         parameter (frozen)                replicated over DP x CP (experts: expert DP)
     buffers                         may change at any time            not replicated
 
@@ -35,6 +36,7 @@ from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from ..optimizer_state import create_state
+from . import fsdp
 from .support import is_stub
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
@@ -61,7 +63,7 @@ def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Paramete
     """A name for every parameter, equal on all data-parallel replicas; a shared parameter has its first name."""
     names: dict[torch.nn.Parameter, str] = {}
     for index, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in fsdp.named_parameters(chunk):
             names.setdefault(parameter, f"chunk{index}.{unwrapped(name)}")
     return names
 
@@ -88,8 +90,8 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
     """The parameters that `optimizer` updates on this rank. Raises InventoryError for one that the model lacks."""
     if is_stub(optimizer):
         return
-    sharded = isinstance(optimizer, DistributedOptimizer)
     for parameter, main in _pairs(optimizer):
+        sharded = isinstance(optimizer, DistributedOptimizer) or fsdp.is_shard(parameter)
         if parameter not in names:
             raise InventoryError(
                 f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that no model chunk has; "
@@ -99,8 +101,10 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
         yield TrainedParameter(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main], piece)
 
 
-def _piece(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+def _piece(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, int, int] | None:
     """The elements of the flattened parameter that this rank updates: start, stop, and their total number."""
+    if fsdp.is_shard(parameter):
+        return fsdp.piece(parameter)
     owned = optimizer._get_model_param_range_map(parameter)["param"]
     return int(owned.start), int(owned.end), parameter.numel()
 
@@ -108,7 +112,7 @@ def _piece(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tu
 def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Pairs of a model parameter and the tensor that the inner optimizer updates for it."""
     match optimizer:
-        case DistributedOptimizer():
+        case DistributedOptimizer() if not fsdp.is_megatrons(optimizer):
             groups = (
                 (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
                 (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -139,7 +143,7 @@ def covered(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """The parameters that need no item in addition to those of `trained`, of this rank and of their other replicas."""
     if is_stub(optimizer):
         return
-    if isinstance(optimizer, DistributedOptimizer):
+    if isinstance(optimizer, DistributedOptimizer) and not fsdp.is_megatrons(optimizer):
         for buffer in optimizer.buffers:
             yield from buffer.params
     else:

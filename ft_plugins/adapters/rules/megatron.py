@@ -67,8 +67,17 @@ COMBINED = _named(
     remedy="drop it, or drop --baft and --sync-policy", systems=("baft", "sync"),
 )  # fmt: skip
 
+_FSDP = on("use_megatron_fsdp")
+DIVIDED = Rule(
+    "parameters that FSDP divides", ("built.fsdp",),
+    some(_FSDP, on("use_torch_fsdp2"), on("built.fsdp")), "no rank repeats what another updates",
+    "--use-megatron-fsdp, --use-torch-fsdp2", remedy="drop it, or drop --paft and --sync-policy",
+    systems=("paft", "sync"),
+)  # fmt: skip
+
 _REFUSED = (
     COMBINED,
+    DIVIDED,
     Rule(
         "full-iteration CUDA graphs", ("cuda_graph_scope", "cuda_graph_impl"), _graphs(_WHOLE),
         "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope", _WHOLE,
@@ -91,8 +100,26 @@ _REFUSED = (
     ),
     _named("fp4", "fp4 parameters", "they keep scaling state outside of the optimizer", "--fp4-format"),
     _named("qk_clip", "QK clipping", "it changes parameters and masters separately after the update"),
-    _named("use_megatron_fsdp", "Megatron FSDP", "it has no contiguous buffers to gather from"),
-    _named("use_torch_fsdp2", "torch's FSDP2", "torch shards its parameters"),
+    Rule(
+        "the second Megatron FSDP", ("megatron_fsdp_version",), every(_FSDP, above("megatron_fsdp_version", 1)),
+        "its optimizer is of another kind", "--megatron-fsdp-version", "2",
+    ),
+    Rule(
+        "Megatron FSDP that divides nothing", ("data_parallel_sharding_strategy",),
+        every(_FSDP, equals("data_parallel_sharding_strategy", "no_shard")), "its replicas are untested",
+        "--data-parallel-sharding-strategy", "no_shard", remedy="choose optim, optim_grads or optim_grads_params",
+    ),
+    Rule(
+        "Megatron FSDP over several instances", ("num_distributed_optimizer_instances",),
+        every(_FSDP, _several_instances), "what they share is untested", "--num-distributed-optimizer-instances", "2",
+    ),
+    Rule(
+        "Megatron FSDP with an optimizer that keeps masters",
+        ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
+        every(_FSDP, some(on("use_precision_aware_optimizer"), on("optimizer_cpu_offload"))),
+        "its shards are masters already, which is untested",
+        "--use-precision-aware-optimizer, --optimizer-cpu-offload",
+    ),
     _named(
         "use_precision_aware_optimizer", "the precision-aware optimizer", "it keeps its masters inside FusedAdam",
     ),
@@ -148,6 +175,8 @@ _FOLLOWED = (
         "no state outlives an iteration", "--fp8-recipe", "tensorwise, blockwise, mxfp8",
     ),
     _named("use_distributed_optimizer", "the distributed optimizer", "each rank captures its shards"),
+    _named("use_megatron_fsdp", "Megatron FSDP", "each rank captures the shards that its optimizer updates"),
+    _named("use_torch_fsdp2", "torch's FSDP2", "each rank captures its shards"),
     _named("bf16", "bf16", "masters are captured, parameters are cast from them"),
     _named("fp16", "fp16", "masters and the loss scale are captured, parameters are cast from masters"),
     _named("num_experts", "mixture of experts", "experts have replica sets of their own"),

@@ -210,7 +210,7 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
             fp8="hybrid",
             qk_clip=True,
         ),
-        ddp_config=SimpleNamespace(use_megatron_fsdp=True),
+        ddp_config=SimpleNamespace(use_megatron_fsdp=True, data_parallel_sharding_strategy="no_shard"),
     )
     parameter = torch.nn.Parameter(torch.ones(3))
     amsgrad = FP32Optimizer(torch.optim.AdamW([parameter], amsgrad=True), SimpleNamespace(), None)
@@ -220,7 +220,7 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
     message = refused(UnsupportedError, lambda: require_supported([chunk], [amsgrad, unknown], 3))
     for part in (
         *("rank 3", "full_iteration", "fp8", "--qk-clip"),
-        *("--use-megatron-fsdp", "amsgrad", "(SimpleNamespace)"),
+        *("--data-parallel-sharding-strategy no_shard", "amsgrad", "(SimpleNamespace)"),
     ):
         assert part in message, (part, message)
 

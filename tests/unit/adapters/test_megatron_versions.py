@@ -65,9 +65,15 @@ OF_OBJECTS = {
         *("params", "buckets", "gradient_scaling_factor", "data_parallel_group"),
         "inter_distributed_optimizer_instance_group",
     },
+    "distributed.fsdp.mcore_fsdp_adapter": {"param_and_grad_buffer", "start_param_sync"},
+    "distributed.fsdp.src.megatron_fsdp.megatron_fsdp": {"synchronize_param_gather"},
+    "distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer": {
+        *("optimizer_named_parameters", "parameter_groups", "model_weight_buffer", "is_data_distributed"),
+    },
     "distributed.distributed_data_parallel_config": {
         *("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "use_distributed_optimizer"),
-        *("num_distributed_optimizer_instances", "average_in_collective"),
+        *("num_distributed_optimizer_instances", "average_in_collective", "use_megatron_fsdp"),
+        "data_parallel_sharding_strategy",
     },
     "model_parallel_config": {"finalize_model_grads_func"},
     "parallel_state": {
@@ -102,7 +108,6 @@ ARGUMENTS = (
     Option("inprocess_restart", "0.14", True, "--inprocess-restart"),
     Option("hybrid_context_parallel", "0.16", True, "--hybrid-context-parallel"),
     Option("fim_data", "0.16", True, "--fim-data"),
-    Option("use_torch_fsdp2", "0.14", True, "--use-torch-fsdp2"),
     Option("moe_use_upcycling", "0.14", True, "--moe-use-upcycling"),
     Option("error_injection_rate", "0.14", 100, "--error-injection-rate"),
     Option("optimizer_cuda_graph", "0.17", True, "--optimizer-cuda-graph"),
@@ -115,7 +120,6 @@ OF_MODEL = (
 OF_SCHEDULE = (  # refused with BAFT
     Option("overlap_moe_expert_parallel_comm", "0.14", True, "combined 1F1B (--overlap-moe-expert-parallel-comm)"),
 )
-OF_DDP = (Option("use_megatron_fsdp", "0.14", True, "Megatron FSDP"),)
 OF_LOCAL_STEPS = (
     Option("moe_router_enable_expert_bias", "0.14", True, "--moe-router-enable-expert-bias"),
     Option("moe_router_load_balancing_type", "0.14", ["aux_loss", "global_aux_loss"], "global auxiliary loss"),
@@ -252,7 +256,7 @@ def test_what_is_read_of_the_arguments_without_a_default_is_in_every_version() -
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_the_arguments_show_is_refused_before_a_model_is_built(version: str) -> None:
     """The model and its optimizer took minutes, and then were refused for what the command line had said."""
-    for option in (*OF_MODEL, *OF_DDP, *OF_OPTIMIZER):
+    for option in (*OF_MODEL, *OF_OPTIMIZER):
         if option.within(version):
             with pytest.raises(UnsupportedError, match=f"{re.escape(option.said)}.*, or run without protection"):
                 require_followed(configured(version, (option,), **{option.name: option.value}), REFT)
@@ -283,8 +287,8 @@ def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(versio
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("options", "systems"),
-    [(OF_MODEL, ()), (OF_DDP, ()), (OF_OPTIMIZER, ()), (OF_LOCAL_STEPS, ("sync",)), (OF_SCHEDULE, ("baft",))],
-    ids=["model", "ddp", "optimizer", "local steps", "schedule"],
+    [(OF_MODEL, ()), (OF_OPTIMIZER, ()), (OF_LOCAL_STEPS, ("sync",)), (OF_SCHEDULE, ("baft",))],
+    ids=["model", "optimizer", "local steps", "schedule"],
 )
 def test_each_field_of_a_configuration_is_refused_by_name(
     version: str, options: tuple[Option, ...], systems: tuple[str, ...]
@@ -306,6 +310,27 @@ def test_what_ends_one_system_leaves_the_others_alone() -> None:
     require_followed(instances, ("reft", "baft", "sync"))
     with pytest.raises(UnsupportedError, match="--num-distributed-optimizer-instances 2.*Drop it, or drop --paft"):
         require_followed(instances, ("paft",))
+
+
+FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+FSDP_REFUSED = [
+    ({"data_parallel_sharding_strategy": "no_shard"}, "--data-parallel-sharding-strategy no_shard.*hoose optim"),
+    ({"megatron_fsdp_version": 2}, "--megatron-fsdp-version 2"),
+    ({"num_distributed_optimizer_instances": 2}, "over several instances"),
+    ({"use_precision_aware_optimizer": True}, "an optimizer that keeps masters"),
+    ({"optimizer_cpu_offload": True}, "an optimizer that keeps masters"),
+]
+
+
+def test_fsdp_is_followed_with_reft_and_baft_where_ranks_divide_what_they_update() -> None:
+    for followed in ({"use_torch_fsdp2": True}, FSDP, {**FSDP, "megatron_fsdp_version": 1}):
+        require_followed(argparse.Namespace(**followed), ("reft", "baft"))
+        for system in ("paft", "sync"):
+            with pytest.raises(UnsupportedError, match="parameters that FSDP divides .*drop --paft and --sync-policy"):
+                require_followed(argparse.Namespace(**followed), ("reft", system))
+    for more, said in FSDP_REFUSED:
+        with pytest.raises(UnsupportedError, match=said):
+            require_followed(argparse.Namespace(**{**FSDP, **more}), REFT)
 
 
 FP8_REFUSED = [
@@ -414,12 +439,12 @@ def test_the_tables_are_what_the_sources_say(checkout: Path) -> None:
     assert version in VERSIONS
     assert EVERYWHERE - named == set()
     assert OF_THE_LOOP - sources.defined(checkout, "megatron.training.training") == set()
-    model, ddp, optimizer = (
+    model, optimizer = (
         {name for config in configs for name in sources.fields(checkout, config)}
-        for configs in (sources.CONFIGS[:2], sources.CONFIGS[3:], sources.CONFIGS[2:3])
+        for configs in (sources.CONFIGS[:2], sources.CONFIGS[2:3])
     )
     for options, known in (
-        (ARGUMENTS, named), (OF_MODEL, model), (OF_DDP, ddp), (OF_OPTIMIZER, optimizer), (OF_LOCAL_STEPS, model),
+        (ARGUMENTS, named), (OF_MODEL, model), (OF_OPTIMIZER, optimizer), (OF_LOCAL_STEPS, model),
         (OF_SCHEDULE, model),
     ):  # fmt: skip
         assert {option.name: option.within(version) for option in options} == {

@@ -51,6 +51,8 @@ assert torch.zeros(2).to(torch.float64).dtype == torch.float64
 assert torch.zeros(2).type("torch.cuda.HalfTensor").dtype == torch.float16
 assert torch.zeros(2, device="meta").device.type == "meta"
 torch.nn.Linear(2, 2).cuda(torch.cuda.current_device())
+mesh = torch.distributed.device_mesh.DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+assert mesh.device_type == "cpu"
 with torch.cuda.stream(torch.cuda.Stream()):
     torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
 """,
