@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ...model.inventory import Inventory
 from ..host_parts import StateItem, groups
 from ..rules import Finding, line
 from ..rules.megatron import ONE_INSTANCE, OTHERWISE
@@ -95,10 +96,13 @@ class MegatronStepping(MegatronRank):
     def derive(self) -> None:
         self._rebuild_derived()
 
-    @cached_property
-    def _copies(self) -> list[StateItem]:
+    def copies(self) -> Inventory:
         """See above. Raises UnsupportedError if the distributed optimizer has several instances."""
         self._require_one_instance()
+        return super().copies()
+
+    @cached_property
+    def _copies(self) -> list[StateItem]:
         return list(state.copies(self.chunks, self.optimizers, self._replicas))
 
     def finish_copies(self) -> None:

@@ -3,7 +3,8 @@
     after_update       at a synchronisation: judge and exchange, in the background (sync.rounds.synchronisation)
                        apply WAIT: wait for all modules, and apply them
                        by the clock (A-EDiT): all replicas have agreed that it is due (clocked)
-    module forward     apply FORWARD: wait for this module and apply it, while the next one is exchanged (EDiT, 3.1)
+    module forward     apply FORWARD: wait for this module and apply it, while the next one is exchanged (EDiT, 3.1);
+                       with it the copies that the forward reads of masters and shards (forward_copies)
     before_update      apply UPDATE: apply all modules
 
 Invariant: every rank does the same at the same iteration, because the policy is pure; by the clock, every rank of a
@@ -30,7 +31,7 @@ from ...errors import ResumeError, UnsupportedError
 from ...events import Events, catalogue, say
 from ...model.host import Host, ReplicaOperations
 from ...model.inventory import Item, Role
-from ...model.reduction import ReductionControl
+from ...model.reduction import ComputesWithCopies, ReductionControl
 from ...snapshot.segment.slots import Mark
 from ...sync.background import Background
 from ...sync.rounds import inheritance
@@ -39,6 +40,7 @@ from ...sync.rounds.modules import plan_modules, require_replicas, require_shard
 from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
 from .clocked import ClockedReplica, timekeeper
+from .forward_copies import ForwardCopies
 from .layered import LayeredAveraging
 from .sync_groups import OuterItems, SyncGroups, connect_groups
 from .under_way import SynchronisationUnderWay
@@ -68,9 +70,9 @@ class LocalSgd:
         self._members = sync_group(items, host.rank, host.framework)
         self._place = inheritance.ReplicaPlace(self._members.index(host.rank), len(self._members))
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
-        masters = any(item.role is Role.MAIN_PARAMETER for item in items)
-        follows, reason = self._followed(masters)
-        apply = chosen_apply(config, follows, masters, reason)
+        self._masters = any(item.role is Role.MAIN_PARAMETER for item in items)
+        follows, reason = self._followed(self._masters)
+        apply = chosen_apply(config, follows, self._masters, reason)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
         self._number = 0  # of synchronisations
         self._updated = 0  # the last iteration with an update
@@ -83,6 +85,8 @@ class LocalSgd:
         """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why."""
         if not wants_modules(self._config, masters):
             return False, ""
+        if masters and not isinstance(self._host, ComputesWithCopies):
+            return False, "forwards read copies of fp32 master parameters"
         try:
             self._control.before_modules(self._before_module)
         except UnsupportedError as error:
@@ -121,7 +125,8 @@ class LocalSgd:
             if self._policy.seconds is not None:
                 self._control.require_own_pace()
         names = [module.name for module in self._modules]
-        groups = connect_groups(self._host, self._members, names, collective, self._config.timeout)
+        computed, shard = self._forward_order(names)
+        groups = connect_groups(self._host, self._members, names, collective, self._config.timeout, computed, shard)
         self._wait, self._peers = groups.wait, groups.peers
         rules = SynchronisationRules(self._policy.outer, self._policy.penalty, self._policy.anchored)
         self._synchronisation = Synchronisation(
@@ -131,6 +136,13 @@ class LocalSgd:
             self._synchronisation, groups.plan, groups.wait, self._policy.apply, self._config.prefetch, groups.device,
             self._finish,
         )  # fmt: skip
+        if self._copies:
+            with collective.agreement():
+                copies = ForwardCopies(
+                    self._modules, self._synchronisation, shard, groups.replica, self._operations.copy_tensors,
+                    self._host.rank,
+                )  # fmt: skip
+            self._under_way.exchange, self._under_way.apply = copies.exchange, copies.apply
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
@@ -142,6 +154,16 @@ class LocalSgd:
                     self._synchronisation, self._events, self._folder,
                 )  # fmt: skip
             self._layered.require_same(collective)
+
+    def _forward_order(self, held: Sequence[str]) -> tuple[Sequence[str], tuple[int, ...]]:
+        """The modules whose forwards this rank runs, and the ranks that gather them together, if any; `held`: those of
+        which it holds a part."""
+        self._copies = self._policy.apply is AppliedAt.FORWARD and self._masters
+        if not self._copies:
+            return held, (self._host.rank,)
+        assert isinstance(self._host, ComputesWithCopies)  # see `_followed`
+        sharded = any(item.piece is not None for module in self._modules for item in module.items)
+        return self._host.forward_order(), self._control.shard_group() if sharded else (self._host.rank,)
 
     def _connect_clocked(self, groups: SyncGroups) -> None:
         """Create the groups by which replicas agree when to synchronise: on processors, so that no device waits."""
@@ -317,13 +339,16 @@ class LocalSgd:
             factors = self._wait.within(step, "the count of iterations", partial(self._clocked.join, step))
             self._iterations = list(self._clocked.done)
         self._number += 1
+        if self._copies:  # no gather of the framework's may be on its way when a module's copies are written
+            self._operations.finish_copies()
         self._under_way.start(step, factors)
 
     def _before_module(self, name: str) -> None:
         self._under_way.before_forward(name)
 
     def _finish(self) -> None:
-        self._operations.derive()
+        if not self._copies:
+            self._operations.derive()
         step, report = self._under_way.step, self._under_way.report
         if self._layered is None or self._policy.due(step):
             self._events.emit(
