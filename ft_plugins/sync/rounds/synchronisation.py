@@ -91,6 +91,7 @@ class Synchronisation:
         self._judgements: dict[str, Judgement] = {}
         self._stepped: set[str] = set()  # modules whose targets are results
         self._factors: Sequence[float] | None = None
+        self.divergences: dict[str, float] = {}  # by module, without anchors: this rank's part of DreamDDP's Gamma
         live = tensors()
         self.states: dict[str, ModuleState] = {}
         for module in modules:
@@ -124,6 +125,7 @@ class Synchronisation:
         """Begin a synchronisation: each module is then exchanged and applied once. `factors`: a further factor of each
         replica's weight."""
         self._factors = factors
+        self.divergences.clear()
 
     # ---- background thread: collectives ----
 
@@ -198,12 +200,18 @@ class Synchronisation:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean of a bucket over its replicas, weighted as judged; and the squared norm of the mean change in the
         part of each rank, which that rank sends with its part: 0 if the bucket is not `in_norm`, an empty tensor if
-        changes are not clipped."""
+        changes are not clipped. Without anchors squared distances from the mean are sent instead (`divergences`)."""
         if judgement.weights_are_equal:
             chosen = [place for place, weight in enumerate(judgement.weights) if weight]
-            combined = aggregate(received if len(chosen) == len(received) else received[chosen], Aggregate.MEAN)
+            received = received if len(chosen) == len(received) else received[chosen]
+            combined = aggregate(received, Aggregate.MEAN)
         else:
             combined = weighted(received, judgement.weights).to(received.dtype)
+        if not self._rules.anchored:
+            apart = torch.linalg.vector_norm(received - combined, dtype=torch.float64).square() / len(received)
+            means, parts = self._links.all_gather_with(bucket.replicas, combined, apart.view(1))
+            self.divergences[name] = self.divergences.get(name, 0.0) + sum(parts.tolist())
+            return means.view(-1)[: bucket.elements], received.new_empty(0)
         if not self._rules.clips:
             means = self._links.all_gather(bucket.replicas, combined)
             return means.view(-1)[: bucket.elements], received.new_empty(0)

@@ -358,7 +358,7 @@ class LocalSgd:
         elif self._under_way.names:
             self._events.emit(
                 catalogue.LAYERS_AVERAGED, iteration=step, layers=list(self._under_way.names),
-                waited_seconds=self._under_way.waited,
+                waited_seconds=self._under_way.waited, divergence=sum(self._synchronisation.divergences.values()),
             )  # fmt: skip
         if nonfinite := report["nonfinite"]:
             ranks = ", ".join(map(str, sorted({rank for those in nonfinite.values() for rank in those})))
