@@ -22,6 +22,7 @@ import msgpack
 import torch
 
 from ...errors import UnsupportedError
+from ...model.reduction import ComputesWithCopies, ReductionControl
 from ...sync.links import Links, Ranks
 from ...sync.rounds.modules import ModulePlan
 from ...sync.rounds.penalty import Judgement
@@ -47,6 +48,24 @@ def pieces_of(module: ModulePlan, copies: Mapping[str, torch.Tensor]) -> list[Co
         for piece in bucket.pieces
         if piece.item.removesuffix(":main") in copies
     ]
+
+
+def announced(host: ReductionControl, masters: bool, call: Callable[[str], None]) -> tuple[bool, str]:
+    """Have the host announce the forward of each module. Whether it does, else why. `masters`: whether some are
+    synchronised."""
+    if masters and not isinstance(host, ComputesWithCopies):
+        return False, "forwards read copies of fp32 master parameters"
+    try:
+        host.before_modules(call)
+    except UnsupportedError as error:
+        return False, str(error)
+    return True, ""
+
+
+def gathering(modules: Sequence[ModulePlan], shard: Ranks, rank: int) -> Ranks:
+    """The ranks that gather copies together: those of `shard`, or `rank` alone if its items are whole."""
+    sharded = any(item.piece is not None for module in modules for item in module.items)
+    return shard if sharded else (rank,)
 
 
 class ForwardCopies:

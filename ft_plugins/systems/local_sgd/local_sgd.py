@@ -40,7 +40,7 @@ from ...sync.rounds.modules import plan_modules, require_replicas, require_shard
 from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
 from .clocked import ClockedReplica, timekeeper
-from .forward_copies import ForwardCopies
+from .forward_copies import ForwardCopies, announced, gathering
 from .layered import LayeredAveraging
 from .sync_groups import OuterItems, SyncGroups, connect_groups
 from .under_way import SynchronisationUnderWay
@@ -70,28 +70,18 @@ class LocalSgd:
         self._members = sync_group(items, host.rank, host.framework)
         self._place = inheritance.ReplicaPlace(self._members.index(host.rank), len(self._members))
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
-        self._masters = any(item.role is Role.MAIN_PARAMETER for item in items)
-        follows, reason = self._followed(self._masters)
-        apply = chosen_apply(config, follows, self._masters, reason)
+        masters = any(item.role is Role.MAIN_PARAMETER for item in items)
+        wanted = wants_modules(config, masters)
+        follows, reason = announced(host, masters, self._before_module) if wanted else (False, "")
+        apply = chosen_apply(config, follows, masters, reason)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
+        self._copies = host if apply is AppliedAt.FORWARD and masters and isinstance(host, ComputesWithCopies) else None
         self._number = 0  # of synchronisations
         self._updated = 0  # the last iteration with an update
         self._iterations: list[int] | None = None  # of each replica before the last synchronisation by the clock
         self._clocked: ClockedReplica | None = None
         self._readiness: Background | None = None
         self._layered: LayeredAveraging | None = None
-
-    def _followed(self, masters: bool) -> tuple[bool, str]:
-        """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why."""
-        if not wants_modules(self._config, masters):
-            return False, ""
-        if masters and not isinstance(self._host, ComputesWithCopies):
-            return False, "forwards read copies of fp32 master parameters"
-        try:
-            self._control.before_modules(self._before_module)
-        except UnsupportedError as error:
-            return False, str(error)
-        return True, ""
 
     def table(self) -> str:
         """A message on what is synchronised when, and what it costs."""
@@ -125,7 +115,9 @@ class LocalSgd:
             if self._policy.seconds is not None:
                 self._control.require_own_pace()
         names = [module.name for module in self._modules]
-        computed, shard = self._forward_order(names)
+        computed = self._copies.forward_order() if self._copies else names
+        own = (self._host.rank,)
+        shard = gathering(self._modules, self._control.shard_group(), self._host.rank) if self._copies else own
         groups = connect_groups(self._host, self._members, names, collective, self._config.timeout, computed, shard)
         self._wait, self._peers = groups.wait, groups.peers
         rules = SynchronisationRules(self._policy.outer, self._policy.penalty, self._policy.anchored)
@@ -154,16 +146,6 @@ class LocalSgd:
                     self._synchronisation, self._events, self._folder,
                 )  # fmt: skip
             self._layered.require_same(collective)
-
-    def _forward_order(self, held: Sequence[str]) -> tuple[Sequence[str], tuple[int, ...]]:
-        """The modules whose forwards this rank runs, and the ranks that gather them together, if any; `held`: those of
-        which it holds a part."""
-        self._copies = self._policy.apply is AppliedAt.FORWARD and self._masters
-        if not self._copies:
-            return held, (self._host.rank,)
-        assert isinstance(self._host, ComputesWithCopies)  # see `_followed`
-        sharded = any(item.piece is not None for module in self._modules for item in module.items)
-        return self._host.forward_order(), self._control.shard_group() if sharded else (self._host.rank,)
 
     def _connect_clocked(self, groups: SyncGroups) -> None:
         """Create the groups by which replicas agree when to synchronise: on processors, so that no device waits."""
