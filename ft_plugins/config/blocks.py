@@ -190,6 +190,11 @@ class PaftConfig(SystemConfig):
     h_max: int = Field(
         500, ge=1, description="largest interval of dyn, without noise", json_schema_extra=more("iterations")
     )
+    noise_of: Literal["model", "largest"] = Field(
+        "model",
+        description="with dyn, whose noise sets the interval: that of the whole model, or of the tensor with the "
+        "longest noise on any rank, the paper's p_max (largest)",
+    )
     aggregate: Literal["mean", "median", "trimmed"] = Field(
         "mean",
         description="how replicas are averaged: mean; or, against large noise and at the cost of a sort, median or "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Spell = Callable[[KeyPath], str]
 _OWN_ADDRESS = "127.0.0.1"
 _AVERAGES = ("h", "aggregate", "trim", "average_optimizer_state")
-_BOUNDS = ("h_min", "h_max")
+_BOUNDS = ("h_min", "h_max", "noise_of")
 _LAYERED = ("h", "schedule", "profile", "replan", "order")
 
 

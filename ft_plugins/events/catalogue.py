@@ -620,6 +620,8 @@ LAYERS_AVERAGED = EventType(
     "layers.averaged", ROUTINE, "The layers of one iteration were averaged over the replicas (dreamddp).",
     iteration=_ITERATION, layers=Field("list", "those layers"),
     waited_seconds=Field("float", "time for which training waited", "s"),
+    divergence=Field("float", "mean over replicas of the squared distance from their mean, of what this rank holds of "
+                     "those layers, just before (the paper's Gamma)"),
 )  # fmt: skip
 LAYERS_PLANNED = EventType(
     "layers.planned", NOTICE, "From the next iteration on layers are averaged by a new schedule (dreamddp).",

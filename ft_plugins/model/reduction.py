@@ -16,7 +16,7 @@ parallelism, and those that keep tied embeddings equal, are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -81,6 +81,17 @@ class ReductionControl(Protocol):
         """From now on report the edges of this rank's modules to `edges`, whatever of them is synchronised: parameters,
         masters or shards. Evaluations and recomputations included; a module with several parts has the edges of each.
         Training stays bit for bit the same. Raises UnsupportedError, by name, if forwards cannot be followed."""
+        ...
+
+
+@runtime_checkable
+class ComputesWithCopies(Protocol):
+    """A host whose forwards may read `ReplicaOperations.copies` in place of what is synchronised. A copy is called as
+    the parameter, an item of it the same, with ':main' if it is a master or a shard."""
+
+    def forward_order(self) -> Sequence[str]:
+        """The modules that `before_modules` announces, also those of whose parameters this rank holds no shard, in the
+        order of the forward."""
         ...
 
 

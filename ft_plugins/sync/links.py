@@ -60,6 +60,13 @@ class Links:
         gathered = self.all_gather(replicas, torch.cat([_bytes(own.contiguous()), _bytes(number)]))
         return _split(gathered, own.nbytes, own.dtype)
 
+    def gather_bytes(self, replicas: Ranks, payload: bytes) -> list[bytes]:
+        """Gather bytes of any length from each member, in rank order."""
+        lengths = self.all_gather(replicas, torch.tensor([len(payload)], device=self.device)).view(-1).tolist()
+        own = torch.frombuffer(bytearray(payload.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        rows = self.all_gather(replicas, own.to(self.device)).cpu()
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
     def gather_words(self, replicas: Ranks, words: np.ndarray) -> np.ndarray:
         """Gather (n,) uint64 from each member: (M, n), in rank order."""
         own = torch.from_numpy(words.view(np.int64)).to(self.device)

@@ -120,7 +120,8 @@ class Paft:
         if self._policy.schedule is not None:
             config = self._config
             buckets = self._buckets.averaged(config.average_optimizer_state)
-            averaging = Averaging(buckets, links, live, Aggregate(config.aggregate), config.trim)
+            by_tensor = config.mode == "dyn" and config.noise_of == "largest"
+            averaging = Averaging(buckets, links, live, Aggregate(config.aggregate), config.trim, by_tensor)
             self._turns = SyncTurns(self._policy, self._policy.schedule, averaging, links, background, self._events)
             self._events.emit(catalogue.AVERAGING_PREPARED, nbytes=averaging.nbytes, buckets=len(buckets))
 

@@ -25,10 +25,11 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs th
 
 # norms grow with the learning rate: those of iteration 6 are outliers, those of 8 are not all, because of those of 6
 EDIT = {"policy": "edit", "tau": 2, "penalty_warmup": 1, "alpha": 0.3, "threshold": 1.5, "clip": 0.02}
-PIPELINE, SHARDED = "pipeline", "zero2"
+PIPELINE, SHARDED, BF16 = "pipeline", "zero2", "bf16 zero1"
 CONFIGURATIONS = {
     PIPELINE: (DeepSpeedConfiguration(4, 0, bf16=False, pp=2), EDIT),  # applied in forwards
     SHARDED: (DeepSpeedConfiguration(4, 2, bf16=False), {**EDIT, "shard_ranks": 2}),  # behind the next iteration
+    BF16: (DeepSpeedConfiguration(4, 1, bf16=True), {**EDIT, "shard_ranks": 2, "apply": "forward"}),
 }
 
 
@@ -45,12 +46,16 @@ LATER = {
     (PIPELINE, "every"): ("sync.exchange@rank=3,hit=5", "sync.apply@rank=0,hit=3"),
     (SHARDED, "sync"): ("sync.exchange@rank=3,hit=8", "sync.apply@rank=0,hit=4"),
     (SHARDED, "every"): ("sync.exchange@rank=3,hit=5", "sync.apply@rank=0,hit=2"),
+    (BF16, "sync"): ("sync.exchange@rank=3,hit=5", "sync.apply@rank=0,hit=3"),
+    (BF16, "every"): ("sync.exchange@rank=3,hit=5", "sync.apply@rank=0,hit=3"),
 }
 RESTORED = {
     (PIPELINE, "sync"): [{2}, {4}, {6}],
     (PIPELINE, "every"): [{2, 3}, {4, 5}, {6, 7}],
     (SHARDED, "sync"): [{2}, {4, 6}, {4, 6, 8}],
     (SHARDED, "every"): [{2, 3}, {2, 3, 4, 5, 6}, {2, 3, 4, 5, 6}],
+    (BF16, "sync"): [{2}, {4, 6}, {4, 6, 8}],
+    (BF16, "every"): [{2, 3}, {4, 5, 6, 7}, {4, 5, 6, 7, 8}],
 }
 
 

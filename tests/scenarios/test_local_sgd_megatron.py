@@ -35,6 +35,8 @@ GATHERED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interlea
         pytest.param(BF16, ("--sync-apply", "update"), (), id="bf16-replicated-interleaved-update"),
         pytest.param(SHARDED, ("--sync-apply", "wait"), INSTANCES, id="bf16-distopt-wait"),
         pytest.param(GATHERED, ("--sync-apply", "update"), INSTANCES, id="bf16-distopt-interleaved-overlap-update"),
+        pytest.param(BF16, ("--sync-apply", "forward"), (), id="bf16-replicated-interleaved-forward"),
+        pytest.param(GATHERED, ("--sync-apply", "forward"), INSTANCES, id="bf16-distopt-interleaved-overlap-forward"),
     ],
 )
 @pytest.mark.parametrize("versions", ["sync", "every"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -77,18 +78,24 @@ def _life(
 
 def simulated(
     replicas: int, period: int, update_first: bool, kind: str = "sgd", last: int = LAST, warmup: int = WARMUP,
-    tau: int = TAU, sets: Sequence[Sequence[str]] = (),
+    tau: int = TAU, sets: Sequence[Sequence[str]] = (), divergences: dict[int, float] | None = None,
 ) -> dict[int, list[str]]:  # fmt: skip
-    """Digests of all replicas after each iteration's update."""
+    """Digests of all replicas after each iteration's update. `divergences`: receives that of what is averaged."""
     simulation, digests = local.Simulation(replicas, kind), {}
     sets = sets or [[LAYERS[layer] for layer in own] for own in equal_number(len(LAYERS), period).iterations]
     for step in range(1, last + 1):
         simulation.backward(step, together=step <= warmup)
         whole = step > warmup and step % tau == 0
         due = sets[(step - warmup - 1) % period] if step > warmup and not whole else []
+        if update_first:
+            simulation.update()
+        if divergences is not None and due:
+            rows = [np.concatenate([simulation.modules(one)[name] for name in due]) for one in range(replicas)]
+            divergences[step] = float(np.var(np.stack(rows).astype(np.float64), axis=0).sum())
         for name in () if update_first else due:
             simulation.write(name, simulation.mean(name))
-        simulation.update()
+        if not update_first:
+            simulation.update()
         for name in (due if update_first else ()) if not whole else LAYERS:
             simulation.write(name, simulation.mean(name))
         digests[step] = simulation.digests()
@@ -104,11 +111,16 @@ def test_equals_one_process_that_simulates_the_schedule(
     """No warm-up with three replicas: the order in which DistributedDataParallel sums their gradients is its own."""
     warmup = WARMUP if replicas == 2 else 0
     block = {"sync": {**SYNC, "h": period, "order": order, "warmup": warmup}}
-    expected = simulated(replicas, period, order == "update_first", kind, warmup=warmup)
+    divergences: dict[int, float] = {}
+    expected = simulated(replicas, period, order == "update_first", kind, warmup=warmup, divergences=divergences)
     for rank, found in enumerate(ranks(_life, replicas, block, LAST, kind)):
         assert found["digests"] == {step: each[rank] for step, each in expected.items()}
         averaged = [event.fields["iteration"] for event in found["events"] if event.name == "layers.averaged"]
         assert averaged == [step for step in range(warmup + 1, LAST + 1) if step % TAU]
+        measured = {one.fields["iteration"]: one.fields["divergence"] for one in found["events"]
+                    if one.name == "layers.averaged"}  # fmt: skip
+        # distances are rounded to float32 before they are squared: 6e-8, twice, of parameters of about 1
+        assert measured == pytest.approx(divergences, rel=1e-4, abs=1e-12)
     assert len(set(expected[TAU])) == 1, "replicas are identical where all layers are synchronised"
     assert (len(set(expected[TAU + 1])) == 1) == (period == 1 and order == "update_first")
 

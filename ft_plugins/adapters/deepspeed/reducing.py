@@ -91,20 +91,22 @@ class DeepSpeedReduction(DeepSpeedRank):
         model = self.engine.module
         names = [item.name for item in self.inventory().items if item.role in _MODULES]
         modules = {name: module_in(model, name.removesuffix(":main")) for name in names}
-        registered = [module_in(model, name) for name, _ in model.named_parameters()]
-        order = {module: at for at, module in enumerate(in_forward_order(model, registered))}
+        order = {module: at for at, module in enumerate(self.forward_order())}
         return dict(sorted(modules.items(), key=lambda pair: order[pair[1]]))
 
+    def forward_order(self) -> Sequence[str]:
+        model = self.engine.module
+        return in_forward_order(model, [module_in(model, name) for name, _ in model.named_parameters()])
+
     def before_modules(self, call: Callable[[str], None]) -> None:
-        """Follow forwards. Raises UnsupportedError where an optimizer holds what is synchronised, and for a module
-        without a forward of its own."""
-        optimizer = self.engine.optimizer
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        """Follow forwards. Raises UnsupportedError for a module without a forward of its own, and with ZeRO-3."""
+        if type(self.engine.optimizer).__name__ == STAGE3:
             raise UnsupportedError(
-                f"rank {self.rank}: {type(optimizer).__name__} holds fp32 masters or shards, which no forward reads: "
-                "synchronise them behind an iteration (--sync-apply update or wait)"
+                f"rank {self.rank}: ZeRO-3 gathers parameters ahead of the forwards that read them, and keeps some "
+                "gathered, so that shards written right before a forward may not reach it: choose --sync-apply update "
+                "or wait"
             )
-        calls_of(self.rank, self.engine.module, set(self.modules().values())).before_modules(call)
+        calls_of(self.rank, self.engine.module, set(self.forward_order())).before_modules(call)
 
     def follow_modules(self, edges: ModuleEdges) -> None:
         """Report edges, whatever the optimizer holds. Raises UnsupportedError for a module without a forward."""

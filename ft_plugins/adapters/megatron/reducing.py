@@ -14,10 +14,6 @@ stay inside a replica. Gradient norms and the agreement on infinities do as well
 Invariant: ALL has the objects that Megatron made, so that warm-up is ordinary training bit for bit. Launches stay
 Megatron's own, overlapped or not: a bucket group asserts that it was launched.
 
-With the distributed optimizer `before_modules` is refused: what is synchronised are shards of masters, which no forward
-reads, and the parameters gathered from them are complete only after the last one. They are synchronised behind an
-iteration and gathered once (`derive`). `follow_modules` is not: edges say when a layer computes, not what with.
-
 In: a rank. Out: `model.reduction.ReductionControl`.
 """
 
@@ -252,6 +248,9 @@ class MegatronReduction(MegatronRank):
                 named[item.name] = forward_modules.module_for(name, item.layer, tied)
         return forward_modules.in_forward_order(named)
 
+    def forward_order(self) -> Sequence[str]:
+        return list(dict.fromkeys(name for _, name in forward_modules.places(self.chunks)))
+
     def require_own_pace(self) -> None:
         """Megatron-LM couples replicas: always raises."""
         raise UnsupportedError(
@@ -261,16 +260,12 @@ class MegatronReduction(MegatronRank):
         )
 
     def before_modules(self, call: Callable[[str], None]) -> None:
-        """See above for the distributed optimizer. Raises UnsupportedError also with CUDA graphs, whose replay calls no
-        hooks."""
+        """Raises UnsupportedError with CUDA graphs, whose replay calls no hooks."""
         graphs = cuda_graphs(self.chunks[0].config)
-        if self._distributed or graphs != "none":
-            reason = "the distributed optimizer: parameters are gathered from all of its shards"
-            if graphs != "none":
-                reason = f"CUDA graphs ({graphs}): their replay calls nothing before a layer"
+        if graphs != "none":
             raise UnsupportedError(
-                f"rank {self.rank}: modules cannot be synchronised right before their forward with {reason}; use "
-                "--sync-apply update or wait"
+                f"rank {self.rank}: modules cannot be synchronised right before their forward with CUDA graphs "
+                f"({graphs}): their replay calls nothing before a layer; use --sync-apply update or wait"
             )
 
         def hook(name: str) -> Callable[..., None]:

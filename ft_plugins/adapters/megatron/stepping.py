@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ...model.inventory import Inventory
 from ..host_parts import StateItem, groups
 from ..rules import findings, line
 from ..rules.megatron import DIVIDED, ONE_INSTANCE, OTHERWISE
@@ -96,10 +97,13 @@ class MegatronStepping(MegatronRank):
     def derive(self) -> None:
         self._rebuild_derived()
 
-    @cached_property
-    def _copies(self) -> list[StateItem]:
+    def copies(self) -> Inventory:
         """See above. Raises UnsupportedError if replicas cannot be repaired."""
         self._require_replicas()
+        return super().copies()
+
+    @cached_property
+    def _copies(self) -> list[StateItem]:
         return list(state.copies(self.chunks, self.optimizers, self._replicas))
 
     def finish_copies(self) -> None:

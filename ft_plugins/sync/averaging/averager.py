@@ -20,7 +20,7 @@ from math import ceil
 import torch
 
 from ...errors import InventoryError
-from ..buckets import ReplicaBucket
+from ..buckets import PARAMETERS, ReplicaBucket
 from ..links import Links
 from .aggregate import Aggregate, aggregate, require_enough
 from .averaging_times import NoisePart, part_of
@@ -70,9 +70,16 @@ class Averaging:
     """Averages one rank's parameters. Owns the memory in which they are saved."""
 
     def __init__(
-        self, buckets: Sequence[ReplicaBucket], links: Links, tensors: LiveTensors, how: Aggregate, trim: int
+        self,
+        buckets: Sequence[ReplicaBucket],
+        links: Links,
+        tensors: LiveTensors,
+        how: Aggregate,
+        trim: int,
+        by_tensor: bool = False,
     ) -> None:
-        """Claim memory. Raises ConfigError if trimming leaves no replica of a set."""
+        """Claim memory. `by_tensor`: measure each tensor, too. Raises ConfigError if trimming leaves no replica of a
+        set."""
         for bucket in buckets:
             require_enough(how, len(bucket.replicas), trim)
         self._buckets = tuple(buckets)
@@ -80,6 +87,7 @@ class Averaging:
         self._tensors = tensors
         self._how = how
         self._trim = trim
+        self._by_tensor = by_tensor
         live = tensors()
         self._saved = {bucket.number: read(bucket, live) for bucket in self._buckets}
 
@@ -95,25 +103,36 @@ class Averaging:
 
     def measure(self, rate: float) -> NoisePart:
         """||update since `save_parameters`||^2 / `rate`^2 over finite elements; 0 if the learning rate `rate` is 0."""
-        live, total = self._tensors(), NoisePart()
+        live, total, steps = self._tensors(), NoisePart(), dict[str, float]()
         for bucket in self._buckets:
             moved = read(bucket, live).double() - self._saved[bucket.number].double()
-            squares = torch.where(torch.isfinite(moved), moved, 0.0).square().sum().item()
-            total += part_of(bucket, 0.0, squares / rate**2 if rate else 0.0, 0)
-        return NoisePart(signal=total.signal)
+            each = torch.where(torch.isfinite(moved), moved, 0.0).square()
+            total += part_of(bucket, 0.0, each.sum().item() / rate**2 if rate else 0.0, 0)
+            self._add(steps, bucket, each, 1 / rate**2 if rate else 0.0)
+        return NoisePart(signal=total.signal, steps=steps)
+
+    def _add(self, sums: dict[str, float], bucket: ReplicaBucket, squares: torch.Tensor, factor: float) -> None:
+        """Add the squares of a bucket's tensors to their sums, if tensors are measured."""
+        if self._by_tensor and bucket.role in PARAMETERS:
+            parts = squares.split([piece.stop - piece.start for piece in bucket.pieces])
+            totals = torch.stack([part.sum() for part in parts]).tolist()
+            for piece, total in zip(bucket.pieces, totals, strict=True):
+                sums[piece.item] = sums.get(piece.item, 0.0) + total * factor
 
     def average(self) -> NoisePart:
         """Aggregate all replicas' parameters, and measure how far this rank's are from the result. A collective."""
-        live, total = self._tensors(), NoisePart()
+        live, total, tensors = self._tensors(), NoisePart(), dict[str, float]()
         for bucket in self._buckets:
             own = read(bucket, live)
             result = aggregated(self._links, bucket, own, self._how, self._trim)
             self._saved[bucket.number].copy_(result)
             apart = result.double() - own.double()
             finite = torch.isfinite(own) & torch.isfinite(result)
-            squares = torch.where(finite, apart, 0.0).square().sum().item()
-            total += part_of(bucket, squares, 0.0, int(finite.sum().item()))
-        return total
+            each = torch.where(finite, apart, 0.0).square()
+            total += part_of(bucket, each.sum().item(), 0.0, int(finite.sum().item()))
+            count = len(bucket.replicas)
+            self._add(tensors, bucket, each, count / (count - 1) if count > 1 else 0.0)
+        return total + NoisePart(apart=tensors)
 
     def apply(self) -> None:
         live = self._tensors()

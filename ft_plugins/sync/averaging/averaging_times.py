@@ -8,7 +8,8 @@ what was measured over all ranks, so all ranks derive the same (PAFT, section 4.
 ||g|| is the length of one step over the whole model, and sigma the length of the noise in it: s sqrt(d), with s the
 standard deviation in one of d coordinates (`estimate`). s alone, compared with a norm over d coordinates, would give
 ever longer intervals for larger models. The measured step contains the noise, which adds less than 1 to the ratio. Both
-are measured at the turn itself.
+are measured at the turn itself. With `largest` both are those of one tensor, p_max, the one with the longest noise on
+any rank: the paper's own ratio, ||g_pmax|| / sigma_max.
 
 With g~_m = g + e_m, e_m ~ N(0, s^2) in each of d coordinates, and SGD, M replicas that were equal diverge as
 
@@ -39,8 +40,8 @@ In: sums of squares by rank, or None. Out: `NoiseMeasurement`, `Turn`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -51,7 +52,7 @@ from ...errors import ConfigError
 from ..buckets import PARAMETERS, ReplicaBucket
 
 Table = npt.NDArray[np.float64]
-FIELDS = 5  # of a `NoisePart`, as a row of a table
+FIELDS = 7  # of a `NoisePart`, as a row of a table
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class NoisePart:
     of a tensor together count it once.
 
     `divergence`: ||mean - theta||^2; `weight`: n (M-1)/M; `signal`: ||step||^2; `elements`: n; `nonfinite`: number of
-    non-finite coordinates on this rank, which are in none of the sums.
+    non-finite coordinates on this rank, which are in none of the sums. `apart`, `steps`: by tensor, this rank's part of
+    it, M/(M-1) ||mean - theta||^2 and ||step||^2; empty unless asked for.
     """
 
     divergence: float = 0.0
@@ -68,15 +70,20 @@ class NoisePart:
     signal: float = 0.0
     elements: float = 0.0
     nonfinite: int = 0
+    apart: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: NoisePart) -> NoisePart:
         return NoisePart(
             self.divergence + other.divergence, self.weight + other.weight, self.signal + other.signal,
             self.elements + other.elements, self.nonfinite + other.nonfinite,
+            {**self.apart, **other.apart}, {**self.steps, **other.steps},
         )  # fmt: skip
 
     def row(self) -> list[float]:
-        return [self.divergence, self.weight, self.signal, self.elements, float(self.nonfinite)]
+        largest = max(self.apart, key=self.apart.__getitem__, default="")
+        pair = [self.apart.get(largest, 0.0), self.steps.get(largest, 0.0)]
+        return [self.divergence, self.weight, self.signal, self.elements, *pair, float(self.nonfinite)]
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,8 @@ class NoiseMeasurement:
 
     `divergence`: root mean square of ||mean - theta_m|| over replicas; `sigma`: the estimate of s, None if there is
     none; `signal`: length of the last step, noise included; `dimension`: number of parameters of the model;
-    `nonfinite`: ranks with non-finite parameters.
+    `nonfinite`: ranks with non-finite parameters; `largest`: of the tensor with the longest noise, the length of its
+    step and of the noise in it, `largest_noise`.
     """
 
     divergence: float
@@ -94,6 +102,8 @@ class NoiseMeasurement:
     dimension: int
     rates_squared: float  # sum of lr^2 since the replicas were equal
     nonfinite: tuple[int, ...] = ()
+    largest: float = 0.0
+    largest_noise: float = 0.0
 
     @property
     def noise(self) -> float:
@@ -114,11 +124,13 @@ def part_of(bucket: ReplicaBucket, divergence: float, signal: float, finite: int
 def combine(parts: Table | Sequence[Sequence[float]], rates_squared: float) -> NoiseMeasurement:
     """Combine all ranks' parts, in rank order. `rates_squared`: sum of lr^2 since the replicas were equal."""
     table = np.asarray(parts, dtype=np.float64).reshape(-1, FIELDS)
-    divergence, weight, signal, elements = (math.fsum(table[:, column]) for column in range(FIELDS - 1))
+    divergence, weight, signal, elements = (math.fsum(table[:, column]) for column in range(4))
+    apart, step = table[table[:, 4].argmax(), 4:6].tolist() if len(table) else (0.0, 0.0)
     return NoiseMeasurement(
         math.sqrt(divergence) if divergence >= 0 else math.nan, estimate(divergence, weight, rates_squared),
         math.sqrt(signal) if signal >= 0 else math.nan, round(elements), rates_squared,
-        tuple(int(rank) for rank in np.flatnonzero(table[:, FIELDS - 1])),
+        tuple(int(rank) for rank in np.flatnonzero(table[:, FIELDS - 1])), math.sqrt(step),
+        math.sqrt(apart / rates_squared) if rates_squared > 0 else 0.0,
     )  # fmt: skip
 
 
@@ -193,11 +205,13 @@ class Periodic:
 
 @dataclass(frozen=True)
 class NoiseDriven:
-    """PAFT-Dyn (Algorithm 2): `h` is the first interval. Raises ConfigError for contradictory bounds."""
+    """PAFT-Dyn (Algorithm 2): `h` is the first interval; `largest`: by the tensor with the longest noise, not by the
+    whole model. Raises ConfigError for contradictory bounds."""
 
     h: int
     h_min: int
     h_max: int
+    largest: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.h_min <= self.h_max:
@@ -227,6 +241,8 @@ class NoiseDriven:
         if measured is None or measured.sigma is None:
             return turn.interval, "nothing could be measured: interval unchanged"
         signal, noise = measured.signal, measured.noise
+        if self.largest and noise:
+            signal, noise = measured.largest, measured.largest_noise
         if not (math.isfinite(signal) and math.isfinite(noise)):
             return self.h_min, "non-finite noise: h_min"
         if noise == 0:
@@ -246,5 +262,5 @@ def schedule_of(config: PaftConfig) -> SyncSchedule | None:
         case "sync":
             return Periodic(config.h)
         case "dyn":
-            return NoiseDriven(config.h, config.h_min, config.h_max)
+            return NoiseDriven(config.h, config.h_min, config.h_max, config.noise_of == "largest")
     return None

@@ -156,7 +156,7 @@ def policy_of(config: SyncConfig, apply: AppliedAt) -> LocalSgdPolicy:
 
 def wants_modules(config: SyncConfig, has_masters: bool) -> bool:
     """Whether the host has to announce the forward of each module, if it can."""
-    return not has_masters and (config.apply == "forward" or (config.apply == "auto" and config.is_edit))
+    return config.apply == "forward" or (config.apply == "auto" and config.is_edit and not has_masters)
 
 
 def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool, reason: str = "") -> AppliedAt:
@@ -165,7 +165,6 @@ def chosen_apply(config: SyncConfig, follows_modules: bool, has_masters: bool, r
 
     Raises ConfigError for a choice that is impossible here."""
     if config.apply == "forward" and not follows_modules:
-        reason = "forwards read copies of fp32 master parameters" if has_masters else reason
         raise ConfigError(
             f"--sync-apply forward: {reason or 'forwards cannot be followed here'}; choose update or wait"
         )

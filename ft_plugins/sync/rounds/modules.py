@@ -38,8 +38,9 @@ class ModulePlan:
 @dataclass(frozen=True)
 class GroupPlan:
     """The groups of one rank. `replica`: all ranks of its copy of the model; `holders`: by module, the ranks of its
-    replica that hold a part of it; `modules`: the names of all modules, on any rank, in one order; `order`: those of
-    this rank, in the order in which they are exchanged; `spanning`: those that ranks with other modules hold too."""
+    replica that hold a part of it; `modules`: the names of all modules, on any rank, in one order; `order`: those whose
+    forwards this rank runs, in the order in which they are exchanged; `spanning`: those of them of which a rank that
+    runs other forwards holds a part too."""
 
     position: int  # of this rank's replica among the replicas
     replica: Ranks
@@ -115,22 +116,29 @@ def plan_modules(inventory: Inventory, modules: Mapping[str, str], bucket_bytes:
 @dataclass(frozen=True)
 class JobGroups:
     """The groups of a job: `sync` and `modules` are the sync group and the modules of each rank, as reported;
-    `replicas` are the ranks of each replica; `holders` those of its ranks that hold a part of a module."""
+    `replicas` are the ranks of each replica; `holders` those of its ranks that hold a part of a module; `computed`: the
+    modules whose forwards each rank runs, in the order of the forward; `shards`: the ranks that gather them together,
+    this rank alone if it holds them whole."""
 
     sync: tuple[Ranks, ...]
     modules: tuple[tuple[str, ...], ...]
     replicas: tuple[Ranks, ...]
     holders: tuple[Mapping[str, Ranks], ...]  # by replica
+    computed: tuple[tuple[str, ...], ...]
+    shards: tuple[Ranks, ...]
 
     def all(self) -> tuple[Ranks, ...]:
         """Every group of more than one rank, ascending."""
         shared = {ranks for by_module in self.holders for ranks in by_module.values()}
-        return tuple(sorted(ranks for ranks in {*self.sync, *self.replicas, *shared} if len(ranks) > 1))
+        groups = {*self.sync, *self.replicas, *shared, *self.shards}
+        return tuple(sorted(ranks for ranks in groups if len(ranks) > 1))
 
     def of(self, rank: int) -> GroupPlan:
-        position, own = self.sync[rank].index(rank), self.modules[rank]
+        position, computed = self.sync[rank].index(rank), self.computed[rank]
         holders = self.holders[position]
-        spanning = frozenset(name for name in own if any(self.modules[number] != own for number in holders[name]))
+        own = tuple(name for name in computed if name in holders)
+        elsewhere = (name for name in own if any(self.computed[number] != computed for number in holders[name]))
+        spanning = frozenset(elsewhere)
         return GroupPlan(
             position=position,
             replica=self.replicas[position],
@@ -142,9 +150,13 @@ class JobGroups:
         )
 
 
-def plan_groups(sync: Sequence[Ranks], modules: Sequence[Sequence[str]]) -> JobGroups:
-    """The groups of the job, from the sync group and the modules that each rank reports. One pass over the ranks.
-    Raises UnsupportedError if sync groups differ in size."""
+def plan_groups(
+    sync: Sequence[Ranks], modules: Sequence[Sequence[str]], computed: Sequence[Sequence[str]] | None = None,
+    shards: Sequence[Ranks] = (),
+) -> JobGroups:  # fmt: skip
+    """The groups of the job, from the sync group and the modules that each rank reports; without `computed` ranks run
+    the forwards of the modules that they hold. One pass over the ranks. Raises UnsupportedError if sync groups differ
+    in size."""
     sizes = {len(group) for group in sync}
     if len(sizes) > 1:
         raise UnsupportedError(f"local SGD: expected sync groups of one size, found sizes {sorted(sizes)}; drop --sync")
@@ -156,6 +168,7 @@ def plan_groups(sync: Sequence[Ranks], modules: Sequence[Sequence[str]]) -> JobG
         for name in modules[rank]:
             holders[position].setdefault(name, []).append(rank)
     return JobGroups(
-        sync=tuple(sync), modules=tuple(tuple(names) for names in modules), replicas=tuple(map(tuple, replicas)),
+        sync=tuple(sync), modules=tuple(map(tuple, modules)), replicas=tuple(map(tuple, replicas)),
         holders=tuple({name: tuple(ranks) for name, ranks in by_module.items()} for by_module in holders),
+        computed=tuple(map(tuple, modules if computed is None else computed)), shards=tuple(shards),
     )  # fmt: skip

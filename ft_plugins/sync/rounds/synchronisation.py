@@ -2,7 +2,8 @@
 
     remember          live -> anchors: the values that replicas start from together
     exchange          live values of all replicas -> the target of one module                          (collective)
-    apply             outer step from anchor to target; the result becomes live
+    step              outer step from anchor to target: the result, which `apply` would be the first to need
+    apply             the result becomes live
 
 Each of the M ranks of a sync group owns 1/M of the coordinates of a bucket, its part: it receives the others' values
 of its part, combines them, and sends the result to all. So a bucket takes two exchanges. Norms need no exchange of
@@ -18,8 +19,9 @@ before the exchanges, those of the clip factor after them. Without a penalty the
 finite: with every policy a replica with such a value is left out.
 
 Invariant: after `apply` all replicas hold the same bits, whatever they held before; so do their anchors and momentum.
-Of the methods, only `apply` writes live tensors and momentum, and only `apply` and `remember` write anchors; a restore
-writes `states` before training. `exchange` may run behind forward and backward.
+Of the methods, only `apply` writes live tensors, only `step` and what calls it write momentum, and only these and
+`remember` write anchors; a restore writes `states` before training. `exchange` may run behind forward and backward; so
+may `step` where no version of the state before is still to be captured.
 
 In: modules, live tensors, rules. Out: changed tensors; judgements. Fault points, each with the module:
 
@@ -87,7 +89,9 @@ class Synchronisation:
         self._tensors, self._rules = tensors, rules
         self._targets: dict[str, list[torch.Tensor]] = {}  # by module and bucket; none if it is rolled back
         self._judgements: dict[str, Judgement] = {}
+        self._stepped: set[str] = set()  # modules whose targets are results
         self._factors: Sequence[float] | None = None
+        self.divergences: dict[str, float] = {}  # by module, without anchors: this rank's part of DreamDDP's Gamma
         live = tensors()
         self.states: dict[str, ModuleState] = {}
         for module in modules:
@@ -121,6 +125,7 @@ class Synchronisation:
         """Begin a synchronisation: each module is then exchanged and applied once. `factors`: a further factor of each
         replica's weight."""
         self._factors = factors
+        self.divergences.clear()
 
     # ---- background thread: collectives ----
 
@@ -195,12 +200,18 @@ class Synchronisation:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean of a bucket over its replicas, weighted as judged; and the squared norm of the mean change in the
         part of each rank, which that rank sends with its part: 0 if the bucket is not `in_norm`, an empty tensor if
-        changes are not clipped."""
+        changes are not clipped. Without anchors squared distances from the mean are sent instead (`divergences`)."""
         if judgement.weights_are_equal:
             chosen = [place for place, weight in enumerate(judgement.weights) if weight]
-            combined = aggregate(received if len(chosen) == len(received) else received[chosen], Aggregate.MEAN)
+            received = received if len(chosen) == len(received) else received[chosen]
+            combined = aggregate(received, Aggregate.MEAN)
         else:
             combined = weighted(received, judgement.weights).to(received.dtype)
+        if not self._rules.anchored:
+            apart = torch.linalg.vector_norm(received - combined, dtype=torch.float64).square() / len(received)
+            means, parts = self._links.all_gather_with(bucket.replicas, combined, apart.view(1))
+            self.divergences[name] = self.divergences.get(name, 0.0) + sum(parts.tolist())
+            return means.view(-1)[: bucket.elements], received.new_empty(0)
         if not self._rules.clips:
             means = self._links.all_gather(bucket.replicas, combined)
             return means.view(-1)[: bucket.elements], received.new_empty(0)
@@ -228,23 +239,40 @@ class Synchronisation:
             total = sum(self._replica.all_gather(holders, own).view(-1).tolist())  # in rank order
         return clip_factor(sqrt(total), self._rules.penalty.clip)
 
-    # ---- training thread ----
+    # ---- training thread; `step` also in the background ----
+
+    @torch.no_grad()
+    def step(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        """Move a module from its anchors to its target through the outer optimizer, or back to them; the targets become
+        results, which are returned: item and values of each piece of each bucket. Nothing without anchors."""
+        module, state, values = self._modules[name], self.states[name], self._targets[name]
+        self._stepped.add(name)
+        results = []
+        if self._rules.anchored:
+            back = not values  # after a rollback nothing is stepped
+            if back:
+                values += [self._anchors(name, bucket).to(getattr(torch, bucket.dtype)) for bucket in module.buckets]
+            for bucket, value in zip(module.buckets, values, strict=True):
+                pieces = value.split([piece.stop - piece.start for piece in bucket.pieces])
+                for piece, part in zip(bucket.pieces, pieces, strict=True):
+                    if not back:
+                        self._step(state, piece, part)
+                    results.append((piece.item, part))
+        return results
 
     @torch.no_grad()
     def apply(self, name: str) -> Judgement:
         """Make the target of a module live, through the outer optimizer. Returns its judgement."""
-        module, state, live = self._modules[name], self.states[name], self._tensors()
-        values = self._targets.pop(name)  # empty after a rollback, and then nothing is stepped
-        for value in values:
+        state, live = self.states[name], self._tensors()
+        for value in self._targets[name]:
             if value.is_cuda:  # allocated on the background stream, which would reuse the memory before this has read
                 value.record_stream(torch.cuda.current_stream(value.device))
-        for bucket, value in zip(module.buckets, values, strict=False) if self._rules.anchored else ():
-            pieces = value.split([piece.stop - piece.start for piece in bucket.pieces])
-            for piece, part in zip(bucket.pieces, pieces, strict=True):
-                self._step(state, piece, part)
+        if name not in self._stepped:
+            self.step(name)
+        self._stepped.discard(name)
         faults.reach("sync.apply", module=name)
-        for place, bucket in enumerate(module.buckets if values or self._rules.anchored else ()):
-            write(bucket, live, values[place] if values else self._anchors(name, bucket))
+        for bucket, value in zip(self._modules[name].buckets, self._targets.pop(name), strict=False):
+            write(bucket, live, value)
         judgement = self._judgements.pop(name)
         if self._rules.penalty is not None:
             state.statistics = list(judgement.statistics)

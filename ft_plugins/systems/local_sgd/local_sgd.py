@@ -3,7 +3,8 @@
     after_update       at a synchronisation: judge and exchange, in the background (sync.rounds.synchronisation)
                        apply WAIT: wait for all modules, and apply them
                        by the clock (A-EDiT): all replicas have agreed that it is due (clocked)
-    module forward     apply FORWARD: wait for this module and apply it, while the next one is exchanged (EDiT, 3.1)
+    module forward     apply FORWARD: wait for this module and apply it, while the next one is exchanged (EDiT, 3.1);
+                       with it the copies that the forward reads of masters and shards (forward_copies)
     before_update      apply UPDATE: apply all modules
 
 Invariant: every rank does the same at the same iteration, because the policy is pure; by the clock, every rank of a
@@ -30,7 +31,7 @@ from ...errors import ResumeError, UnsupportedError
 from ...events import Events, catalogue, say
 from ...model.host import Host, ReplicaOperations
 from ...model.inventory import Item, Role
-from ...model.reduction import ReductionControl
+from ...model.reduction import ComputesWithCopies, ReductionControl
 from ...snapshot.segment.slots import Mark
 from ...sync.background import Background
 from ...sync.rounds import inheritance
@@ -39,6 +40,7 @@ from ...sync.rounds.modules import plan_modules, require_replicas, require_shard
 from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
 from .clocked import ClockedReplica, timekeeper
+from .forward_copies import ForwardCopies, announced, gathering
 from .layered import LayeredAveraging
 from .sync_groups import OuterItems, SyncGroups, connect_groups
 from .under_way import SynchronisationUnderWay
@@ -69,25 +71,17 @@ class LocalSgd:
         self._place = inheritance.ReplicaPlace(self._members.index(host.rank), len(self._members))
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
         masters = any(item.role is Role.MAIN_PARAMETER for item in items)
-        follows, reason = self._followed(masters)
+        wanted = wants_modules(config, masters)
+        follows, reason = announced(host, masters, self._before_module) if wanted else (False, "")
         apply = chosen_apply(config, follows, masters, reason)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
+        self._copies = host if apply is AppliedAt.FORWARD and masters and isinstance(host, ComputesWithCopies) else None
         self._number = 0  # of synchronisations
         self._updated = 0  # the last iteration with an update
         self._iterations: list[int] | None = None  # of each replica before the last synchronisation by the clock
         self._clocked: ClockedReplica | None = None
         self._readiness: Background | None = None
         self._layered: LayeredAveraging | None = None
-
-    def _followed(self, masters: bool) -> tuple[bool, str]:
-        """Have the host announce the forward of each module, if the policy wants that. Whether it does, else why."""
-        if not wants_modules(self._config, masters):
-            return False, ""
-        try:
-            self._control.before_modules(self._before_module)
-        except UnsupportedError as error:
-            return False, str(error)
-        return True, ""
 
     def table(self) -> str:
         """A message on what is synchronised when, and what it costs."""
@@ -121,7 +115,10 @@ class LocalSgd:
             if self._policy.seconds is not None:
                 self._control.require_own_pace()
         names = [module.name for module in self._modules]
-        groups = connect_groups(self._host, self._members, names, collective, self._config.timeout)
+        computed = self._copies.forward_order() if self._copies else names
+        own = (self._host.rank,)
+        shard = gathering(self._modules, self._control.shard_group(), self._host.rank) if self._copies else own
+        groups = connect_groups(self._host, self._members, names, collective, self._config.timeout, computed, shard)
         self._wait, self._peers = groups.wait, groups.peers
         rules = SynchronisationRules(self._policy.outer, self._policy.penalty, self._policy.anchored)
         self._synchronisation = Synchronisation(
@@ -131,6 +128,13 @@ class LocalSgd:
             self._synchronisation, groups.plan, groups.wait, self._policy.apply, self._config.prefetch, groups.device,
             self._finish,
         )  # fmt: skip
+        if self._copies:
+            with collective.agreement():
+                copies = ForwardCopies(
+                    self._modules, self._synchronisation, shard, groups.replica, self._operations.copy_tensors,
+                    self._host.rank,
+                )  # fmt: skip
+            self._under_way.exchange, self._under_way.apply = copies.exchange, copies.apply
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
@@ -317,13 +321,16 @@ class LocalSgd:
             factors = self._wait.within(step, "the count of iterations", partial(self._clocked.join, step))
             self._iterations = list(self._clocked.done)
         self._number += 1
+        if self._copies:  # no gather of the framework's may be on its way when a module's copies are written
+            self._operations.finish_copies()
         self._under_way.start(step, factors)
 
     def _before_module(self, name: str) -> None:
         self._under_way.before_forward(name)
 
     def _finish(self) -> None:
-        self._operations.derive()
+        if not self._copies:
+            self._operations.derive()
         step, report = self._under_way.step, self._under_way.report
         if self._layered is None or self._policy.due(step):
             self._events.emit(
@@ -333,7 +340,7 @@ class LocalSgd:
         elif self._under_way.names:
             self._events.emit(
                 catalogue.LAYERS_AVERAGED, iteration=step, layers=list(self._under_way.names),
-                waited_seconds=self._under_way.waited,
+                waited_seconds=self._under_way.waited, divergence=sum(self._synchronisation.divergences.values()),
             )  # fmt: skip
         if nonfinite := report["nonfinite"]:
             ranks = ", ".join(map(str, sorted({rank for those in nonfinite.values() for rank in those})))

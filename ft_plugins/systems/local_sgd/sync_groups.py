@@ -78,19 +78,21 @@ class SyncGroups:
 
 
 def connect_groups(
-    host: Host, members: Ranks, modules: Sequence[str], collective: Collective, timeout: float
-) -> SyncGroups:
-    """Every rank of the job calls. Raises UnsupportedError if sync groups differ in size."""
+    host: Host, members: Ranks, modules: Sequence[str], collective: Collective, timeout: float,
+    computed: Sequence[str], shard: Ranks,
+) -> SyncGroups:  # fmt: skip
+    """Every rank of the job calls. `modules`: of which this rank holds a part; `computed`, `shard`: of `JobGroups`.
+    Raises UnsupportedError if sync groups differ in size."""
     stage = host.topology().coords(host.rank).pp
-    parts = collective.gather(msgpack.packb([list(members), list(modules), stage]))
-    reports = [msgpack.unpackb(part) for part in parts]
+    parts = collective.gather(msgpack.packb([stage, members, shard, modules, computed]))
+    stages, sync, shards, held, forwards = zip(*(msgpack.unpackb(part, use_list=False) for part in parts), strict=True)
     with collective.agreement():
-        job = plan_groups([tuple(ranks) for ranks, _, _ in reports], [names for _, names, _ in reports])
+        job = plan_groups(sync, held, forwards, shards)
     plan = job.of(host.rank)
     device = next((tensor.device for tensor in host.tensors().values()), _CPU)
     made = {ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout)) for ranks in job.all()}
     return SyncGroups(
-        rank=host.rank, job=job, plan=plan, stages=tuple(stage for _, _, stage in reports),
+        rank=host.rank, job=job, plan=plan, stages=stages,
         peers=Links(host.rank, made, made.get(members), device),
         replica=Links(host.rank, made, made.get(plan.replica), device), device=device,
         wait=PeerWait(host.rank, members, plan.replica, timeout),

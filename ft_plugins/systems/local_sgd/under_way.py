@@ -23,6 +23,7 @@ import torch
 from ...sync.background import Background, BackgroundTask
 from ...sync.rounds.local_policy import AppliedAt
 from ...sync.rounds.modules import GroupPlan
+from ...sync.rounds.penalty import Judgement
 from ...sync.rounds.synchronisation import Synchronisation
 from .sync_groups import PeerWait
 
@@ -49,6 +50,7 @@ class SynchronisationUnderWay:
         self.waited = 0.0  # seconds, for it
         self.report: dict[str, Any] = {}  # fields of its event
         self.exchange: Callable[[str], float] = synchronisation.exchange  # on the thread
+        self.apply: Callable[[str], Judgement | None] = synchronisation.apply
 
     @property
     def names(self) -> Sequence[str]:
@@ -135,7 +137,12 @@ class SynchronisationUnderWay:
         assert exchange is not None
         factor = exchange.wait()
         self.waited += exchange.waited
-        judgement = self._synchronisation.apply(name)
+        judgement = self.apply(name)
+        if judgement is not None:
+            self._report(name, judgement, factor)
+        self._finish_if_applied()
+
+    def _report(self, name: str, judgement: Judgement, factor: float) -> None:
         for key, those in (("left_out", judgement.anomalous), ("nonfinite", judgement.nonfinite)):
             if any(those):
                 self.report[key][name] = [rank for rank, one in zip(self._wait.sync, those, strict=True) if one]
@@ -143,7 +150,6 @@ class SynchronisationUnderWay:
             self.report["rolled_back"].append(name)
         if factor != 1.0:
             self.report["clipped"][name] = factor
-        self._finish_if_applied()
 
     def _finish_if_applied(self) -> None:
         if self._unfinished and not self._waiting:

@@ -91,6 +91,7 @@ SHARDS = {
     "fp32, instances, post": Case(POST, "wait", [], distributed=True),
     "bf16, instances, overlap, edit": Case(EDIT, "update", [*BF16, *GATHERED], distributed=True),
     "bf16, instances, interleaved, untied, edit": Case(EDIT, "wait", [*BF16, *INTERLEAVED], True, tied=False),
+    "bf16, instances of 2, forward, edit": Case(EDIT, "forward", BF16, distributed=True, members=2),
 }
 MORE = {
     "fp32, post": Case(POST, "forward", []),
@@ -107,6 +108,12 @@ MORE = {
     "bf16, instances, interleaved, overlap, post": Case(POST, "update", [*BF16, *INTERLEAVED, *GATHERED], True),
     "fp32, instances of 2, edit": Case(EDIT, "wait", [], distributed=True, members=2),
     "bf16, instances of 2, overlap, edit": Case(EDIT, "update", [*BF16, *GATHERED], distributed=True, members=2),
+}
+COPIES = {
+    "bf16, interleaved, forward, edit": Case(EDIT, "forward", [*BF16, *INTERLEAVED]),
+    "fp32, instances of 2, untied, forward, post": Case(POST, "forward", [], True, members=2, tied=False),
+    "bf16, instances of 2, overlap, forward, edit": Case(EDIT, "forward", [*BF16, *GATHERED], True, members=2),
+    "bf16, instances, interleaved, overlap, forward": Case(EDIT, "forward", [*BF16, *INTERLEAVED, *GATHERED], True),
 }
 LAYERED = {
     "fp32, dreamddp": Case(EVEN, "", [], turns=TIED),
@@ -135,16 +142,22 @@ def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
         events: list[Any] = []
         session._events.subscribe(events.append)
         session.resume(last=STEPS)
-        norms, after = [], []
+        norms, after, on_their_way = [], [], []
         for step in range(1, STEPS + 1):
             session.iteration_begin(step)
             norms.append(job.train_step(skip=lambda: None)["grad_norm"])
             session.iteration_end(step)
             after.append(copied(job))
+            if step % TAU == 0 and case.apply == "forward" and "--overlap-param-gather" in case.flags:
+                groups = [group for chunk in job.chunks for group in chunk.bucket_groups]
+                on_their_way += [
+                    not one.param_gather_dispatched or one.param_gather_handle is not None for one in groups
+                ]
         session.shutdown()
         synchronised = [one.fields for one in events if one.name == "replicas.synchronised"]
         return {
-            "norms": norms, "after": after, "end": whole(job), "clipped": [one["clipped"] for one in synchronised],
+            "norms": norms, "after": after, "end": whole(job), "on_their_way": on_their_way,
+            "clipped": [one["clipped"] for one in synchronised],
             "left_out": [
                 {name: [case.place(one)[0] for one in those] for name, those in one["left_out"].items()}
                 for one in synchronised
@@ -167,7 +180,7 @@ def _simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
 @functools.cache
 def _expected(names: tuple[str, ...]) -> dict[str, list[Any]]:
     """By case, the results of all ranks of one replica, by replica."""
-    known = FORWARD | SHARDS | MORE | LAYERED
+    known = FORWARD | SHARDS | MORE | COPIES | LAYERED
     found = gang(_simulated, 4, [known[name] for name in names], seconds=200.0)
     return dict(zip(names, zip(*found, strict=True), strict=True))  # type: ignore[arg-type]
 
@@ -218,6 +231,18 @@ def it_equals_replicas_in_turn_with_instances_of_the_distributed_optimizer() -> 
 @large
 def it_equals_replicas_in_turn_in_every_mode() -> None:
     _require_equal(MORE)
+
+
+@large
+def it_equals_replicas_in_turn_when_copies_are_derived_before_each_forward() -> None:
+    """And the same job whose training waits. No gather of Megatron's is started or on its way when they are written."""
+    _require_equal(COPIES)
+    cases = [one for case in COPIES.values() for one in (case, case._replace(apply="wait"))]
+    for ranks in gang(_trained, 8, cases, seconds=200.0):
+        for ours, waiting in zip(ranks[::2], ranks[1::2], strict=True):
+            assert ours["norms"] == waiting["norms"]
+            assert all(np.array_equal(ours["end"][name], one) for name, one in waiting["end"].items())
+            assert not any(ours["on_their_way"])
 
 
 @large

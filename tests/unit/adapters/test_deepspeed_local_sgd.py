@@ -71,6 +71,7 @@ CASES = {
     "engine, edit, forward": Case(0, 0, EDIT, "forward"),
     "engine, bf16, edit, update": Case(0, 0, EDIT, "update", "bf16", "bf16"),
     "zero2, edit, wait": Case(0, 2, EDIT, "wait"),
+    "zero1, bf16, edit, forward": Case(0, 1, EDIT, "forward", "bf16", "fp32"),
     "zero3, post local sgd, wait": Case(0, 3, POST, "wait"),
     "pipeline, dreamddp": Case(2, 0, EVEN, "", turns=PIPELINE_TURNS),
 }
@@ -80,6 +81,11 @@ MORE = {
     "zero1, post local sgd, wait": Case(0, 1, POST, "wait"),
     "zero1, bf16, edit, update": Case(0, 1, EDIT, "update", "bf16", "fp32"),
     "zero2, edit, update": Case(0, 2, EDIT, "update"),
+    "pipeline, bf16, edit, forward": Case(2, 0, EDIT, "forward", "bf16", "bf16"),
+    "engine, bf16, post local sgd, forward": Case(0, 0, POST, "forward", "bf16", "bf16"),
+    "pipeline, zero1, edit, forward": Case(2, 1, EDIT, "forward"),
+    "zero1, fp16, edit, forward": Case(0, 1, EDIT, "forward", "fp16"),
+    "zero2, edit, forward": Case(0, 2, EDIT, "forward"),
     "zero3, edit, update": Case(0, 3, EDIT, "update"),
 }
 LAYERED = {

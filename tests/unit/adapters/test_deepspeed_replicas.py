@@ -73,9 +73,9 @@ def test_fp16_cannot_return_to_all_replicas_once_loss_scales_may_differ() -> Non
             host.reduce_over(ALL)
 
 
-def test_forwards_are_not_followed_where_an_optimizer_holds_masters() -> None:
-    with pytest.raises(UnsupportedError, match="FP16_Optimizer holds fp32 masters"):
-        control(kind="FP16_Optimizer").before_modules(lambda name: None)
+def test_forwards_are_not_followed_where_parameters_are_gathered_ahead_of_them() -> None:
+    with pytest.raises(UnsupportedError, match="ZeRO-3 gathers parameters ahead"):
+        control(kind="DeepSpeedZeroOptimizer_Stage3").before_modules(lambda name: None)
 
 
 def test_ranks_are_divided_into_replicas_of_equal_size() -> None:

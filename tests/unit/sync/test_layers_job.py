@@ -176,6 +176,17 @@ def test_rows_are_merged_over_replicas_and_over_ranks():
     assert waited == 8.0
 
 
+def test_each_group_is_planned_by_its_slowest_link_and_a_layer_by_its_slowest_group():
+    """Exchanges of a group end together: a member with a fast link, or that came early, has measured the slow one, too.
+    Of two tensor-parallel ranks, each with a group of its own, one has a link with ten times the latency."""
+    fast = [row_of(("a",), {"a": ModuleSamples([1], [1], [took], 8)}, [], 1) for took in (0.1, 0.1)]
+    slow = [row_of(("a",), {"a": ModuleSamples([1], [1], [took], 8)}, [], 1) for took in (1.4, 1.0)]
+    groups = [over_replicas(np.stack(rows)) for rows in (fast, slow)]
+    for order in (groups, groups[::-1]):
+        times, _ = times_of(("a",), over_ranks(np.stack(order)))
+        assert times["a"].communication == 1.0
+
+
 def test_what_no_rank_measured_takes_no_time(recwarn):
     empty = row_of(("a",), {}, [], 4)
     times, waited = times_of(("a",), over_ranks(over_replicas(np.stack([empty, empty]))[None]))

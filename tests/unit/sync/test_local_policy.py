@@ -65,10 +65,9 @@ def test_replicas_wait_for_each_other_where_no_reduction_makes_them() -> None:
 
 
 def test_forward_is_refused_where_modules_cannot_be_followed() -> None:
-    given = "it has no modules"
-    for masters, why in ((True, "forwards read copies of fp32 master parameters"), (False, given)):
-        with pytest.raises(ConfigError, match=f"--sync-apply forward: {why}; choose update or wait"):
-            chosen_apply(SyncConfig(apply="forward"), follows_modules=False, has_masters=masters, reason=given)
+    for masters in (True, False):
+        with pytest.raises(ConfigError, match="--sync-apply forward: it has no modules; choose update or wait"):
+            chosen_apply(SyncConfig(apply="forward"), False, has_masters=masters, reason="it has no modules")
     assert chosen_apply(SyncConfig(apply="update"), follows_modules=True, has_masters=False) is AppliedAt.UPDATE
 
 
@@ -83,7 +82,8 @@ def test_modules_are_announced_where_their_forward_ends_a_synchronisation(
     policy: str, apply: str, wanted: bool
 ) -> None:
     config = SyncConfig.model_validate({"policy": policy, "apply": apply})
-    assert wants_modules(config, has_masters=False) is wanted and not wants_modules(config, has_masters=True)
+    assert wants_modules(config, has_masters=False) is wanted
+    assert wants_modules(config, has_masters=True) is (apply == "forward"), "auto chooses update with masters"
 
 
 def test_each_policy_has_the_outer_optimizer_and_the_penalty_of_its_paper() -> None:

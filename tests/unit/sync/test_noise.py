@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.model.inventory import Role
+from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.sync.averaging.aggregate import Aggregate
+from ft_plugins.sync.averaging.averager import Averaging
 from ft_plugins.sync.averaging.averaging_times import (
     FIELDS,
+    NoiseDriven,
     NoiseMeasurement,
     NoisePart,
+    Turn,
     combine,
     estimate,
     expected_divergence,
     part_of,
     weight_of,
 )
-from ft_plugins.sync.buckets import ReplicaBucket
+from ft_plugins.sync.buckets import ReplicaBucket, plan_buckets
+from ft_plugins.sync.links import Links
+from harness.gang import gang
 
 SIGMA = 0.03
 DIMENSION = 20_000  # the variance of a sum of so many squares is 2/d of its square: 1 % here
@@ -171,3 +180,33 @@ def test_one_replica_cannot_drift_apart() -> None:
 
 def test_the_noise_of_a_step_is_that_of_all_its_coordinates() -> None:
     assert NoiseMeasurement(1.5, 0.25, 2.0, 100, 0.1).noise == 2.5
+
+
+# ---- of one tensor: p_max
+
+
+def _measured(rank: int, world: int) -> list[float]:
+    """A row of one of two replicas. Tensor b has the longer noise, and is cut over three buckets; its step is short."""
+    live = {"a": torch.zeros(6), "b": torch.zeros(5)}
+    items = [Item(name, "float32", (len(one),), one.nbytes, Role.PARAMETER, (0, 1)) for name, one in live.items()]
+    buckets = plan_buckets(Inventory.of(rank, items), 8).averaged(False)
+    links = Links(rank, {(0, 1): dist.group.WORLD}, dist.group.WORLD, torch.device("cpu"))  # type: ignore[dict-item]
+    averaging = Averaging(buckets, links, lambda: live, Aggregate.MEAN, 0, by_tensor=True)
+    averaging.save_parameters()
+    live["a"] += 2.0 + 0.25 * rank
+    live["b"] += 0.5 + rank
+    step = averaging.measure(0.5)
+    found = (averaging.average() + NoisePart(*astuple(step))).row()  # through a snapshot's small state
+    return links.gather_job(found).tolist()
+
+
+def test_the_interval_may_follow_from_the_tensor_with_the_longest_noise_alone() -> None:
+    """Replicas are 1 apart in each of 5 coordinates: 5/4 from the mean, twice that without its own share of it. The
+    learning rate is 0.5. Powers of 2, so nothing is rounded but roots."""
+    tables = gang(_measured, 2)
+    assert tables[0] == tables[1]
+    found = combine(tables[0], 0.25)
+    assert found.largest_noise == math.sqrt(2 * 5 / 4 / 0.25) and found.largest == math.sqrt(5 * 0.5**2 / 0.25)
+    whole, largest = (NoiseDriven(7, 1, 500, of_one).following(Turn(100, 7), found) for of_one in (False, True))
+    assert whole.interval == 3 and largest.interval == 1, "the other tensor has a long step, and less noise"
+    assert "= 0.707" in largest.reason
