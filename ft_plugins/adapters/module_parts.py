@@ -122,7 +122,9 @@ class ModuleParts:
 
     def _anew(self, module: torch.nn.Module, mark: list[int], hooks: list[tuple[str, Mapping[int, Any]]]) -> _Seen:
         kind = type(module)
-        shape = {"class": _name_of(kind), "forward": _name_of(attribute(kind, "forward"))}
+        shape = {"class": _name_of(kind)}
+        if not (forward := _name_of(attribute(kind, "forward"))).endswith(".forward"):  # of none of its classes
+            shape["forward"] = forward
         for name, found in hooks:
             names = [one for each in found.values() if (one := _name_of(each, hook=True))]
             if names:

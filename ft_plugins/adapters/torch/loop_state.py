@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ...config import launch_context
 from ...errors import ResumeError
 from ...events import say
 from ...snapshot.capture import codec
@@ -55,8 +54,8 @@ class LoopState:
         self.shape = ModuleShape(self._numbers, rank == 0)
         self._counted = OwnCounters(bounded=False)  # what the session's own loop runs over is the same in every start
         self._suspended = SuspendedValues()
-        speaks = rank == 0 and not launch_context().restart
-        self.undeclared = UndeclaredSearch(given, functools.partial(lines_to_add, host), f"rank {rank}", speaks)
+        remedy = functools.partial(lines_to_add, host)
+        self.undeclared = UndeclaredSearch(given, remedy, f"rank {rank}", rank == 0)
         self.position: DataPosition | None = None
         self._groups = ""  # the optimizer's, when the host was built
 

@@ -193,6 +193,18 @@ def test_a_generator_and_a_small_object_of_a_module_go_on_where_they_were() -> N
     assert again.rates.tolist() == [1.0, 0.5, 1.0]  # type: ignore[union-attr, operator]
 
 
+def test_a_forward_that_is_put_into_a_class_is_seen() -> None:
+    class Own(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input
+
+    parts = ModuleParts(Own(2, 2))
+    before = parts.read()[""]
+    Own.forward = doubled  # type: ignore[method-assign]
+    assert {**parts.read()[""].shape, "forward": ""} == {**before.shape, "forward": ""}
+    assert parts.read()[""].shape["forward"].endswith(".doubled")
+
+
 def test_what_libraries_hook_is_left_out() -> None:
     model = torch.nn.Linear(2, 2)
     before = ModuleParts(model).read()[""].digest
