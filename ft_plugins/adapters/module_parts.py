@@ -3,7 +3,7 @@
     values   what can be set again: plain values in attributes, also in lists, tuples and dicts; states of random number
              generators, and small objects that the codec knows, both encoded
     shape    what can only be compared, as text: the class, its forward, hooks of the module and of its parameters'
-             gradients, functions in attributes, objects with their plain values
+             gradients, functions in attributes, objects with their plain values but whole numbers
 
 Invariant: a module is not read again only if its class, hooks and attributes are the very objects that they were, and
 what can change in itself has the same contents. Tensors are left out, and hooks that a library makes in every start.
@@ -176,7 +176,8 @@ def _contents_of(value: Any) -> bytes | str:
     own = getattr(value, "__dict__", None)
     if type(own) is not dict:
         return ""
-    plain = [(key, one) for key, each in own.items() if (one := comparable(each)) is not None]
+    others = [(key, each) for key, each in own.items() if type(each) is not int]  # arguments of a program count steps
+    plain = [(key, one) for key, each in others if (one := comparable(each)) is not None]
     return f"{_name_of(kind)} ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
 
 

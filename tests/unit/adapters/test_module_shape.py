@@ -20,7 +20,7 @@ from tests.unit.adapters.torch_small import Small, handed_over, take_over
 
 class Configured:
     def __init__(self) -> None:
-        self.kind, self.held = "eager", torch.zeros(2)
+        self.kind, self.step, self.held = "eager", 0, torch.zeros(2)
 
 
 class Layer(torch.nn.Module):
@@ -174,6 +174,7 @@ def test_a_module_is_read_again_only_if_something_of_it_has_changed(monkeypatch:
         (lambda: setattr(model[1], "p", 0.2), model[1]),
         (lambda: setattr(model[0].configured, "kind", "flash"), model[0]),
         (lambda: setattr(model[0].configured, "held", torch.ones(3)), None),
+        (lambda: setattr(model[0].configured, "step", 7), None),
     ):
         read.clear()
         change()
