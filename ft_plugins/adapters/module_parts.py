@@ -240,6 +240,12 @@ def _digest_of(code: CodeType) -> str:
     return xxhash.xxh3_64_hexdigest(code.co_code + repr((constants, code.co_names)).encode())[:8]
 
 
+def encoded_bytes(parts: Mapping[str, ModulePart]) -> int:
+    """What generators and objects take once they have changed, before which a version has none of them."""
+    values = (value for one in parts.values() for value in one.values.values())
+    return sum(len(one[1]) for one in values if type(one) is tuple and one[:1] in ((ENCODED,), (GENERATOR,)))
+
+
 def parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """What `named_modules` yields, in a fraction of its time; it has a generator for each depth of nesting."""
     found: list[tuple[str, torch.nn.Module]] = []

@@ -19,7 +19,7 @@ from ..events import say
 from ..model.digest import WALL_TIMES as NOT_COMPARED
 from .forward_edges import Hook, with_hooks
 from .module_modes import ModuleNumbers
-from .module_parts import ModulePart, Shape
+from .module_parts import ModulePart, Shape, encoded_bytes
 
 _ROOM, _MOST, _SHOWN = 8 << 10, 32, 8  # bytes of a version, and how many parts; differences in a message
 _NOTHING = "nothing"
@@ -60,7 +60,7 @@ class ModuleShape:
         """After `numbers.captured`: what a version has. What has changed since the last one is said once."""
         now = self._numbers.present
         if not iteration:
-            return {"digests": _digests(now), NOT_COMPARED: {"": {"": _ROOM * "-"}}}
+            return {"digests": _digests(now), NOT_COMPARED: {"": {"": (_ROOM + encoded_bytes(now)) * "-"}}}
         if self._begun is None:
             self._begin(now)
         assert self._begun is not None

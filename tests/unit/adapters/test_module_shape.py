@@ -14,6 +14,7 @@ import torch
 from ft_plugins.adapters import module_parts
 from ft_plugins.adapters.module_modes import ModuleNumbers
 from ft_plugins.adapters.module_parts import ModuleParts
+from ft_plugins.adapters.module_shape import ModuleShape
 from ft_plugins.snapshot.capture import codec
 from tests.unit.adapters.torch_small import Small, handed_over, take_over
 
@@ -204,6 +205,13 @@ def test_a_forward_that_is_put_into_a_class_is_seen() -> None:
     Own.forward = doubled  # type: ignore[method-assign]
     assert {**parts.read()[""].shape, "forward": ""} == {**before.shape, "forward": ""}
     assert parts.read()[""].shape["forward"].endswith(".doubled")
+
+
+def test_room_is_claimed_for_generators_before_they_have_drawn() -> None:
+    layers = Layer(), Layer()
+    del layers[0].drawing
+    without, claimed = (len(codec.encode(ModuleShape(ModuleNumbers(one), speaks=False).captured(0))) for one in layers)
+    assert claimed - without >= len(codec.encode(layers[1].drawing.bit_generator.state))
 
 
 def test_what_libraries_hook_is_left_out() -> None:
