@@ -10,45 +10,49 @@ In: the module of a host. Out: plain values, and back."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import InventoryError, ResumeError, UnsupportedError
 from ..events import say
 from ..snapshot.capture import codec
+from .data.data_parts import GENERATORS
+from .data.loader_values import assign
+from .data.loaders import set_state_of
+from .module_parts import CONTAINERS, ENCODED, GENERATOR, MOST, ModulePart, ModuleParts, parts_of
 
-_PLAIN = (int, float, bool, str, type(None))
-_SCALARS = (np.number, np.bool_)  # as `np.maximum` of two numbers
-_CONTAINERS = (list, tuple, dict)
-_TORCHS = frozenset(vars(torch.nn.Module()))  # attributes of every module: parameters, hooks, `training`
-_COUNTING = ("deepspeed.", "torch.nn.parallel.")  # packages whose modules count for themselves
-_MOST = 256  # values of a list, tuple or dict that are captured
-_DEPTH = 4
 _SHOWN = 8  # names in a message
 _ABSENT: Any = object()
+_Differences = tuple[dict[str, dict[str, Any]], list[str], list[str]]
 
 
 class ModuleNumbers:
-    """The plain values in attributes of modules, also in lists, tuples and dicts, that have changed since this was
-    built.
+    """The values in attributes of modules that have changed since this was built.
 
     Not of a module that has come to keep another tensor in an attribute since: such numbers describe a cache, which is
     not captured."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        self._built = {name: copy.deepcopy(_numbers(part)) for name, part in module.named_modules()}
-        self._caches = {name: _tensors(part) for name, part in module.named_modules()}
+    def __init__(self, module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        self._module, self.parts = module, ModuleParts(module, optimizers)
+        self.present = self._first = self.parts.read()  # as it was read last, and first
+        self._caches = {name: _tensors(part) for name, part in parts_of(module)}
         self._said: set[str] = set()
+        self._differing: tuple[Any, _Differences] = (self.present, ({}, [], []))  # what is present, and its differences
+
+    def _built(self, name: str) -> Mapping[str, Any]:
+        return self._first[name].values if name in self._first else {}
+
+    def read(self) -> Mapping[str, ModulePart]:
+        self.present = self.parts.read()
+        return self.present
 
     def captured(self, speaks: bool) -> dict[str, dict[str, Any]]:
         """What has changed. What is not captured is said once, on the rank that `speaks`."""
         changed, unread, cached = self._differences()
-        large = f"they hold more than {_MOST} plain values, or others"
+        large = f"they hold more than {MOST} plain values, or others"
         for names, reason in ((unread, large), (cached, "their modules have come to keep other tensors in attributes")):
             new = [one for one in names if one not in self._said] if speaks else []
             self._said.update(new)
@@ -64,32 +68,52 @@ class ModuleNumbers:
         """By module and attribute."""
         return self._differences()[0]
 
-    def _differences(self) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
+    def _differences(self) -> _Differences:
         """What has changed. The lists, tuples and dicts that could be captured when this was built, and no longer can:
         what they hold now is not plain, or too much. What has changed in a module with a cache."""
         changed: dict[str, dict[str, Any]] = {}
-        unread, cached = [], []
-        for name, part in _parts(self._module):
-            built, now = self._built.get(name, {}), _numbers(part)
-            if built == now:
+        unread: list[str] = []
+        cached: list[str] = []
+        present = self.read()
+        if present is self._differing[0]:
+            return self._differing[1]
+        for name, one in present.items():
+            built, now = self._built(name), one.values
+            if built is now or built == now:
                 continue
-            lost = [key for key in built.keys() - now.keys() if type(vars(part).get(key)) in _CONTAINERS]
+            part = self._module.get_submodule(name)
+            lost = [key for key in built.keys() - now.keys() if type(vars(part).get(key)) in CONTAINERS]
             unread += [f"{name}.{key}".lstrip(".") for key in lost]
             different = {key: value for key, value in now.items() if key not in built or built[key] != value}
             if different and _tensors(part) == self._caches.get(name):
                 changed[name] = different
             else:
                 cached += [f"{name}.{key}".lstrip(".") for key in different]
-        return changed, unread, cached
+        self._differing = present, (changed, unread, cached)
+        return self._differing[1]
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Lists and dicts are changed in place: the script may hold them, too."""
-        for name, part in self._module.named_modules():
+        """Lists, dicts and objects are changed in place: the script may hold them, too."""
+        present = self.read()
+        for name, part in parts_of(self._module):
             if _tensors(part) == self._caches.get(name):
-                now, changed = _numbers(part), saved.get(name, {})
-                captured = {**self._built.get(name, {}), **changed}
+                now, changed = present[name].values, saved.get(name, {})
+                captured = {**self._built(name), **changed}
                 for key in [key for key in captured if key in changed or key in now]:  # else it cannot be read
-                    vars(part)[key] = _put(vars(part).get(key, _ABSENT), captured[key])
+                    _set(part, key, now.get(key), captured[key])
+
+
+def _set(part: torch.nn.Module, key: str, now: Any, captured: Any) -> None:
+    """Set an attribute, which is read as `now`."""
+    present = vars(part).get(key, _ABSENT)
+    match captured:
+        case (kind, bytes(encoded)) if kind in (ENCODED, GENERATOR):
+            if kind == ENCODED and now != captured:
+                assign(part, key, codec.decode(encoded))
+            elif isinstance(present, GENERATORS):
+                set_state_of(present, codec.decode(encoded))
+        case _:
+            vars(part)[key] = _put(present, captured)
 
 
 def _put(present: Any, captured: Any) -> Any:
@@ -109,37 +133,8 @@ def _tensors(part: torch.nn.Module) -> dict[str, int]:
     return {key: id(value) for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
 
 
-def _numbers(part: torch.nn.Module) -> dict[str, Any]:
-    if f"{type(part).__module__}.".startswith(_COUNTING):
-        return {}
-    return {key: value for key, value in vars(part).items() if key not in _TORCHS and _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    return (
-        isinstance(value, _SCALARS)
-        or type(value) in _PLAIN
-        or (type(value) in _CONTAINERS and _plain_values(value, _DEPTH) <= _MOST)
-    )
-
-
-def _plain_values(value: Any, depth: int) -> int:
-    """How many plain values `value` has; more than `_MOST` if there are others, or if it is nested too deep."""
-    if type(value) in _PLAIN or isinstance(value, _SCALARS):
-        return 1
-    if type(value) not in _CONTAINERS or len(value) > _MOST or not depth:
-        return _MOST + 1
-    count = 1
-    for part in [*value, *value.values()] if type(value) is dict else value:
-        count += _plain_values(part, depth - 1)
-        if count > _MOST:
-            break
-    return count
-
-
-def read_modes(module: torch.nn.Module) -> dict[str, Any]:
-    """One byte per parameter and per module, and extra state by module."""
-    parts = _parts(module)
+def read_modes(parts: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, Any]:
+    """One byte per parameter and per module, and extra state by module. `parts`: as `parts_of` has them."""
     return {
         "trained": bytes([one.requires_grad for one in _parameters(parts)]),
         "training": bytes([part.training for _, part in parts]),
@@ -150,7 +145,7 @@ def read_modes(module: torch.nn.Module) -> dict[str, Any]:
 def write_modes(module: torch.nn.Module, saved: Mapping[str, Any], training: bool = True) -> None:
     """Set what was read; with `training` also which modules are in training mode. Raises ResumeError if the module has
     other parameters or parts."""
-    parts = _parts(module)
+    parts = parts_of(module)
     parameters = _parameters(parts)
     for kind, own in (("trained", parameters), ("training", parts)):
         if len(own) != len(saved[kind]):
@@ -171,7 +166,7 @@ def write_modes(module: torch.nn.Module, saved: Mapping[str, Any], training: boo
 
 def require_encodable_modes(module: torch.nn.Module, rank: int) -> None:
     """Raises UnsupportedError, naming the module whose extra state cannot be captured."""
-    for name, part in _with_extra_state(_parts(module)):
+    for name, part in _with_extra_state(parts_of(module)):
         try:
             codec.encode(part.get_extra_state())
         except InventoryError as error:
@@ -179,21 +174,6 @@ def require_encodable_modes(module: torch.nn.Module, rank: int) -> None:
                 f"rank {rank}: the extra state of '{name}' ({type(part).__name__}) cannot be captured: {error}; return "
                 "plain values and tensors from get_extra_state"
             ) from error
-
-
-def _parts(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """What `named_modules` yields, in a fraction of its time; it has a generator for each depth of nesting."""
-    found: list[tuple[str, torch.nn.Module]] = []
-    pending, seen = [("", module)], set[torch.nn.Module]()
-    while pending:
-        name, part = pending.pop()
-        if part not in seen:
-            seen.add(part)
-            found.append((name, part))
-            before = f"{name}." if name else ""
-            inside = [(before + key, one) for key, one in part._modules.items() if one is not None]
-            pending += reversed(inside)
-    return found
 
 
 def _parameters(parts: Sequence[tuple[str, torch.nn.Module]]) -> list[torch.nn.Parameter]:

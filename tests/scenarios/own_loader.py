@@ -1,6 +1,6 @@
 """One rank of a DeepSpeed job that iterates torch loaders of its own, in epochs, as scripts without ft_plugins do.
 
-    --loader shuffled | distributed | stream <flags of the DeepSpeed example>
+    --loader shuffled | distributed | stream | augmented <flags of the DeepSpeed example>
 
 `--frozen` layers: all embeddings.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from byte_text import Text
 from deepspeed_gpt import Windows, log, parse, seed, write_digest
 from deepspeed_layers import Plain, Sizes
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 EPOCH = 3  # iterations
@@ -38,6 +39,22 @@ class Stream(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         for index in torch.randperm(len(self.data)).tolist():
             yield self.data[index]
+
+
+class Augmented(Dataset[Any]):
+    """Samples of which worker processes change a token by lot."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, labels = self.data[index]
+        tokens = tokens.clone()
+        tokens[random.randrange(len(tokens))] = int(torch.randint(0, 64, ()))
+        return tokens, labels
 
 
 def main(argv: Sequence[str]) -> None:
@@ -93,6 +110,8 @@ def loader(kind: str, data: Any, micro: int) -> DataLoader:
         return DataLoader(data, micro, sampler=DistributedSampler(data, seed=5))
     if kind == "stream":
         return DataLoader(Stream(data), micro)
+    if kind == "augmented":
+        return DataLoader(Augmented(data), micro, shuffle=True, num_workers=2)
     return DataLoader(data, micro, shuffle=True, generator=torch.Generator().manual_seed(6 + dist.get_rank()))
 
 

@@ -32,6 +32,7 @@ from .loaders import (
     set_generator_states,
     set_source_generators,
 )
+from .worker_draws import watched
 
 _SET_BACK = (
     "to what it was in the first pass, and it was something else when that version was captured: if samples depend on "
@@ -95,7 +96,7 @@ class FollowedSource:
         return begun
 
     def _beginning(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return original
+        return watched(original) if isinstance(self._source, DataLoader) else original
 
     def _begin_anew(self) -> None:
         if self._lengths.begin():

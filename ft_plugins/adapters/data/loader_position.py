@@ -38,12 +38,17 @@ from .loaders import (
     is_stateful,
     set_generator_states,
 )
-from .worker_draws import WorkerDraws
+from .worker_draws import draws_of, watched
 
 _OUTLIVING = (
     "the loader's worker processes {changes}, and outlive a pass (persistent_workers), so that what they load may "
     "depend on all passes before: leave out persistent_workers, or let __getitem__ draw from a generator that it seeds "
     "by the index"
+)
+_DRAWN = (
+    "the loader's worker processes draw random numbers, which its state_dict does not have, so "
+    "a restart would draw others: let __getitem__ draw from a generator that it seeds by the index, or leave out "
+    "num_workers"
 )
 
 
@@ -91,25 +96,39 @@ class OwnState(FollowedSource):
     generators are restored.
     """
 
+    _said = False
+
     def _place(self, first: bool) -> dict[str, Any]:
         before = generator_states(self._source)
         unused = isinstance(self._source, DataLoader) and getattr(self._source, "_iterator", None) is None
-        state = self._source.state_dict()
+        state = self._state()
         if first and unused:  # `state_dict` has begun a pass
             self._source.load_state_dict(state)
             set_generator_states(before, self._source)
-        current = self._current()
+        current, known = self._current(), draws_of(self._source)
+        drawing = known is not None and known.draw
+        if drawing and not self._said:
+            self._said = True
+            say(f"{_DRAWN}; a restart will be refused", alarm=True)
         if current is None or current.finished:
-            return {"state": state, "pass": None, "dropped": not self._ended}
-        return {"state": state, "pass": {"read": current.epoch.read, "over": current.ended}, "dropped": False}
+            return {"state": state, "pass": None, "dropped": not self._ended, "drawing": drawing}
+        place = {"read": current.epoch.read, "over": current.ended}
+        return {"state": state, "pass": place, "dropped": False, "drawing": drawing}
+
+    def _state(self) -> Any:
+        """What `state_dict` returns, which begins a pass if none has begun."""
+        read = lambda loader: loader.state_dict()  # noqa: E731
+        return (watched(read) if isinstance(self._source, DataLoader) else read)(self._source)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
+        if saved.get("drawing"):
+            raise ResumeError(f"{_DRAWN}; start with --ftp-resume fresh")
         source, used_at_once = self._source, isinstance(self._source, DataLoader)
 
         def load() -> None:
             source.load_state_dict(saved["state"])
             if used_at_once:
-                source.state_dict()
+                self._state()
 
         self._as_it_began(saved, load)
         if saved["dropped"]:
@@ -131,23 +150,17 @@ class LoaderPosition(FollowedSource):
 
     def __init__(self, source: Any, reads: LoopReads) -> None:
         super().__init__(source, reads)
-        self._workers, self._said = WorkerDraws(source), False
+        self._said = False
         watch_draws(source)
-
-    def _beginning(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def begin(loader: Any) -> Any:
-            with self._workers.watched(loader):
-                return original(loader)
-
-        return begin
 
     def _place(self, first: bool) -> dict[str, Any]:
         current, outliving = self._current(), ""
-        changes = self._workers.changes
+        known = draws_of(self._source)
+        changes = "" if known is None else known.changes
         at = None if current is None or current.finished else current.epoch
         if changes and self._source.persistent_workers and (at is None or at.reused_workers):
             problem = _OUTLIVING.format(changes=changes)
-            outliving = problem if self._workers.draw else ""
+            outliving = problem if known is not None and known.draw else ""
             if not self._said:
                 fate = "a restart will be refused" if outliving else "else a restart loads other samples"
                 say(f"{problem}; {fate}", alarm=True)

@@ -129,24 +129,24 @@ class StartedSampler:
     """A sampler whose first pass starts after `skip` elements; later passes are complete."""
 
     def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler, self._skip = sampler, skip
+        self.original, self._skip = sampler, skip
         self._rest: Iterator[Any] | None = None
         self._iterated = False
 
     def start(self) -> Iterator[Any]:
         """Skip the elements, once; returns the rest."""
         if self._rest is None:
-            self._rest = iter(self._sampler)
+            self._rest = iter(self.original)
             for _ in islice(self._rest, self._skip):
                 pass
         return self._rest
 
     def __iter__(self) -> Iterator[Any]:
         first, self._iterated = not self._iterated, True  # set at the first element, as the original would be
-        yield from self.start() if first else self._sampler
+        yield from self.start() if first else self.original
 
     def __len__(self) -> int:
-        return len(self._sampler) - (0 if self._iterated else min(self._skip, len(self._sampler)))
+        return len(self.original) - (0 if self._iterated else min(self._skip, len(self.original)))
 
 
 def is_sampled(loader: Any) -> bool:
@@ -265,7 +265,8 @@ class LoaderPass:
 class Passes:
     """Makes loaders return `LoaderPass`es, except for those iterated `within` another one.
 
-    `reading` is called before each read that yields a batch. Of a loader without length it is also called before the
+    `beginning` may replace what begins a pass, followed or not. `reading` is called before each read that yields a
+    batch. Of a loader without length it is also called before the
     read that finds the end. `finished` is called before a pass raises StopIteration, with whether `reading` was.
     """
 
@@ -275,6 +276,7 @@ class Passes:
         finished: Callable[[LoaderPass, bool], None] = lambda source, was_read: None,
     ) -> None:
         self.reading, self.finished = reading, finished
+        self.beginning: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda original: original
         self.shuffled = 0  # passes, followed or not, that took their order from the process's generators
         self._depth = 0
 
@@ -301,4 +303,5 @@ class Passes:
 
     def _iterating(self, original: Callable[..., Any], loader: Any) -> Any:
         self.shuffled += not self._depth and draws(loader)
+        original = self.beginning(original)
         return original(loader) if self._depth else LoaderPass(loader, original, self)

@@ -21,6 +21,7 @@ from ..script.script_hooks import replaced
 from .data_parts import data_parts
 from .loaders import generator_states
 
+_DRAWS = "__ft_worker_draws__"  # attribute of a loader
 _NUMBERS = (int, float, bool)
 _CHANGES = ("draw random numbers", "count in their copies of the data set")
 
@@ -52,6 +53,22 @@ class WorkerDraws:
         watch = _Watch(loader.worker_init_fn, loader.collate_fn, self._reported)
         with replaced(loader, "worker_init_fn", watch.begin), replaced(loader, "collate_fn", watch.collate):
             yield
+
+
+def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What begins a pass over a loader, so that `draws_of` knows its workers."""
+
+    def begin(loader: Any) -> Any:
+        known: WorkerDraws = vars(loader).setdefault(_DRAWS, WorkerDraws(loader))
+        with known.watched(loader):
+            return original(loader)
+
+    return begin
+
+
+def draws_of(loader: Any) -> WorkerDraws | None:
+    """What the workers of a loader do whose passes `watched` begins; None before the first one."""
+    return getattr(loader, _DRAWS, None)
 
 
 class _Watch:

@@ -32,6 +32,7 @@ from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_num
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import groups, reach_fault_points, restore_groups
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
+from ..module_shape import ModuleShape
 from ..parameter_groups import numbered, packed, regrouped
 from ..schedulers import (
     SchedulerRestore,
@@ -99,7 +100,8 @@ class DeepSpeedHost(DeepSpeedStepping):
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
-        self._numbers = ModuleNumbers(engine.module)
+        self._numbers = ModuleNumbers(engine.module, [state.inner(engine.optimizer)])
+        self._shape = ModuleShape(self._numbers, self.rank == 0)
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
 
@@ -153,8 +155,9 @@ class DeepSpeedHost(DeepSpeedStepping):
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
-            "modes": read_modes(self.engine.module),
             "numbers": self._numbers.captured(self.rank == 0),
+            "modes": read_modes(self._numbers.parts.modules),
+            "shape": self._shape.captured(self.engine.global_steps if self._trains else 0),
             "loop": None if self.silent or self._client_counts() else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
@@ -297,6 +300,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             self._restore_optimizer(small)
         self._numbers.restore(small["numbers"])
         write_modes(self.engine.module, small["modes"], training=not self.silent)
+        self._shape.restored(small.get("shape"))
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
             restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
             restore_groups(state.inner(self.engine.optimizer), small["groups"])
@@ -348,6 +352,7 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     def install(self, hooks: Hooks) -> None:
         self._undeclared.begin()
+        self._shape.install([self.engine.module])
 
         def take_model_step(original: Any, *args: Any, **kwargs: Any) -> Any:
             iteration = self.engine.global_steps + 1

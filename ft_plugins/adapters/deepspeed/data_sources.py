@@ -6,11 +6,26 @@ A source is whatever an engine reads: one of DeepSpeed's two loaders, a `LoaderP
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
-from ..data.loaders import LoaderEpoch, LoaderPass, StartedSampler, begin_after, is_sampled, set_generator_states
+from ...errors import ResumeError
+from ..data.loaders import (
+    LoaderEpoch,
+    LoaderPass,
+    StartedSampler,
+    begin_after,
+    is_sampled,
+    is_stateful,
+    sampler_epoch,
+    set_generator_states,
+)
+from ..data.worker_draws import draws_of
 
+_OUTLIVING = "outlive a pass (persistent_workers), so what they load may depend on all passes before: leave it out"
+_OWN_STATE = "a state_dict of the loader does not have these: draw from a generator that is seeded by the index"
 EPOCH = "__ft_epoch__"  # attribute in which DeepSpeed's loaders keep their epoch
 
 
@@ -90,3 +105,49 @@ def restart(source: Any, epoch: LoaderEpoch) -> bool:
     if hasattr(source, EPOCH):
         setattr(source, EPOCH, epoch)
     return True
+
+
+def drop(source: Any, batches: int) -> None:
+    """Read batches of an epoch that `restart` has started, and drop them."""
+    if isinstance(source, LoaderPass):
+        source.drop(batches)
+        return
+    inner = next(one for name in ("data_iter", "data", "data_iterator") if (one := getattr(source, name, None)))
+    deque(islice(inner, batches), 0)
+    if hasattr(source, EPOCH):
+        epoch_of(source).read += batches
+
+
+def worker_changes(source: Any, loader: Any, reused: bool) -> dict[str, str]:
+    """What worker processes do that a restored pass must do again, 'workers'; or cannot, 'lost'. `reused`: those of a
+    pass before load the present or the next one."""
+    known = draws_of(getattr(source, "dataloader", loader))
+    if known is None or not known.changes:
+        return {"workers": "", "lost": ""}
+    outlives = reused and getattr(loader, "persistent_workers", False)
+    problem = _OWN_STATE if is_stateful(loader) else _OUTLIVING if outlives else ""
+    lost = f"its worker processes {known.changes}, and {problem}" if known.draw and problem else ""
+    return {"workers": known.changes, "lost": lost}
+
+
+def equal_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether generators are in the same states."""
+    return repr(_plain(left)) == repr(_plain(right))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def require_epoch(role: str, loader: Any, captured: int | None) -> None:
+    """Raises ResumeError if the script has set another epoch than the captured one."""
+    epoch = sampler_epoch(loader)
+    if epoch != captured:
+        raise ResumeError(
+            f"data position of '{role}': the script has set epoch {epoch} on its sampler, but the captured epoch is "
+            f"{captured}: begin the loop at the epoch that engine.global_steps is in"
+        )

@@ -12,7 +12,9 @@ come next. There are three ways; the first that applies is used:
 DeepSpeed's two loaders and torch's remember the random numbers with which each epoch began, so later epochs are the
 same too; of any other iterator only the first read is known. An epoch that the script sets on a sampler (`set_epoch`)
 must be the captured one. A pass over a torch loader that has ended, or that the script dropped, has no position: the
-next pass begins with the restored generators. Random numbers that a dataset's worker processes draw are not tracked.
+next pass begins with the restored generators. A pass whose worker processes draw random numbers, or count, is read
+again from its begin. Workers that outlive a pass, or whose loader has a state of its own, cannot be brought there: that
+is named, and refused at a restart.
 
 In: `deepspeed.runtime.dataloader`, right after its import, and what the engine reads. Out: plain values, and back."""
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace as replace_in
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -38,17 +41,22 @@ from ..data.loaders import (
     set_generator_states,
     set_source_generators,
 )
+from ..data.worker_draws import watched
 from ..script.script_hooks import replace_in_deepspeed as replace
 from .data_sources import (
     EPOCH,
+    drop,
     epoch_of,
+    equal_states,
     is_curriculum,
     loader_of,
     own_epoch,
     position_holder,
     reference,
+    require_epoch,
     restart,
     restart_method,
+    worker_changes,
 )
 
 _RESHUFFLED = (
@@ -60,6 +68,7 @@ _CONTINUED = (
     "a second pass over the loader goes on where the sampler of data efficiency was, in the middle of a batch: read "
     "all in one pass (data_sampling.num_epochs)"
 )
+_TIME = "which takes no time with state_dict and load_state_dict, or a loader with a sampler"
 _EARLY, _AGAIN = "__ft_read_early__", "__ft_read_again__"  # attributes of a source, of a loader
 
 
@@ -75,12 +84,14 @@ class Positions:
         self.before_read: Callable[[Any], None] = self._reading_early  # until an engine is followed
         self.found_end: Callable[[], None] = lambda: None
         self._passes = Passes(lambda source: self.before_read(source), self._finished)
+        self._passes.beginning = watched
         self._sources: dict[str, Callable[[], Any]] = {}
         self._loaders: dict[str, Any] = {}
         self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not track their own
         self._reshuffled: set[str] = set()  # roles whose order was shuffled again after the first read
         self._pending: dict[str, Any] = {}
         self._unplaced: list[LoaderPass] = []
+        self._said: set[str] = set()  # roles whose workers were named
         self._newest: tuple[Callable[[], Any], LoaderEpoch] | None = None  # what training read last
 
     def _finished(self, source: LoaderPass, was_read: bool) -> None:
@@ -243,16 +254,19 @@ class Positions:
         loader = self._loaders[role]
         if hasattr(loader, _AGAIN):
             raise UnsupportedError(f"data position of '{role}': {_CONTINUED}")
+        epoch = own_epoch(source) or self._epochs.get(role) or LoaderEpoch.of(loader)
+        ended = source is None or (isinstance(source, LoaderPass) and source.ended)
+        workers = worker_changes(source, loader, ended or epoch.reused_workers)
+        self._say_lost(role, workers["lost"])
         if is_stateful(loader):
-            return {"kind": "state", "state": loader.state_dict()}
+            return {"kind": "state", "state": loader.state_dict(), **workers}
         now = generator_states(loader)["own"]
-        if source is None or (isinstance(source, LoaderPass) and source.ended):
-            return {"kind": "ended", "own": now}
+        if ended:
+            return {"kind": "ended", "own": now, **workers}
         if role in self._reshuffled:
             return {"kind": "several", "own": now}
-        epoch = own_epoch(source) or self._epochs.get(role) or LoaderEpoch.of(loader)
         first = epoch.first if epoch.read else None
-        same = first is not None and _equal(first, epoch.began)
+        same = first is not None and equal_states(first, epoch.began)
         return {
             "kind": "batches" if restart_method(source) is not None else "reads",
             "read": epoch.read,
@@ -261,7 +275,13 @@ class Positions:
             "first": None if same else first,
             "own": now,
             "epoch": sampler_epoch(loader),
+            **workers,
         }
+
+    def _say_lost(self, role: str, lost: str) -> None:
+        if lost and role not in self._said:
+            self._said.add(role)
+            say(f"data position of '{role}': {lost}; a restart will be refused", alarm=True)
 
     def _restore(self, role: str, saved: Mapping[str, Any]) -> None:
         source, loader = self._sources[role](), self._loaders[role]
@@ -269,6 +289,8 @@ class Positions:
             return
         if saved["kind"] == "several":
             raise ResumeError(f"data position of '{role}': {_RESHUFFLED}; start with --ftp-resume fresh")
+        if saved.get("lost"):
+            raise ResumeError(f"data position of '{role}': {saved['lost']}; start with --ftp-resume fresh")
         if (saved["kind"] == "state") != is_stateful(loader):
             raise ResumeError(
                 f"data position of '{role}': the captured kind '{saved['kind']}' does not fit a "
@@ -287,11 +309,16 @@ class Positions:
             if isinstance(source, LoaderPass):
                 self._unplaced.append(source)
             return
-        _require_epoch(role, loader, saved["epoch"])
+        require_epoch(role, loader, saved["epoch"])
         epoch = LoaderEpoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
+        again = epoch.read if saved.get("workers") else 0
+        started = time.perf_counter()
         with self._passes.within():
-            if saved["kind"] != "batches" or not restart(source, epoch):
+            if saved["kind"] != "batches" or not restart(source, replace_in(epoch, read=epoch.read - again)):
                 self._skip_batches(role, source, epoch)
+            elif again:
+                drop(source, again)
+                _say_read_again(role, again, f"because worker processes {saved['workers']}", started)
         set_source_generators(loader, saved["own"])
 
     def _skip_batches(self, role: str, source: Any, epoch: LoaderEpoch) -> None:
@@ -304,33 +331,13 @@ class Positions:
             for _ in islice(batches, epoch.read):
                 pass
         if epoch.read:
-            seconds = time.perf_counter() - started
-            say(
-                f"data position of '{role}': {epoch.read} batches were read again and dropped in {seconds:.1f} s; with "
-                "state_dict and load_state_dict, or a loader with a sampler, this takes no time"
-            )
+            _say_read_again(role, epoch.read, _TIME, started)
         if hasattr(source, EPOCH):
             setattr(source, EPOCH, epoch)
         elif not isinstance(source, LoaderPass):
             self._epochs[role] = epoch
 
 
-def _equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    return repr(_plain(left)) == repr(_plain(right))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _require_epoch(role: str, loader: Any, captured: int | None) -> None:
-    epoch = sampler_epoch(loader)
-    if epoch != captured:
-        raise ResumeError(
-            f"data position of '{role}': the script has set epoch {epoch} on its sampler, but the captured epoch is "
-            f"{captured}: begin the loop at the epoch that engine.global_steps is in"
-        )
+def _say_read_again(role: str, batches: int, why: str, started: float) -> None:
+    seconds = time.perf_counter() - started
+    say(f"data position of '{role}': {batches} batches were read again and dropped in {seconds:.1f} s, {why}")

@@ -23,7 +23,17 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .loop_statements import OVER_ALL, SCOPES, calls_in, changed_by, clocked_in, root_of, same_scope, values_in
+from .loop_statements import (
+    OVER_ALL,
+    SCOPES,
+    calls_in,
+    changed_by,
+    clocked_in,
+    iterated_by,
+    root_of,
+    same_scope,
+    values_in,
+)
 
 _LEAVING = (ast.Break, ast.Continue, ast.Return)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -51,7 +61,7 @@ class LoopCode:
     counts from zero, as it is fetching, and an `if` tests. `cut`: literal numbers included, what ends the pass of a
     loop that is fetching, if that is counted from where it begins: `for ... in islice(loader, n)` in another loop,
     `for i, ... in enumerate(loader): if i == n: break`. `calls`: what loops call; `ending`: by what they end. `cuts`:
-    what `cut` is made of."""
+    what `cut` is made of. `iterated`: from what a `for` takes its elements."""
 
     counters: tuple[str, ...] = ()
     bounds: tuple[str, ...] = ()
@@ -62,6 +72,7 @@ class LoopCode:
     calls: tuple[str, ...] = field(default=(), compare=False)
     ending: tuple[str, ...] = field(default=(), compare=False)
     cuts: tuple[Cut, ...] = field(default=(), compare=False, kw_only=True)
+    iterated: tuple[str, ...] = field(default=(), compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     bounds = [text for loop in loops if isinstance(loop, ast.For | ast.AsyncFor) for text in _bounds(loop.iter)]
     tested = [text for loop in loops for test, ends in _tests(loop) if not ends for text in values_in(test)]
     carried = [text for loop in loops for one in same_scope(loop.body) for text in changed_by(one) if text not in stale]
+    iterated = [text for loop in loops if isinstance(loop, ast.For) for text in iterated_by(loop.iter)]
     calls = [*calls_in(ends), *calls_in([one for loop in loops for one in loop.body])]
     deciding = [text for text in tested + carried if text not in stale and text not in counters]
     fetching = {name for loop in loops if loop not in inside and _counts(loop) for name in _targets(loop)}
@@ -95,7 +107,8 @@ def loops_around(tree: ast.Module, line: int) -> LoopCode:
     cuts += [Cut(tuple(_sliced(one))) for one in _yielding(tree, line) if inside]
     cut = [text for one in cuts for text in one.expressions]
     found = counters, bounds, deciding, indices, cut, carried, calls, calls_in(ends)
-    return LoopCode(*(tuple(dict.fromkeys(each)) for each in found), cuts=tuple(cuts))
+    each_once = [tuple(dict.fromkeys(each)) for each in (*found, iterated)]
+    return LoopCode(*each_once[:-1], cuts=tuple(cuts), iterated=each_once[-1])
 
 
 def function_at(tree: ast.Module, line: int, name: str) -> FunctionCode:

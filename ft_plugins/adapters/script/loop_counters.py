@@ -31,7 +31,18 @@ from ..data.loaders import is_sampled
 from .loop_calls import carried_by
 from .loop_code import Cut, FunctionCode, LoopCode, function_at, loops_around
 from .loop_statements import root_of
-from .loop_values import NOTHING, Spaces, comparable, is_unsteady, length_of, parsed, truth_of, unread, value_of
+from .loop_values import (
+    NOTHING,
+    Spaces,
+    attribute,
+    comparable,
+    is_unsteady,
+    length_of,
+    parsed,
+    truth_of,
+    unread,
+    value_of,
+)
 from .script_names import is_of_library, stack
 
 _SHOWN, _MOST = 8, 64  # counters in a message, of each kind
@@ -138,6 +149,9 @@ def loop_counters() -> LoopCounters:
             for expression in cut if kind == "cut" else getattr(code, kind):
                 value = value_of(parsed(expression), spaces)
                 _note(found, kind, f"`{expression}`{place}", value, expression in code.carried)
+        for text in () if installed else code.iterated:
+            if _is_own_iterable(value := value_of(parsed(text), spaces)):
+                _note(found, "deciding", f"`{text}`{place}", value, True)
         tested = {text: value_of(parsed(text), spaces) for text in code.counters}
         flags = [text for text, value in tested.items() if isinstance(value, bool)]
         for call in () if installed else code.calls:
@@ -177,6 +191,12 @@ def _length(over: Any) -> int | None:
         return len(over) if (known := length_of(over)) is None and is_sampled(over) else known
     except Exception:  # a sampler without length, or one of the script whose length fails
         return None
+
+
+def _is_own_iterable(value: Any) -> bool:
+    """Whether a class of the script says how it is iterated, and what it holds shows where it is."""
+    ways = [type(attribute(type(value), name)) is FunctionType for name in ("__next__", "__iter__")]
+    return any(ways) and not is_of_library(type(value).__module__) and (ways[0] or comparable(value) is not None)
 
 
 def _owner_of(expression: str) -> str:

@@ -35,6 +35,7 @@ _CLOCKS = (
 _ARITHMETIC = ("int", "float", "round", "max", "min", "total_seconds")
 _DERIVED = 3  # assignments from one clock to what is tested
 _SAME_ELEMENTS = ("list", "reversed", "sorted", "tuple")
+_SLICING = ("islice",)
 OVER_ALL = ("enumerate", "iter", "tqdm", "zip")  # functions whose loop ends with the data that they receive
 
 
@@ -120,6 +121,15 @@ def _elements(target: ast.expr, over: ast.expr) -> Iterator[tuple[str, str]]:
     for one, container in pairs:
         if isinstance(one, ast.Name) and isinstance(container, ast.Name | ast.Attribute | ast.Subscript):
             yield one.id, ast.unparse(container)
+
+
+def iterated_by(over: ast.expr) -> Iterator[str]:
+    """What a `for` takes its elements from, also through functions that only pass them on."""
+    if isinstance(over, ast.Name | ast.Attribute | ast.Subscript):
+        yield ast.unparse(over)
+    elif isinstance(over, ast.Call) and ast.unparse(over.func).split(".")[-1] in OVER_ALL + _SLICING:
+        for one in over.args:
+            yield from iterated_by(one)
 
 
 def same_scope(statements: Sequence[ast.AST]) -> Iterator[ast.AST]:

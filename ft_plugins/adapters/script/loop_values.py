@@ -29,7 +29,7 @@ import xxhash
 
 from ...snapshot.capture import codec
 from ..data.data_parts import GENERATORS
-from ..data.loaders import state_of
+from ..data.loaders import is_stateful, state_of
 from .script_names import is_of_library
 
 Spaces = tuple[Mapping[str, Any], ...]  # namespaces, the innermost first
@@ -122,7 +122,7 @@ def comparable(value: Any) -> int | str | None:
         plain_tensor = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
         return repr(value.detach().reshape(()).item()) if plain_tensor and value.numel() == 1 else None
     if is_a(value, *GENERATORS):
-        return f"a {type(value).__name__} ({xxhash.xxh3_64_hexdigest(codec.encode(state_of(value)))[:8]})"
+        return _drawing(value)
     if is_a(value, np.generic):
         return repr(value.item())
     if container := _container(value):
@@ -139,7 +139,8 @@ def comparable(value: Any) -> int | str | None:
 
 def unread(value: Any) -> str | None:
     """The kind of a tensor, an array, an iterator, or of a container or an object with tensors, of which `comparable`
-    does not read what is in it; None for any other value."""
+    does not read what is in it; None for any other value. An iterator with a `state_dict` is restored, or named with
+    what nothing captures."""
     if is_a(value, torch.Tensor, np.ndarray):
         return type(value).__name__ if comparable(value) is None else None
     if type(value).__module__ == "itertools" and not _is_over_data(value):
@@ -148,6 +149,8 @@ def unread(value: Any) -> str | None:
     own = value if container else dict(_attributes(value))
     if not own or is_a(value, type, torch.nn.Module) or is_of_library(type(value).__module__):
         return None
+    if attribute(type(value), "__next__") is not NOTHING and not is_stateful(value) and comparable(value) is None:
+        return type(value).__name__
     size = f" of {container.__len__(value)}" if container else ""
     return f"{type(value).__name__}{size}, with tensors" if _has_tensors(own) and _leaves(own) is None else None
 
@@ -196,6 +199,8 @@ def _leaves(value: Any) -> list[Any] | None:
         for one in pending[-1]:
             if type(one) in _PLAIN:
                 found.append(one)
+            elif is_a(one, *GENERATORS):
+                found.append(_drawing(one))
             elif _is_small(one):
                 bytes_of = one.detach().contiguous().view(-1).view(torch.uint8)
                 found.append(f"{one.dtype} {tuple(one.shape)} {xxhash.xxh3_64_hexdigest(bytes_of.numpy())}")
@@ -210,6 +215,10 @@ def _leaves(value: Any) -> list[Any] | None:
         else:
             pending.pop()
     return found
+
+
+def _drawing(generator: Any) -> str:
+    return f"a {type(generator).__name__} ({xxhash.xxh3_64_hexdigest(codec.encode(state_of(generator)))[:8]})"
 
 
 def _is_small(value: Any) -> bool:

@@ -97,7 +97,7 @@ def suspended_values() -> Values:
     found: Values = {}
     for place, frame, variables in _suspended():
         code = loops_at(frame.f_code.co_filename, frame.f_lineno)
-        for text in (*code.carried, *code.deciding):
+        for text in (*code.carried, *code.deciding, *code.iterated):
             value = comparable(value_of(parsed(text), (variables, frame.f_globals)))
             if value is not None and len(found) < _MOST:
                 found.setdefault(f"`{text}` in {place}", value)

@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..data.loaders import StartedSampler
 from .script_names import Name, Named
 from .script_state import Marks, Returned, holds_values, optimizer_tensors, storage_of, tensors_in
 
@@ -310,6 +311,7 @@ class _Script:
         loaders = [one.value for one in self.names.values() if isinstance(one.value, DataLoader)]
         for one in self.live[Sort.PASS]:
             sampler = one._index_sampler
+            sampler = sampler.original if isinstance(sampler, StartedSampler) else sampler
             if id(sampler) in self.declared.objects or not one._num_yielded:
                 continue
             try:

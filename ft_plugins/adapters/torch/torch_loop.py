@@ -29,8 +29,6 @@ In: model, optimizers, schedulers, data loader, functions for other state. Out: 
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,45 +39,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...base import faults
 from ...config import launch_context
-from ...errors import ConfigError, ResumeError, StateChangedError
+from ...errors import ConfigError, StateChangedError
 from ...events import say
 from ...model.host import Hooks
 from ...model.inventory import Inventory, Item, Role
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.reduction import ReductionControl
-from ...snapshot.capture import codec
-from ..data.loader_position import DataPosition, position_of
-from ..data.observed_inputs import ObservedForwards, digest_of_gradients
-from ..forward_edges import Saving, follow_forwards
 from ..host_parts import ANYWHERE, UPDATE, local_part
-from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..optimizers import Optimizers, scheduler_of
-from ..parameter_groups import packed, regrouped
-from ..script.own_counters import OwnCounters
-from ..script.script_state import names_in
-from ..script.suspended import SuspendedValues
 from ..script.undeclared import Undeclared
-from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
+from ..script.undeclared_search import Given
 from .early_update import EarlyUpdate, early_refusal
+from .loop_reports import called_by_loop, report_gradients, report_inputs, report_progress
+from .loop_state import LoopState
 from .plain import PlainLoop
 from .torch_module import (
     missing_scheduler,
     notices,
-    require_encodable_caller,
+    only_updated,
     require_equal_replicas,
     require_known_parameters,
     require_module,
     require_whole_parameters,
 )
 from .torch_reduction import DdpReduction, ReducingHost
-from .torch_watch import ChangeWatch, changed_since, identity, set_zero_gradients, with_gradient
-
-_CARRY = (
-    "return it from get_state and take it back in set_state, or name it, TorchHost(..., ignored=['its name']), if a "
-    "restart need not restore it"
-)
-_CONTAINERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
+from .torch_watch import ChangeWatch, changed_since, identity
 
 
 class TorchHost(PlainLoop, ReducingHost):
@@ -88,15 +73,14 @@ class TorchHost(PlainLoop, ReducingHost):
     `optimizer` and `scheduler` may be a sequence or dict of several, over one module that holds all their parameters.
     `sampler` gives the data position: the torch DataLoader of the training data (also with a DistributedSampler, whose
     `epoch` is restored before the first iteration), anything with `state_dict` and `load_state_dict`, or a list of
-    several. `get_state`
-    and `set_state` carry any other state, as plain values and tensors: a GradScaler's `state_dict`, counters.
+    several. `get_state` and `set_state` carry any other state, as plain values and tensors: a GradScaler's
+    `state_dict`, counters.
     `fingerprint` is what must be equal, in addition to architecture and optimizer, for a snapshot to belong to this job
     (seed, data, batch size). `ignored` are objects with state of their own that a restart need not restore.
     """
 
     fault_points = {"update.begin": (), "update.end": ()}
     checkpoint_lacks = ""
-    _sets_again = False
 
     def __init__(
         self,
@@ -117,13 +101,11 @@ class TorchHost(PlainLoop, ReducingHost):
         self._parallel = model if isinstance(model, DistributedDataParallel) else None
         self._module: torch.nn.Module = model if self._parallel is None else self._parallel.module
         self._optimizers, self._scheduler = Optimizers(optimizer), scheduler_of(scheduler)
-        self._caller_state, self._ignored = (get_state, set_state), tuple(ignored)
+        self._ignored = tuple(ignored)
         self._source = sampler
         self._hooks: Hooks | None = None
         self._observer: Observer | None = None
         self._searched = False  # for schedulers that were not given
-        self._counted = OwnCounters(bounded=False)  # what the session's own loop runs over is the same in every start
-        self._suspended = SuspendedValues()
         self._updated = 0  # the iteration of the newest update
         self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
         self._early: EarlyUpdate | None = None
@@ -135,36 +117,25 @@ class TorchHost(PlainLoop, ReducingHost):
         self._require_parameters(f"rank {rank}")
         require_known_parameters(self._module, self._optimizers, f"rank {rank}")
         self._require_scheduler()
-        require_encodable_modes(self._module, rank)
-        self._numbers = ModuleNumbers(self._module)
+        self._state = LoopState(
+            self._module, self._optimizers, self._scheduler, (get_state, set_state), self._ignored, rank,
+            type(self).__name__, self._names, self._given,
+        )  # fmt: skip
         self._optimizers.create_state()
         self._known = dict(self._present())
-        updated = {id(one) for group in self._optimizers.param_groups for one in group["params"]}
-        self._background = {
-            name
-            for name, (role, tensor) in self._known.items()
-            if role is Role.MOMENT or (role is Role.PARAMETER and id(tensor) in updated)
-        }
-        self._watch = ChangeWatch(
-            {name: self._known[name][1] for name in self._background},
-            dict(self._module.named_parameters()),
-            f"rank {rank}",
-        )
+        background = only_updated(self._known, self._optimizers)
+        self._background, parameters = background.keys(), dict(self._module.named_parameters())
+        self._watch = ChangeWatch(background, parameters, f"rank {rank}")
         self._identities = {name: identity(tensor) for name, (_, tensor) in self._known.items()}
         self._groups = self._optimizers.members()
-        self._packed_groups = packed(self._optimizers.named_groups(self._names()))
         self._used = self._optimizers.used(self._names())
-        self._position: DataPosition | None = None
-        if sampler is not None:
-            self._position = position_of(sampler, lambda: self._iteration, lambda: self._module.training)
+        self._state.follow(sampler, lambda: self._iteration)
         self._tensors = {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()}
         self._fingerprint = {"world_size": world, "architecture": self._architecture(), **(fingerprint or {})}
         if started:
             shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
             self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
-        remedy = functools.partial(lines_to_add, type(self).__name__)
-        self._undeclared = UndeclaredSearch(self._given, remedy, f"rank {rank}", rank == 0 and not context.restart)
-        self._say()
+        self._say(sampler is None and get_state is dict)
 
     # ---- facts ----
 
@@ -236,9 +207,8 @@ class TorchHost(PlainLoop, ReducingHost):
         if missing := missing_scheduler(list(self._optimizers), self._scheduler, search):
             raise StateChangedError(f"rank {self.rank}: {missing}")
 
-    def _say(self) -> None:
+    def _say(self, unpositioned: bool) -> None:
         if self.rank == 0 and not launch_context().restart:
-            unpositioned = self._position is None and self._caller_state[0] is dict
             for notice in notices(self._module, self._parallels, self._world_size, unpositioned):
                 say(notice)
 
@@ -251,94 +221,27 @@ class TorchHost(PlainLoop, ReducingHost):
         self._require_scheduler()
         if self._iteration > 0:  # before the first iteration only the size is needed
             self._watch.mark(self._iteration)
-        values = self._values()
-        if self._iteration == 0:
-            require_encodable_caller(values["caller"], f"rank {self.rank}")
-        else:
-            self._undeclared.check(self._iteration, values["caller"], *self._caller_state)
-        lost, suspended = self._undeclared.lost(), self._suspended.captured(not self._iteration)
-        self._say_remark(self._suspended.remark)
-        loop = self._counted.captured()
-        return {"caller": values, "loop": loop, "suspended": suspended, "lost": lost, **self.generators()}
+        return {**self._state.captured(self._iteration), **self.generators()}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
-        return regrouped(small["caller"].get("members"), self._packed_groups)
-
-    def _values(self) -> dict[str, Any]:
-        return {
-            **self._optimizers.values(self._names()),
-            "members": self._packed_groups,
-            "modes": read_modes(self._module),
-            "numbers": self._numbers.captured(self.rank == 0),
-            "graded": with_gradient(dict(self._module.named_parameters())),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "position": None if self._position is None else self._position.read(),
-            "caller": self._caller_state[0](),
-        }
+        return self._state.regrouped(small)
 
     def restore(self, small: Mapping[str, Any]) -> None:
-        if "lost" not in small:
-            raise ResumeError(
-                f"rank {self.rank}: an earlier version of ft_plugins captured this, which did not note what it lacks: "
-                "resume with that version, or start with --ftp-resume fresh"
-            )
-        self._undeclared.require_kept(small["lost"])
-        saved = small["caller"]
-        if (saved["scheduler"] is None) != (self._scheduler is None):
-            raise ResumeError(
-                f"rank {self.rank}: only one of this job and the captured job has a learning rate scheduler: resume "
-                "with the scheduler of the captured job, or start with --ftp-resume fresh"
-            )
-        if (saved["position"] is None) != (self._position is None):
-            raise ResumeError(
-                f"rank {self.rank}: only one of this job and the captured job passed TorchHost a sampler: resume "
-                "with the sampler of the captured job, or start with --ftp-resume fresh"
-            )
-        self._set_values(saved)
-        set_zero_gradients(dict(self._module.named_parameters()), saved["graded"])
-        self._caller_state[1](saved["caller"])
-
-    def _set_values(self, saved: Mapping[str, Any]) -> None:
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(saved["scheduler"])
-        self._optimizers.restore(saved, self._names())
+        self._state.restore(small)
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
-        if self._sets_again:
-            self._set_values(small["caller"])
-        if self._position is not None:
-            self._position.write(small["caller"]["position"])
-        self._numbers.restore(small["caller"]["numbers"])
-        write_modes(self._module, small["caller"]["modes"])
+        self._state.place(small)
         super().restore_position(small)
-        self._counted.restored(small.get("loop"), within=False)
-        self._suspended.begin(small.get("suspended"), self._ignored_names())
-        self._say_remark(self._suspended.remark)
-        self._compare_counters()
+        self._state.begin_restored(small)
 
     def loop_begins(self) -> None:
-        self._counted.begin(False, ())
-
-    def _compare_counters(self) -> None:
-        """Raises ResumeError if what ends the loop is not what it was in the captured version; other counters that the
-        script carries on are named."""
-        if problem := self._counted.begin(True, self._ignored_names(), names_in(self._caller_state[1])):
-            raise ResumeError(f"rank {self.rank}: the loop does not continue: {problem}; {_CARRY}")
-        self._say_remark(self._counted.remark)
-
-    def _say_remark(self, remark: str) -> None:
-        if remark and self.rank == 0:
-            say(f"{remark}: if training depends on it, results differ; {_CARRY}", alarm=True)
-
-    def _ignored_names(self) -> frozenset[str]:
-        return frozenset(one for one in self._ignored if isinstance(one, str))
+        self._state.begin()
 
     def scalars(self) -> bytes:
-        """Parameter groups, and the numbers and 0-dimensional tensors of the optimizer's state."""
-        return codec.encode(self._optimizers.values(self._names()))
+        return self._state.scalars()
 
     def restore_scalars(self, encoded: bytes) -> None:
-        self._optimizers.restore(codec.decode(encoded), self._names())
+        self._state.restore_scalars(encoded)
 
     # ---- hooks ----
 
@@ -346,39 +249,24 @@ class TorchHost(PlainLoop, ReducingHost):
         """A library's loop calls functions of the script, also between a restore and the first iteration: values are
         set again then. `lacks`: what its own checkpoints lack. `remedy`: of `UndeclaredSearch`, which only reports
         what changes later."""
-        self.checkpoint_lacks, self._sets_again = lacks, True
-        self._undeclared.only_report(remedy)
+        self.checkpoint_lacks, self._state.sets_again = lacks, True
+        self._state.undeclared.only_report(remedy)
 
     def install(self, hooks: Hooks) -> None:
         self._hooks = hooks
         self._watch.install(list(self._optimizers), {name: tensor for name, (_, tensor) in self._known.items()})
-        self._undeclared.begin()
+        self._state.undeclared.begin()
+        self._state.shape.install(called_by_loop(self._model))
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(lambda one, *args: self._before_step(one))
             optimizer.register_step_post_hook(lambda *args: self._after_step(hooks))
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
-        """Report forwards, and calls of torch's functions that save."""
-        called = self._called()
-        follow_forwards(called, progress)
-        within = [one.module for one in self._parallels]  # evaluations often call it
-        follow_forwards(within, progress, evaluations_only=True)
-        buffers = any(one.broadcast_buffers and next(one.buffers(), None) is not None for one in self._parallels)
-        if buffers or any(local_part(one) is not one for one in self._module.parameters()):
-            progress.shares_forward()
-        saving = Saving(progress)
-        saving.follow(torch, ("save",))
-        saving.follow(sys.modules.get("torch.distributed.checkpoint"), ("save", "async_save"))
+        report_progress(self._model, self._parallels, progress)
 
     def install_observer(self, observer: Observer) -> None:
-        """Report what forwards of the model read; of a container's parts, if the loop calls those."""
         self._observer = observer
-        within = [self._module, *(one.module for one in self._parallels)]
-        ObservedForwards(dict.fromkeys([*self._called(), *within]), observer)
-
-    def _called(self) -> list[torch.nn.Module]:
-        """The modules that the loop calls: the model, or those that it holds if it cannot be called."""
-        return list(self._model.children()) if isinstance(self._model, _CONTAINERS) else [self._model]
+        report_inputs(self._model, self._module, self._parallels, observer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._early is not None and self._early.begun:
@@ -403,14 +291,11 @@ class TorchHost(PlainLoop, ReducingHost):
                 f"rank {self.rank}: optimizer.step() was called outside of an iteration, or twice in iteration "
                 f"{hooks.iteration}: make one update in each iteration of `for step in session.iterations(...)`"
             )
-        if self._position is not None:
-            self._position.require_read()
+        if self._state.position is not None:
+            self._state.position.require_read()
         self._updated, self._stepping = hooks.iteration, optimizer
         if self._observer is not None and self._early is None:  # else the backward has not ended
-            used = self._used[optimizer]  # others may have gradients of an iteration before
-            digest = digest_of_gradients(one for name, one in self._module.named_parameters() if name in used)
-            if digest is not None:
-                self._observer.graded(digest)
+            report_gradients(self._module, self._used[optimizer], self._observer)
         hooks.before_update(hooks.iteration)
         faults.reach("update.begin", iteration=hooks.iteration)
 

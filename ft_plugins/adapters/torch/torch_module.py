@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...config import Config, launch_context
 from ...errors import ConfigError, InventoryError, UnsupportedError
 from ...events import Events
+from ...model.inventory import Role
 from ...snapshot.capture import codec
 from ...snapshot.capture.copiers import flat_bytes
 from ...systems.reft.claim import join_ranks
@@ -96,6 +97,16 @@ def _contents(value: Any, depth: int) -> Iterator[Any]:
         parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
         for part in list(parts):
             yield from _contents(part, depth - (not isinstance(part, list | tuple)))
+
+
+def only_updated(known: Mapping[str, tuple[Role, torch.Tensor]], optimizers: Optimizers) -> dict[str, torch.Tensor]:
+    """The items that only updates change."""
+    updated = {id(one) for group in optimizers.param_groups for one in group["params"]}
+    return {
+        name: tensor
+        for name, (role, tensor) in known.items()
+        if role is Role.MOMENT or (role is Role.PARAMETER and id(tensor) in updated)
+    }
 
 
 def require_module(model: Any) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
 from ft_plugins.adapters.module_modes import ModuleNumbers  # noqa: E402
+from ft_plugins.adapters.module_shape import ModuleShape  # noqa: E402
 from ft_plugins.adapters.schedulers import schedules  # noqa: E402
 from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
@@ -58,6 +59,7 @@ def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
     host.silent, host.pace, host.counted = False, None, OwnCounters()
     host._undeclared = SimpleNamespace(lost=dict)
     host._numbers = ModuleNumbers(torch.nn.Module())
+    host._shape = ModuleShape(host._numbers, speaks=True)
     updating = optimizer()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
     counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)

@@ -81,16 +81,25 @@ class Stateful(DataLoader):
         self.resumed = state["at"]
 
 
+class Drawn(Numbers):
+    """Augmented with random numbers of the process that loads it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index + random.random() + float(torch.rand(())) + float(np.random.rand())
+
+
 ORIGINAL = {kind: kind.__iter__ for kind in (DataLoader, Stateful)}
 
 
 class Script:
     """What a process has; `seed` is what it begins with."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int = 0, seed: int = 1) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int = 0, seed: int = 1, data: type = Numbers
+    ) -> None:
         for each, original in ORIGINAL.items():
             monkeypatch.setattr(each, "__iter__", original)  # as in a new process
-        self.positions, self.data, self.versions = Positions(), Numbers(), []
+        self.positions, self.data, self.versions = Positions(), data(), []
         self.positions.follow_torch()
         self.positions.before_read = self._before_read
         self.pending: Any = None
@@ -112,7 +121,7 @@ class Script:
                 return DataLoader(self.data, None, sampler=RandomSampler(self.data, num_samples=BATCHES), **more)
             case "stream":
                 return DataLoader(Stream(), 4, **more)
-        return Stateful(self.data, 4)
+        return Stateful(self.data, 4, **more)
 
     def _before_read(self, source: Any) -> None:
         self.positions.expect("train", source)
@@ -146,9 +155,7 @@ KINDS = ["shuffled", "generator", "sampler", "distributed", "single", "stream", 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", [0, 3, 5, 7, 12])
-def test_the_batch_that_would_have_come_next_comes_next(
-    monkeypatch: pytest.MonkeyPatch, kind: str, done: int
-) -> None:
+def test_the_batch_that_would_have_come_next_comes_next(monkeypatch: pytest.MonkeyPatch, kind: str, done: int) -> None:
     one = Script(monkeypatch, kind)
     wanted = one.train(done + 8)
     other = Script(monkeypatch, kind, seed=2)
@@ -170,6 +177,33 @@ def test_worker_processes_read_ahead_but_are_not_ahead(monkeypatch: pytest.Monke
     other = Script(monkeypatch, kind, workers=2, seed=2)
     other.pending = one.versions[done]
     assert other.train(8, done) == wanted[done:]
+
+
+@pytest.mark.parametrize("done", [2, 7])
+@pytest.mark.parametrize("kind", ["shuffled", "generator"])
+def test_what_workers_draw_is_drawn_again(
+    monkeypatch: pytest.MonkeyPatch, kind: str, done: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Script(monkeypatch, kind, workers=2, data=Drawn)
+    wanted = one.train(done + 8)
+    other = Script(monkeypatch, kind, workers=2, seed=2, data=Drawn)
+    other.pending = one.versions[done]
+    assert other.train(8, done) == wanted[done:]
+    assert "2 batches were read again and dropped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "words"), [("persistent", "outlive a pass"), ("stateful", "a state_dict of")])
+def test_what_workers_draw_that_cannot_be_brought_there_is_named_and_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Script(monkeypatch, kind, workers=2, data=Drawn)
+    one.train(9)
+    said = capsys.readouterr().err
+    assert said.count("'train': its worker processes draw random numbers, and " + words) == 1, said
+    other = Script(monkeypatch, kind, workers=2, data=Drawn)
+    other.pending = one.versions[8]
+    with pytest.raises(ResumeError, match=words):
+        other.train(1)
 
 
 def test_a_script_that_begins_with_another_epoch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

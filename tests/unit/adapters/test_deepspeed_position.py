@@ -19,15 +19,22 @@ from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.script.script_hooks import around  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
-from tests.unit.adapters.test_deepspeed_loaders import Numbers  # noqa: E402
+from tests.unit.adapters.test_deepspeed_loaders import ORIGINAL, Drawn, Numbers  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, original in ORIGINAL.items():
+        monkeypatch.setattr(kind, "__iter__", original)
 
 
 class Followed:
     """DeepSpeed's loaders of one 'process', followed by positions of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: type = Numbers) -> None:
         self.positions = Positions()
-        self.data = Numbers()
+        self.positions.follow_torch()
+        self.data = data()
         self.module: Any = SimpleNamespace(
             DeepSpeedDataLoader=type("Own", (dataloader.DeepSpeedDataLoader,), {}),
             RepeatingLoader=type("Repeating", (dataloader.RepeatingLoader,), {}),
@@ -73,6 +80,24 @@ def test_a_loader_with_a_sampler_goes_on_in_any_epoch_without_loading(kind: str,
     other.positions.expect("train", source)
     other.positions.write(position)
     assert other.data.loaded == 0, "nothing is loaded to get there"
+    set_generator_states(generators)
+    assert other.read(source, 8) == wanted
+
+
+@pytest.mark.parametrize("kind", ["of_deepspeed", "of_torch"])
+@pytest.mark.parametrize("before", [3, 5, 7])
+def test_what_workers_draw_is_drawn_again(kind: str, before: int) -> None:
+    one = Followed(Drawn)
+    source = getattr(one, kind)(2)
+    one.positions.expect("train", source)
+    one.read(source, before)
+    position, generators = codec.decode(codec.encode(one.positions.read())), generator_states()
+    wanted = one.read(source, 8)
+    other = Followed(Drawn)
+    source = getattr(other, kind)(2)
+    torch.rand(5)
+    other.positions.expect("train", source)
+    other.positions.write(position)
     set_generator_states(generators)
     assert other.read(source, 8) == wanted
 

@@ -408,6 +408,17 @@ def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_ref
     assert capsys.readouterr().err.count("and outlive a pass (persistent_workers), so that what they load") == 1
 
 
+def test_workers_that_draw_for_a_loader_with_its_own_state_are_named_and_their_restart_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stateful() -> Any:
+        return StatefulLoader(Drawing(0.0), 4, num_workers=1)
+
+    with pytest.raises(ResumeError, match="draw random numbers, which its state_dict does not have"):
+        train(Again, stateful, 2, ITERATIONS)
+    assert capsys.readouterr().err.count("a restart would draw others: let __getitem__") == 1
+
+
 def test_two_loaders_are_both_followed() -> None:
     def loaders() -> Any:
         return [DataLoader(Numbers(), 4, shuffle=True), DataLoader(Numbers(), 2, sampler=InPlace())]

@@ -10,6 +10,7 @@ import torch
 
 from ft_plugins.adapters import module_modes
 from ft_plugins.adapters.module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
+from ft_plugins.adapters.module_parts import parts_of
 from ft_plugins.errors import UnsupportedError
 from ft_plugins.snapshot.capture import codec
 from tests.unit.adapters.torch_small import Small, handed_over, take_over
@@ -36,7 +37,7 @@ def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_aga
     trained[0].requires_grad_(True)
     trained[1].eval()
     trained[2].calls = 7
-    write_modes(again, codec.decode(codec.encode(read_modes(trained))))
+    write_modes(again, codec.decode(codec.encode(read_modes(parts_of(trained)))))
     assert all(one.requires_grad for one in again.parameters())
     assert again.training and not again[1].training and again[2].calls == 7
 
@@ -158,6 +159,6 @@ def test_modules_are_read_in_torchs_order_each_once() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Sequential(shared, torch.nn.ModuleList([other, shared])), "b": shared})
     model.register_module("none", None)
     model["deep"] = torch.nn.Sequential(torch.nn.Sequential(torch.nn.LayerNorm(2)))
-    own = module_modes._parts(model)
+    own = parts_of(model)
     assert own == list(model.named_modules())
     assert [*map(id, module_modes._parameters(own))] == [*map(id, model.parameters())]

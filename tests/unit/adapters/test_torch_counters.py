@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from ft_plugins.errors import ResumeError
 from tests.unit.adapters.torch_small import Small
@@ -91,3 +94,61 @@ def test_what_is_counted_in_functions_and_slots_is_compared_too(capsys: pytest.C
     assert "after the restore `total` in averaged() is 0.0, and was 1.0 when" in capsys.readouterr().err
     with pytest.raises(ResumeError, match=r"the loop does not continue: `own.age` in averaged\(\) is 0, and was 2"):
         averaged(1.0, 0, version)
+
+
+class Stream:
+    """Has a position of its own, and draws from a generator of its own."""
+
+    def __init__(self, kept: Any = None) -> None:
+        self.at, self.drawing, self.kept = 0, random.Random(3), kept
+
+    def __iter__(self) -> Iterator[float]:
+        return self
+
+    def __next__(self) -> float:
+        self.at += 1
+        return self.drawing.random()
+
+
+def streamed(stream: Any, version: Any = None, by_next: bool = True) -> list[Any]:
+    """A loop that reads a stream which nothing follows."""
+    small, versions = Small(), []
+    begin = small.session.iteration_begin
+
+    def iteration_begin(step: int) -> None:
+        begin(step)
+        if step == 1 and version is not None:
+            small.host.restore_position(version)
+
+    def train(weight: float) -> None:
+        (small.model(torch.ones(2, 4)) * weight).square().mean().backward()
+        small.optimizer.step()
+        small.optimizer.zero_grad()
+
+    small.session.iteration_begin = iteration_begin  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step: versions.append(small.host.small_state())  # type: ignore[method-assign]
+    if by_next:
+        for _step in small.session.iterations(3):
+            train(next(stream))
+    else:
+        for _step, weight in zip(small.session.iterations(3), stream, strict=False):
+            train(weight)
+    return versions
+
+
+@pytest.mark.parametrize("by_next", [True, False])
+def test_a_stream_that_draws_other_numbers_after_a_restart_is_named(
+    by_next: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, version, _ = streamed(Stream(), by_next=by_next)
+    continued = Stream()
+    next(continued), next(continued)
+    capsys.readouterr()
+    streamed(continued, version, by_next)
+    assert "after the restore" not in capsys.readouterr().err
+    streamed(Stream(), version, by_next)
+    assert "after the restore `stream` in streamed() is a Stream (" in capsys.readouterr().err
+    _, version, _ = streamed(Stream(kept=object()), by_next=by_next)
+    streamed(Stream(kept=object()), version, by_next)
+    said = "what cannot be compared is what the script has set: `stream` in streamed() (Stream)"
+    assert said in capsys.readouterr().err

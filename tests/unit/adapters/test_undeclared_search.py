@@ -91,7 +91,7 @@ def test_a_frozen_module_is_listed_once_and_named_as_soon_as_it_changes(
 ) -> None:
     small = Given()
     teacher = copy.deepcopy(small.model).requires_grad_(False).eval()
-    small.host._undeclared.begin()
+    small.host._state.undeclared.begin()
     done: list[int] = []
 
     def body(step: int) -> None:

@@ -39,7 +39,7 @@ def network() -> torch.nn.Module:
 class Small:
     """A model, its optimizer and host; every iteration has a version point."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, network: Callable[[], torch.nn.Module] = network, **given: Any) -> None:
         self.model = network()
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
         self.host = TorchHost(self.model, self.optimizer, **given)

@@ -1,0 +1,261 @@
+"""What each module of a model is and keeps besides tensors, read again only where something may have changed.
+
+    values   what can be set again: plain values in attributes, also in lists, tuples and dicts; states of random number
+             generators, and small objects that the codec knows, both encoded
+    shape    what can only be compared, as text: the class, its forward, hooks of the module and of its parameters'
+             gradients, functions in attributes, objects with their plain values but whole numbers
+
+Invariant: a module is not read again only if its class, hooks and attributes are the very objects that they were, and
+what can change in itself has the same contents. Tensors are left out, and hooks that a library makes in every start.
+Nothing of the script is called.
+
+In: a module. Out: a `ModulePart` for each of its modules, by path.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.nn.modules import module as torchs_modules
+
+from ..snapshot.capture import codec
+from .data.data_parts import GENERATORS
+from .data.loader_values import encoding
+from .data.loaders import state_of
+from .script.loop_values import attribute, comparable
+from .script.script_names import is_of_library
+
+ENCODED, GENERATOR = "__ft_encoded__", "__ft_generator__"  # first of a tuple whose second is encoded
+CONTAINERS = (list, tuple, dict)
+MOST = 256  # values of a list, tuple or dict that are read
+_LIMIT = 4 << 10  # bytes of an object that is
+_PLAIN = (int, float, bool, str, type(None))
+_SCALARS = (np.number, np.bool_)  # as `np.maximum` of two numbers
+_TORCHS = frozenset(vars(torch.nn.Module()))  # attributes of every module: parameters, hooks, `training`
+_COUNTING = ("deepspeed.", "torch.nn.parallel.")  # packages whose modules count for themselves
+_DEPTH = 4
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL = tuple(f"_global{name}" for name in _OF_MODULES)
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKED_BY = ("transformers", "accelerate", "megatron")  # libraries whose hooks are the same in every start
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, functools.partial)
+_CONSTANTS = (bytes, complex, torch.dtype, torch.device, torch.Size, Enum)
+Shape = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ModulePart:
+    """One module: `values` by attribute, `shape` by what is described, `digest` of that: 4 bytes."""
+
+    values: Mapping[str, Any]
+    shape: Shape
+    digest: bytes
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], shape: Shape) -> ModulePart:
+        return cls(values, shape, xxhash.xxh32_digest(repr(sorted(shape.items())).encode()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """`mark`: ids of what `part` was read from, which `held` keeps from becoming those of others. `objects` can change
+    in themselves; `steady`: nothing else can."""
+
+    part: ModulePart
+    mark: list[int]
+    held: list[Any]
+    objects: list[tuple[weakref.ref[Any], bytes | str]]
+    steady: bool
+
+
+class ModuleParts:
+    """The parts of one model. Hooks of its `optimizers` are a part of its root."""
+
+    def __init__(self, module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        self.module, self._optimizers = module, tuple(optimizers)
+        self.modules: list[tuple[str, torch.nn.Module]] = []  # by path, as they were read last
+        self._names: list[str] = []
+        self._seen: list[_Seen] = []
+        self._present: Mapping[str, ModulePart] = {}
+        self._contents: dict[int, bytes | str] = {}  # of the objects that the present reading has met
+
+    def read(self) -> Mapping[str, ModulePart]:
+        """All parts, in the order of `named_modules`; the very mapping of the last time if nothing has changed."""
+        self._contents, self.modules = {}, parts_of(self.module)
+        same = [name for name, _ in self.modules] == self._names
+        before: Sequence[_Seen | None] = self._seen if same else len(self.modules) * [None]
+        self._seen = [self._read(*one, seen) for one, seen in zip(self.modules, before, strict=True)]
+        if self._seen != before:
+            self._names = [name for name, _ in self.modules]
+            self._present = {name: one.part for name, one in zip(self._names, self._seen, strict=True)}
+        return self._present
+
+    def _read(self, name: str, module: torch.nn.Module, seen: _Seen | None) -> _Seen:
+        kind, own = type(module), vars(module)
+        hooks = _hooks_of(own) if name else [*_hooks_of(own), *self._hooks_of_root()]
+        mark = [id(kind), id(kind.__dict__.get("forward"))]
+        mark += map(id, own.values())
+        for _, found in hooks:
+            mark += found
+        if seen is None or seen.mark != mark:
+            return self._anew(module, mark, hooks)
+        if seen.steady and (not seen.objects or all(map(self._is_same, seen.objects))):
+            return seen
+        anew = self._anew(module, mark, hooks)
+        return seen if seen.part == anew.part else anew
+
+    def _hooks_of_root(self) -> Iterator[tuple[str, Mapping[int, Any]]]:
+        yield from ((name, found) for name in _OF_ALL if (found := vars(torchs_modules)[name]))
+        for one in self._optimizers:
+            yield from ((name, found) for name in _OF_OPTIMIZERS if (found := vars(one).get(name)))
+
+    def _anew(self, module: torch.nn.Module, mark: list[int], hooks: list[tuple[str, Mapping[int, Any]]]) -> _Seen:
+        kind = type(module)
+        shape = {"class": _name_of(kind)}
+        if not (forward := _name_of(attribute(kind, "forward"))).endswith(".forward"):  # of none of its classes
+            shape["forward"] = forward
+        for name, found in hooks:
+            names = [one for each in found.values() if (one := _name_of(each, hook=True))]
+            if names:
+                shape[name] = ", ".join([shape[name], *names] if name in shape else names)
+        values: dict[str, Any] = {}
+        objects: list[tuple[weakref.ref[Any], bytes | str]] = []
+        steady, counts = True, f"{kind.__module__}.".startswith(_COUNTING)
+        own = [(key, one) for key, one in vars(module).items() if key not in _TORCHS]
+        for key, value in own:
+            if counts or isinstance(value, torch.Tensor | torch.nn.Module):
+                continue
+            if is_plain(value):
+                values[key] = copy.deepcopy(value)
+                steady = steady and type(value) not in (list, dict) and _is_flat(value)
+            elif isinstance(value, GENERATORS):
+                values[key], steady = (GENERATOR, codec.encode(state_of(value))), False
+            elif isinstance(value, _FUNCTIONS):
+                shape[key] = _name_of(value)
+            elif isinstance(value, _CONSTANTS):
+                shape[key] = repr(value)
+            elif contents := self._contents_of(value):
+                objects.append((weakref.ref(value), contents))
+                if isinstance(contents, bytes):
+                    values[key] = (ENCODED, contents)
+                else:
+                    shape[key] = contents
+        held = [one for _, one in own if isinstance(one, (*_PLAIN, *_SCALARS, *_FUNCTIONS, *_CONSTANTS, tuple))]
+        held += [kind, kind.__dict__.get("forward")]
+        return _Seen(ModulePart.of(values, shape), mark, held, objects, steady)
+
+    def _is_same(self, known: tuple[weakref.ref[Any], bytes | str]) -> bool:
+        value = known[0]()
+        return value is not None and self._contents_of(value) == known[1]
+
+    def _contents_of(self, value: Any) -> bytes | str:
+        """A small object, encoded; else its class and plain values as text; '' for what cannot be compared."""
+        known = self._contents.get(id(value))
+        if known is None:
+            known = self._contents[id(value)] = _contents_of(value)
+        return known
+
+
+def _contents_of(value: Any) -> bytes | str:
+    kind = type(value)
+    if is_of_library(kind.__module__) or not kind.__weakrefoffset__:
+        return ""
+    if encoded := encoding(value, _LIMIT):
+        return encoded
+    own = getattr(value, "__dict__", None)
+    if type(own) is not dict:
+        return ""
+    others = [(key, each) for key, each in own.items() if type(each) is not int]  # arguments of a program count steps
+    plain = [(key, one) for key, each in others if (one := comparable(each)) is not None]
+    return f"{_name_of(kind)} ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
+
+
+def is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, _SCALARS)
+        or type(value) in _PLAIN
+        or (type(value) in CONTAINERS and _plain_values(value, _DEPTH) <= MOST)
+    )
+
+
+def _is_flat(value: Any) -> bool:
+    return type(value) is not tuple or not any(isinstance(one, CONTAINERS) for one in value)
+
+
+def _plain_values(value: Any, depth: int) -> int:
+    """How many plain values `value` has; more than `MOST` if there are others, or if it is nested too deep."""
+    if type(value) in _PLAIN or isinstance(value, _SCALARS):
+        return 1
+    if type(value) not in CONTAINERS or len(value) > MOST or not depth:
+        return MOST + 1
+    count = 1
+    for part in [*value, *value.values()] if type(value) is dict else value:
+        count += _plain_values(part, depth - 1)
+        if count > MOST:
+            break
+    return count
+
+
+def _hooks_of(own: Mapping[str, Any]) -> list[tuple[str, Mapping[int, Any]]]:
+    """The hooks of a module with these attributes, and of its parameters. Most have none, which is seen at once."""
+    hooks = []
+    if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
+        hooks += [(name, found) for name in _OF_MODULES if (found := own[name])]
+    for key, one in own["_parameters"].items():
+        if one is not None and (one._backward_hooks or one._post_accumulate_grad_hooks):
+            hooks += [(f"{name} of {key}", found) for name in _OF_TENSORS if (found := getattr(one, name))]
+    return hooks
+
+
+def _name_of(value: Any, hook: bool = False) -> str:
+    """How a function or class is called, with a digest of its code if it has no name of its own; '' for a `hook` that
+    is a library's."""
+    if isinstance(value, functools.partial):
+        given = [one for one in (*value.args, *value.keywords.values()) if type(one) in _PLAIN]
+        inner = _name_of(value.func, hook)
+        return inner and f"{inner} with {given}"
+    function = getattr(value, "__func__", value)
+    function = function if hasattr(function, "__qualname__") else type(function)
+    module = str(getattr(function, "__module__", None) or "")
+    if hook and (is_of_library(module) or module.partition(".")[0] in _HOOKED_BY):
+        return ""
+    code = getattr(function, "__code__", None)
+    nameless = f" ({_digest_of(code)})" if code is not None and "<" in function.__qualname__ else ""
+    return f"{module}.{function.__qualname__}{nameless}".removeprefix("torch.nn.modules.")
+
+
+def _digest_of(code: CodeType) -> str:
+    constants = [one for one in code.co_consts if type(one) in _PLAIN]
+    return xxhash.xxh3_64_hexdigest(code.co_code + repr((constants, code.co_names)).encode())[:8]
+
+
+def encoded_bytes(parts: Mapping[str, ModulePart]) -> int:
+    """What generators and objects take once they have changed, before which a version has none of them."""
+    values = (value for one in parts.values() for value in one.values.values())
+    return sum(len(one[1]) for one in values if type(one) is tuple and one[:1] in ((ENCODED,), (GENERATOR,)))
+
+
+def parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """What `named_modules` yields, in a fraction of its time; it has a generator for each depth of nesting."""
+    found: list[tuple[str, torch.nn.Module]] = []
+    pending, seen = [("", module)], set[torch.nn.Module]()
+    while pending:
+        name, part = pending.pop()
+        if part not in seen:
+            seen.add(part)
+            found.append((name, part))
+            before = f"{name}." if name else ""
+            inside = [(before + key, one) for key, one in part._modules.items() if one is not None]
+            pending += reversed(inside)
+    return found

@@ -1,0 +1,135 @@
+"""Compare what modules are: their classes, hooks, functions and objects, which no snapshot can put back.
+
+A script may swap an activation, or add a hook, in iteration 10. A restart builds the model as the script does, without
+that, and nothing fails: only the numbers are others. So it is named where it happens, and again where a restored model
+is not what it was. The restored model is compared when its first forward in training begins: what the script decides by
+the iteration (`if step >= 10`) is done by then.
+
+In: `ModulePart`s at version points. Out: plain values for a version; lines in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..events import say
+from ..model.digest import WALL_TIMES as NOT_COMPARED
+from .forward_edges import Hook, with_hooks
+from .module_modes import ModuleNumbers
+from .module_parts import ModulePart, Shape, encoded_bytes
+
+_ROOM, _MOST, _SHOWN = 8 << 10, 32, 8  # bytes of a version, and how many parts; differences in a message
+_NOTHING = "nothing"
+_ADVICE = (
+    "no snapshot can put that back, so a restart has it as the script builds it, and results differ: decide it in each "
+    "iteration before the forward (`if step >= 10`, not `if step == 10`)"
+)
+
+
+class ModuleShape:
+    """The shape of one model. `speaks`: whether this rank prints."""
+
+    def __init__(self, numbers: ModuleNumbers, speaks: bool) -> None:
+        self._numbers, self._speaks = numbers, speaks
+        self._begun: Mapping[str, ModulePart] | None = None  # at the first forward of this incarnation
+        self._last: Mapping[str, ModulePart] = {}
+        self._captured: dict[str, Any] = {}  # at the last version point
+        self._expected: Mapping[str, Any] | None = None
+        self._said: set[str] = set()
+
+    def install(self, called: Iterable[torch.nn.Module]) -> None:
+        """`called` by the loop."""
+        for one in with_hooks(called):
+            one.register_forward_pre_hook(Hook(self._entering), prepend=True)
+
+    def _entering(self, module: torch.nn.Module, *call: Any) -> None:
+        if self._begun is None and module.training and torch.is_grad_enabled():
+            self._begin(self._numbers.read())
+
+    def _begin(self, now: Mapping[str, ModulePart]) -> None:
+        self._begun = self._last = now
+        self._captured = {"digests": _digests(now), NOT_COMPARED: {}}
+        expected, self._expected = self._expected, None
+        if expected is not None and self._speaks and (found := [*_lost(expected, now)]):
+            say(f"after the restore {_joined(found)} when that version was captured: {_ADVICE}", alarm=True)
+
+    def captured(self, iteration: int) -> dict[str, Any]:
+        """After `numbers.captured`: what a version has. What has changed since the last one is said once."""
+        now = self._numbers.present
+        if not iteration:
+            return {"digests": _digests(now), NOT_COMPARED: {"": {"": (_ROOM + encoded_bytes(now)) * "-"}}}
+        if self._begun is None:
+            self._begin(now)
+        assert self._begun is not None
+        last, self._last = self._last, now
+        if last is not now:
+            if (found := [*_differences(last, now, self._said)]) and self._speaks:
+                say(f"iteration {iteration}: {_joined(found)} before: {_ADVICE}", alarm=True)
+            self._captured = {"digests": _digests(now), NOT_COMPARED: _that_fit(self._begun, now)}
+        return self._captured
+
+    def restored(self, saved: Mapping[str, Any] | None) -> None:
+        """Compare with what a version has when the first forward begins; None: it has nothing."""
+        self._expected, self._begun = saved, None
+
+
+def _digests(parts: Mapping[str, ModulePart]) -> bytes:
+    return b"".join(one.digest for one in parts.values())
+
+
+def _that_fit(begun: Mapping[str, ModulePart], now: Mapping[str, ModulePart]) -> dict[str, Shape]:
+    """The shapes that are no longer what they were when training began, no more than a version has room for."""
+    changed: dict[str, Shape] = {}
+    left = _ROOM
+    for name, one in now.items():
+        if one.digest != (begun[name].digest if name in begun else b"") and len(changed) < _MOST:
+            left -= len(repr((name, one.shape)).encode())
+            if left >= 0:
+                changed[name] = dict(one.shape)
+    return changed
+
+
+def _differences(was: Mapping[str, ModulePart], now: Mapping[str, ModulePart], said: set[str]) -> Iterator[str]:
+    """What differs and was not `said`, in words."""
+    nothing = ModulePart.of({}, {})
+    for name in dict.fromkeys((*now, *was)):
+        before, after = was.get(name, nothing), now.get(name, nothing)
+        if before is not after and before.digest != after.digest:
+            for words, place in _between(name, before.shape, after.shape):
+                if place not in said:
+                    said.add(place)
+                    yield words
+
+
+def _lost(saved: Mapping[str, Any], now: Mapping[str, ModulePart]) -> Iterator[str]:
+    """What of a restored model is not what it was."""
+    digests = saved["digests"]
+    for number, (name, one) in enumerate(now.items()):
+        size = len(one.digest)
+        if digests[number * size : (number + 1) * size] != one.digest:
+            known = saved[NOT_COMPARED].get(name)
+            if known is None:
+                yield f"{_of('what the script builds', name)} is not what it was"
+            else:
+                yield from (words for words, _ in _between(name, known, one.shape))
+
+
+def _between(name: str, was: Shape, now: Shape) -> Iterator[tuple[str, str]]:
+    """Each difference in words, and its place."""
+    for key in dict.fromkeys((*was, *now)):
+        before, after = was.get(key, _NOTHING), now.get(key, _NOTHING)
+        if before != after:
+            place = _of(key.removeprefix("_").replace("_", " ") if key.startswith("_") else key, name)
+            yield f"{place} is {after}, and was {before}", place
+
+
+def _of(what: str, name: str) -> str:
+    return f"{what} of " + (f"'{name}'" if name else "the model")
+
+
+def _joined(found: list[str]) -> str:
+    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more

@@ -1,0 +1,222 @@
+"""What a script changes of a model that no snapshot can put back is named: where it happens, and after a restore."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ft_plugins.adapters import module_parts
+from ft_plugins.adapters.module_modes import ModuleNumbers
+from ft_plugins.adapters.module_parts import ModuleParts
+from ft_plugins.adapters.module_shape import ModuleShape
+from ft_plugins.snapshot.capture import codec
+from tests.unit.adapters.torch_small import Small, handed_over, take_over
+
+
+class Configured:
+    def __init__(self) -> None:
+        self.kind, self.step, self.held = "eager", 0, torch.zeros(2)
+
+
+class Layer(torch.nn.Module):
+    """A module with a function, an object and a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Callable[..., Any] = torch.tanh
+        self.configured = Configured()
+        self.drawing = np.random.default_rng(3)
+        self.inner = torch.nn.Linear(3, 3)
+        self.act = torch.nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.inner(self.scale(x)))
+
+
+def doubled(*call: Any) -> Any:
+    return 2 * call[-1]
+
+
+def halved(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient / 2
+
+
+def swap(layer: Layer) -> None:
+    layer.act = torch.nn.GELU()  # type: ignore[assignment]
+
+
+def other_class(layer: Layer) -> None:
+    layer.inner.__class__ = type("Scaled", (torch.nn.Linear,), {"__module__": "scaled"})
+
+
+def hook(layer: Layer) -> None:
+    layer.register_forward_hook(doubled)
+
+
+def nameless_hook(layer: Layer) -> None:
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def backward_hook(layer: Layer) -> None:
+    layer.inner.register_full_backward_hook(lambda *call: None)
+
+
+def gradient_hook(layer: Layer) -> None:
+    layer.inner.weight.register_hook(halved)
+
+
+def function(layer: Layer) -> None:
+    layer.scale = torch.sin
+
+
+def partial(layer: Layer) -> None:
+    layer.scale = functools.partial(torch.clamp, min=0.5)
+
+
+def own_forward(layer: Layer) -> None:
+    layer.inner.forward = MethodType(lambda self, x: x, layer.inner)  # type: ignore[method-assign]
+
+
+def object_in_it(layer: Layer) -> None:
+    layer.configured.kind = "flash"
+
+
+CHANGES = {
+    swap: "class of '1.act' is activation.GELU, and was activation.ReLU",
+    other_class: "class of '1.inner' is scaled.Scaled, and was linear.Linear",
+    hook: "forward hooks of '1' is tests.unit.adapters.test_module_shape.doubled, and was nothing",
+    nameless_hook: "forward pre hooks of '1' is tests.unit.adapters.test_module_shape.nameless_hook.<locals>.<lambda>",
+    backward_hook: "backward hooks of '1.inner' is ",
+    gradient_hook: "backward hooks of weight of '1.inner' is tests.unit.adapters.test_module_shape.halved",
+    function: "scale of '1' is ",
+    partial: "scale of '1' is ",
+    own_forward: "forward of '1.inner' is ",
+    object_in_it: "configured of '1' is tests.unit.adapters.test_module_shape.Configured (",
+}
+
+
+def small() -> Small:
+    def network() -> torch.nn.Module:
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(4, 3), Layer(), torch.nn.Linear(3, 2))
+
+    return Small(network=network)
+
+
+def step(one: Small) -> None:
+    one.backward()
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_a_model_is_named_where_it_happens_and_after_a_restore(
+    change: Callable[[Layer], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, words = small(), CHANGES[change]
+
+    def body(iteration: int) -> None:
+        step(first)
+        if iteration == 2:
+            change(first.model[1])  # type: ignore[index]
+
+    first.run(body, until=3)
+    said = capsys.readouterr().err
+    assert said.count("iteration 2: ") == 1 and said.count(words) == 1, said
+    again = small()
+    take_over(again.host, *handed_over(first.host))
+    assert words.partition(" is ")[0] not in capsys.readouterr().err  # the script may do it now
+    again.backward()
+    said = capsys.readouterr().err
+    assert said.count(f"after the restore {words.partition(' is ')[0]}") == 1, said
+
+
+def test_a_script_that_decides_by_the_iteration_is_not_named_after_a_restore(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, again = small(), small()
+    for one in (first, again):
+        one.backward()
+    swap(first.model[1])  # type: ignore[index]
+    first.run(lambda iteration: step(first), until=1)
+    take_over(again.host, *handed_over(first.host))
+    capsys.readouterr()
+    swap(again.model[1])  # type: ignore[index]
+    again.backward()
+    assert "after the restore" not in capsys.readouterr().err
+
+
+def test_a_hook_of_an_optimizer_is_a_hook_too() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parts = ModuleParts(model, [optimizer])
+    before = parts.read()
+    assert parts.read()[""] is before[""]
+    optimizer.register_step_pre_hook(doubled)
+    assert parts.read()[""].digest != before[""].digest
+
+
+def test_a_module_is_read_again_only_if_something_of_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(Layer(), *(torch.nn.Dropout(0.1) for _ in range(3)))
+    parts, read = ModuleParts(model), []
+    parts.read()
+    anew = ModuleParts._anew
+    monkeypatch.setattr(ModuleParts, "_anew", lambda self, one, *rest: read.append(one) or anew(self, one, *rest))  # type: ignore[func-returns-value]
+    del model[0].drawing  # a generator is read each time
+    parts.read()
+    assert read == [model[0]]
+    for change, changed in (
+        (lambda: setattr(model[1], "p", 0.2), model[1]),
+        (lambda: setattr(model[0].configured, "kind", "flash"), model[0]),
+        (lambda: setattr(model[0].configured, "held", torch.ones(3)), None),
+        (lambda: setattr(model[0].configured, "step", 7), None),
+    ):
+        read.clear()
+        change()
+        parts.read()
+        assert read == ([] if changed is None else [changed])
+
+
+def test_a_generator_and_a_small_object_of_a_module_go_on_where_they_were() -> None:
+    trained, again = Layer(), Layer()
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    trained.drawing.random(5)
+    for one in (trained, again):
+        one.rates = np.ones(3)  # type: ignore[assignment]
+    trained.rates[1] = 0.5  # type: ignore[index, operator]
+    others.restore(codec.decode(codec.encode(numbers.captured(True))))
+    assert again.drawing.random() == trained.drawing.random()
+    assert again.rates.tolist() == [1.0, 0.5, 1.0]  # type: ignore[union-attr, operator]
+
+
+def test_a_forward_that_is_put_into_a_class_is_seen() -> None:
+    class Own(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input
+
+    parts = ModuleParts(Own(2, 2))
+    before = parts.read()[""]
+    Own.forward = doubled  # type: ignore[method-assign]
+    assert {**parts.read()[""].shape, "forward": ""} == {**before.shape, "forward": ""}
+    assert parts.read()[""].shape["forward"].endswith(".doubled")
+
+
+def test_room_is_claimed_for_generators_before_they_have_drawn() -> None:
+    layers = Layer(), Layer()
+    del layers[0].drawing
+    without, claimed = (len(codec.encode(ModuleShape(ModuleNumbers(one), speaks=False).captured(0))) for one in layers)
+    assert claimed - without >= len(codec.encode(layers[1].drawing.bit_generator.state))
+
+
+def test_what_libraries_hook_is_left_out() -> None:
+    model = torch.nn.Linear(2, 2)
+    before = ModuleParts(model).read()[""].digest
+    model.register_forward_pre_hook(torch.nn.functional.relu)
+    model.register_forward_hook(functools.partial(module_parts.parts_of))
+    assert ModuleParts(model).read()[""].digest == before
