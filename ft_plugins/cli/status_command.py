@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..smp.serve.node_facts import Facts
+from ..smp.watch.job_state import NOTHING, State, needs_restart, span_text
 from . import status_facts
-from .job_state import State, needs_restart, span_text
-from .status_facts import Facts
 
 FORMAT = 2  # of the JSON; grows when a documented key changes its meaning or goes
 _WATCH_SECONDS = 2.0
 _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds
 
 _HELP = """\
-Show the jobs of this node: how far they are, what can be resumed from, and what
-went wrong. A job that has ended here and left nothing in memory is not shown."""
+Show the jobs of this node, and of each its other nodes: how far they are, what
+can be resumed from, and what went wrong. A job that has ended here and left
+nothing in memory is not shown."""
 _WORDS = """\
 states:
   ENDED        ft-run has ended and left how; or it is not known how
@@ -53,9 +54,12 @@ lines:
   slow        ranks that compute for much longer than the others, if there are
   in memory   the newest version that all ranks of this node hold
   other nodes the newest version from which a lost node would be rebuilt
-  storage     the newest complete checkpoint"""
+  storage     the newest complete checkpoint
+  nodes       the other nodes of the job, as their SMPs answer; only where nodes
+              protect each other"""
 _LABEL = 15  # columns of a label, with the indentation
 _NARROWEST = 60  # columns
+_EACH = 8  # other nodes that are named
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,13 +111,15 @@ def main(words: Sequence[str]) -> None:
         _watch(lambda: _text(options), options.watch, redraw=sys.stdout.isatty() and not for_programs)
 
 
-def _facts(options: argparse.Namespace) -> tuple[list[Facts], list[Path]]:
-    """The facts of the jobs that the options name, and all run directories of them."""
+def _facts(options: argparse.Namespace, others: bool = False) -> tuple[list[Facts], list[Path]]:
+    """The facts of the jobs that the options name, with `others` of their other nodes too; and all run directories of
+    them."""
     run_dirs = status_facts.run_directories(options.job, options.node)
     if options.job is not None and not run_dirs:
         raise ConfigError(f"no job '{options.job}' is known here; expected one of: {known_jobs()}")
     every = options.all or options.job is not None
-    return status_facts.facts_of([path for path in run_dirs if every or not status_facts.is_over(path)]), run_dirs
+    shown = [path for path in run_dirs if every or not status_facts.is_over(path)]
+    return status_facts.facts_of(shown, others), run_dirs
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -138,7 +144,7 @@ def _metrics(facts: Sequence[Facts]) -> str:
 
 def _text(options: argparse.Namespace) -> str:
     """What the options show now."""
-    facts, run_dirs = _facts(options)
+    facts, run_dirs = _facts(options, others=not options.prometheus)
     if options.prometheus:
         return _metrics(facts)
     if options.json:
@@ -224,6 +230,8 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
         if facts["protection"] or facts["ranks"]:  # a spare has nothing to lose
             yield "other nodes", _on_nodes(newest["node"], facts["protection"])
         yield "storage", _in_storage(newest["storage"], facts["storage"])
+    for number, words in enumerate(_elsewhere(facts.get("others") or ())):
+        yield "" if number else "nodes", words
     yield "processes", _processes(facts)
     if facts["smp_error"]:
         yield "error", facts["smp_error"]
@@ -266,6 +274,31 @@ def _in_storage(newest: Mapping[str, Any] | None, storage: Mapping[str, Any] | N
     kept = ", ".join(f"iteration {iteration}" for _, iteration in storage["kept"])
     failed = [f"failed: {storage['failed']}"] if storage["failed"] else []
     return "; ".join([*failed, _version(newest, "none yet"), *([f"kept: {kept}"] if kept else [])])
+
+
+def _elsewhere(others: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How the job's other nodes are: in one sentence those that train without an alarm, then each of the others."""
+    well = [each for each in others if each["state"] == State.TRAINING.value and not each["alarm"]]
+    if well:
+        reached = sorted({each["iteration"] or 0 for each in well})
+        yield f"{_names(well)}: TRAINING, iteration {' to '.join(map(str, dict.fromkeys((reached[0], reached[-1]))))}"
+    rest = [each for each in others if each not in well]
+    for each in rest[:_EACH]:
+        if each["error"]:
+            yield f"{each['node']}: no answer: {each['error']}"
+            continue
+        iteration = f", iteration {each['iteration']}" if each["iteration"] else ""
+        alarm = f"; last alarm: {each['alarm']}" if each["alarm"] else ""
+        remedy = f"; to do: {each['remedy']}" if each["remedy"] != NOTHING else ""
+        yield f"{each['node']}: {each['state']}{iteration}: {each['headline']}{remedy}{alarm}"
+    if rest[_EACH:]:
+        yield f"{_names(rest[_EACH:])}: neither; see --json"
+
+
+def _names(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The first names, and how many more there are."""
+    more = [f"{len(nodes) - _EACH} more"] if len(nodes) > _EACH else []
+    return ", ".join([*(each["node"] for each in nodes[:_EACH]), *more])
 
 
 def _processes(facts: Facts) -> str:

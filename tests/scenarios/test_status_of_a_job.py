@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ft_plugins.cli import status_command
-from ft_plugins.cli.status_facts import Facts, facts_of, is_over
+from ft_plugins.cli.status_facts import facts_of, is_over
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.serve.node_facts import Facts
 from harness.forkserver import ForkServer, JobSpec
 
 KILLED_AT, SECONDS = 5, 60.0

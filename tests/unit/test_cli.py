@@ -22,11 +22,11 @@ import pytest
 from ft_plugins import cli
 from ft_plugins.cli import status_command, status_facts
 from ft_plugins.cli.events_command import lines_of
-from ft_plugins.cli.job_state import State
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.smp.serve import client as smp
 from ft_plugins.smp.watch import liveness
+from ft_plugins.smp.watch.job_state import State
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.capture.retention import Storage
