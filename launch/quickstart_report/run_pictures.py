@@ -42,7 +42,7 @@ _LABEL_SHARE = 0.053  # of the width; narrower windows have no label
 
 
 def draw_comparison(failed: RunRecord, unfailed: RunRecord, report: RunComparison, path: Path) -> None:
-    """Draw two runs of a job to `path`: by iteration, with their difference, and beside that by time."""
+    """Draw two runs of a job to `path`: by iteration, with their difference, and by time."""
     figure = new_figure(path, 12, 6, dpi=130)
     (losses, times), (differences, snapshots) = figure.subplots(2, 2, sharex="col", height_ratios=[5, 1])
     times.sharey(losses)
