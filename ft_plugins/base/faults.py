@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}").fullmatch
 _DIVIDES = re.compile(r"[^%]+(%0*[1-9][0-9]{0,17})?").fullmatch  # a fact, or its remainder by a non-zero number
 REQUESTS = (
     *("status", "watch", "fence", "attach", "restore", "shutdown", "end", "endpoint", "claim", "protect", "inventory"),
-    *("rebuild", "resize", "previous_sizes", "spare", "settle", "checkpoint", "hold"),
+    *("rebuild", "resize", "previous_sizes", "spare", "settle", "checkpoint", "hold", "nodes"),
 )
 OF_HOSTS = ("iteration.forward", "update.begin", "update.middle", "update.end")  # not reached by every host
 

@@ -1,37 +1,28 @@
-"""The command `ft-plugins`. `status`, which is called often, imports neither the other commands nor their parser."""
+"""The command `ft-plugins`."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .commands import app
+import typer
+
+from ..errors import FtError
+from . import status_command
+from .commands import app
 
 __all__ = ["app", "main"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "app":
-        from .commands import app
-
-        return app
-    raise AttributeError(f"module 'ft_plugins.cli' has no attribute '{name}'")
-
-
 def main() -> None:
     """The console script."""
-    from ..errors import FtError
-
     try:
-        if sys.argv[1:2] == ["status"]:
-            from . import status_command
-
-            status_command.main(sys.argv[2:])
-        else:
-            from .commands import app
-
+        given = status_command.arguments(sys.argv[2:]) if sys.argv[1:2] == ["status"] else None
+        if given is None:
             app(prog_name="ft-plugins")
+        else:
+            status_command.status(**given)
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
     except FtError as error:
         print(f"ft-plugins: {error}", file=sys.stderr)
         sys.exit(1)

@@ -21,15 +21,11 @@ from ..planner.group_survival import choose_group_nodes
 from ..planner.intervals import Costs, plan_intervals
 from ..planner.recommendation import recommend, terms
 from ..planner.survival import Cluster, Scheme, plan_survival
-from .memory_plan_command import AsJson, memory
+from .memory_plan_command import AsJson
 
 AUTO = "auto"
 
-plan_app = typer.Typer(no_args_is_help=True, help="Plan a job before it runs.")
-plan_app.command(context_settings={"allow_extra_args": True})(memory)
 
-
-@plan_app.command()
 def interval(
     nodes: Annotated[int, typer.Option(help="nodes of the job")],
     group_nodes: Annotated[int, typer.Option(help="nodes of a sharding group: data-parallel replicas of a stage")],
@@ -101,7 +97,6 @@ def interval(
         print("\n\n".join(filter(None, [*tables, terms()])))
 
 
-@plan_app.command()
 def sync(
     profile: Annotated[Path, typer.Argument(help="profile of layers, as a job with local SGD writes it (JSON)")],
     link_mbps: Annotated[

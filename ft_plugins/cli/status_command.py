@@ -10,29 +10,28 @@ In: a command line. Out: text, or one line of JSON. Raises ConfigError.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ..errors import ConfigError
+from ..smp.serve.node_facts import Facts
+from ..smp.watch.job_state import NOTHING, State, needs_restart, span_text
 from . import status_facts
-from .job_state import State, needs_restart, span_text
-from .status_facts import Facts
 
 FORMAT = 2  # of the JSON; grows when a documented key changes its meaning or goes
 _WATCH_SECONDS = 2.0
 _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds
 
-_HELP = """\
-Show the jobs of this node: how far they are, what can be resumed from, and what
-went wrong. A job that has ended here and left nothing in memory is not shown."""
-_WORDS = """\
+EPILOG = """\b
 states:
   ENDED        ft-run has ended and left how; or it is not known how
   REFUSED      ft-run has ended because a restart cannot help
@@ -42,83 +41,106 @@ states:
                the ranks, for one that may be at work
   HUNG         no rank gets on, or one is stopped by a signal
   ORPHANED     ft-run is gone without a word; its memory is kept for a while
-  UNPROTECTED  ft-run is running, and the SMP, which owns the snapshots, is not
+  UNPROTECTED  ft-run is running; the SMP, which owns the snapshots, is not
 
+\b
 lines:
   now         what is known
   to do       what you can do about it
   training    the last iteration that all ranks of this node have completed;
-              restarts; time without training, from the failure of a process of
-              this node until all of its ranks have completed an iteration again
+              restarts; time without training, from the failure of a process
+              of this node until all of its ranks have completed an iteration
   slow        ranks that compute for much longer than the others, if there are
   in memory   the newest version that all ranks of this node hold
   other nodes the newest version from which a lost node would be rebuilt
-  storage     the newest complete checkpoint"""
+  storage     the newest complete checkpoint
+  nodes       the other nodes of the job, as their SMPs answer; only where
+              nodes protect each other"""
 _LABEL = 15  # columns of a label, with the indentation
 _NARROWEST = 60  # columns
+_EACH = 8  # other nodes that are named
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
-    made = argparse.ArgumentParser(
-        "ft-plugins status",
-        description=_HELP,
-        epilog=_WORDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("--job", help="only this job")
-    made.add_argument("--node", help="only this node name")
-    made.add_argument(
-        "--all", action="store_true", help="also jobs that have ended here and left nothing to resume from"
-    )
-    made.add_argument(
-        "--watch", nargs="?", const=_WATCH_SECONDS, type=_seconds, metavar="SECONDS",
-        help=f"show it again every so many seconds ({_WATCH_SECONDS:g} if none are given), until Ctrl-C",
-    )  # fmt: skip
-    forms = made.add_mutually_exclusive_group()
-    forms.add_argument("--json", action="store_true", help="one object in one line, for programs")
-    forms.add_argument("--prometheus", action="store_true", help="metrics, in Prometheus' text format")
-    forms.add_argument(
-        "--probe", action="store_true",
-        help="one line for each job; exit status 1 if one is not ready, or if there is no job",
-    )  # fmt: skip
-    return made
+JobOption = Annotated[str | None, typer.Option("--job", help="only this job")]
+NodeOption = Annotated[str | None, typer.Option("--node", help="only this node name")]
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not _SHORTEST <= value <= _LONGEST:
-        raise argparse.ArgumentTypeError(f"expected {_SHORTEST:g} to {_LONGEST:g} seconds, found {text}")
-    return value
-
-
-def main(words: Sequence[str]) -> None:
-    """Run the command with the words after its name. Raises ConfigError."""
-    options = parser().parse_args(words)
-    if options.probe:
-        if options.watch is not None:
-            raise ConfigError("--probe looks once; drop --watch")
-        sys.exit(_probe(options))
-    if options.watch is None:
-        print(_text(options))
+def status(
+    job: JobOption = None,
+    node: NodeOption = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="also jobs that have ended here and left nothing to resume from")
+    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="show it again every SECONDS, until Ctrl-C")] = False,
+    seconds: Annotated[
+        float | None, typer.Argument(min=_SHORTEST, max=_LONGEST, metavar="SECONDS", help="of --watch; unset: 2")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one object in one line, for programs")] = False,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="metrics, in Prometheus' text format")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="one line for each job; exit status 1 if one is not ready, or without a job")
+    ] = False,
+) -> None:
+    """Show the jobs of this node, and of each its other nodes: how far they are, what can be resumed from, and what
+    went wrong. A job that has ended here and left nothing in memory is not shown."""
+    forms = [form for form, on in (("json", as_json), ("prometheus", prometheus), ("probe", probe)) if on]
+    if len(forms) > 1:
+        raise typer.BadParameter(f"--{forms[0]} is not allowed with --{forms[1]}")
+    if seconds is not None and not watch:
+        raise typer.BadParameter(f"{seconds:g}: has no effect without --watch")
+    if probe and watch:
+        raise ConfigError("--probe looks once; drop --watch")
+    asked = Asked(job, node, every, forms[0] if forms else "")
+    if probe:
+        raise typer.Exit(_probe(asked))
+    if not watch:
+        print(_text(asked))
     else:
-        for_programs = options.json or options.prometheus
-        _watch(lambda: _text(options), options.watch, redraw=sys.stdout.isatty() and not for_programs)
+        _watch(lambda: _text(asked), seconds or _WATCH_SECONDS, redraw=sys.stdout.isatty() and not forms)
 
 
-def _facts(options: argparse.Namespace) -> tuple[list[Facts], list[Path]]:
-    """The facts of the jobs that the options name, and all run directories of them."""
-    run_dirs = status_facts.run_directories(options.job, options.node)
-    if options.job is not None and not run_dirs:
-        raise ConfigError(f"no job '{options.job}' is known here; expected one of: {known_jobs()}")
-    every = options.all or options.job is not None
-    return status_facts.facts_of([path for path in run_dirs if every or not status_facts.is_over(path)]), run_dirs
+status.epilog = EPILOG  # type: ignore[attr-defined]
+_FORMS = {"--json": "as_json", "--prometheus": "prometheus", "--probe": "probe"}
+_SWITCHES = {**_FORMS, "--all": "every", "--watch": "watch"}
 
 
-def _probe(options: argparse.Namespace) -> int:
+def arguments(words: Sequence[str]) -> dict[str, Any] | None:
+    """The arguments of `status`, if these words are what Typer reads without help or error; its imports take as long as
+    the whole command may."""
+    given: dict[str, Any] = {}
+    left = iter(words)
+    for word in left:
+        value = next(left, "-") if word in ("--job", "--node") else ""
+        if value.startswith("-") or not value and word not in _SWITCHES:
+            return None
+        given[_SWITCHES.get(word, word[2:])] = value or True
+    return given if len(given.keys() & _FORMS.values()) < 2 else None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks: `every` job or those with something to say; `form`: json, prometheus, probe, or '' for text."""
+
+    job: str | None
+    node: str | None
+    every: bool
+    form: str
+
+
+def _facts(asked: Asked, others: bool = False) -> tuple[list[Facts], list[Path]]:
+    """The facts of the jobs that are asked for, with `others` of their other nodes too; and all run directories of
+    them."""
+    run_dirs = status_facts.run_directories(asked.job, asked.node)
+    if asked.job is not None and not run_dirs:
+        raise ConfigError(f"no job '{asked.job}' is known here; expected one of: {known_jobs()}")
+    every = asked.every or asked.job is not None
+    shown = [path for path in run_dirs if every or not status_facts.is_over(path)]
+    return status_facts.facts_of(shown, others), run_dirs
+
+
+def _probe(asked: Asked) -> int:
     """Print a line for each job; the exit status."""
-    facts, _ = _facts(options)
+    facts, _ = _facts(asked)
     failed = [needs_restart(State(each["state"]), each["ft_run_alive"]) for each in facts]
     for each, bad in zip(facts, failed, strict=True):
         print(f"{each['job']} on node {each['node']}: {'failed' if bad else 'ok'}: {each['state']}: {each['headline']}")
@@ -136,12 +158,12 @@ def _metrics(facts: Sequence[Facts]) -> str:
     return exposition.text_of(nodes).rstrip("\n")
 
 
-def _text(options: argparse.Namespace) -> str:
-    """What the options show now."""
-    facts, run_dirs = _facts(options)
-    if options.prometheus:
+def _text(asked: Asked) -> str:
+    """What is asked for, as it is now."""
+    facts, run_dirs = _facts(asked, others=asked.form != "prometheus")
+    if asked.form == "prometheus":
         return _metrics(facts)
-    if options.json:
+    if asked.form == "json":
         return json.dumps({"format": FORMAT, "time": time.time(), "jobs": facts})
     if facts:
         return text_of(facts, _width())
@@ -224,6 +246,8 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
         if facts["protection"] or facts["ranks"]:  # a spare has nothing to lose
             yield "other nodes", _on_nodes(newest["node"], facts["protection"])
         yield "storage", _in_storage(newest["storage"], facts["storage"])
+    for number, words in enumerate(_elsewhere(facts.get("others") or ())):
+        yield "" if number else "nodes", words
     yield "processes", _processes(facts)
     if facts["smp_error"]:
         yield "error", facts["smp_error"]
@@ -266,6 +290,31 @@ def _in_storage(newest: Mapping[str, Any] | None, storage: Mapping[str, Any] | N
     kept = ", ".join(f"iteration {iteration}" for _, iteration in storage["kept"])
     failed = [f"failed: {storage['failed']}"] if storage["failed"] else []
     return "; ".join([*failed, _version(newest, "none yet"), *([f"kept: {kept}"] if kept else [])])
+
+
+def _elsewhere(others: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How the job's other nodes are: in one sentence those that train without an alarm, then each of the others."""
+    well = [each for each in others if each["state"] == State.TRAINING.value and not each["alarm"]]
+    if well:
+        reached = sorted({each["iteration"] or 0 for each in well})
+        yield f"{_names(well)}: TRAINING, iteration {' to '.join(map(str, dict.fromkeys((reached[0], reached[-1]))))}"
+    rest = [each for each in others if each not in well]
+    for each in rest[:_EACH]:
+        if each["error"]:
+            yield f"{each['node']}: no answer: {each['error']}"
+            continue
+        iteration = f", iteration {each['iteration']}" if each["iteration"] else ""
+        alarm = f"; last alarm: {each['alarm']}" if each["alarm"] else ""
+        remedy = f"; to do: {each['remedy']}" if each["remedy"] != NOTHING else ""
+        yield f"{each['node']}: {each['state']}{iteration}: {each['headline']}{remedy}{alarm}"
+    if rest[_EACH:]:
+        yield f"{_names(rest[_EACH:])}: neither; see --json"
+
+
+def _names(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The first names, and how many more there are."""
+    more = [f"{len(nodes) - _EACH} more"] if len(nodes) > _EACH else []
+    return ", ".join([*(each["node"] for each in nodes[:_EACH]), *more])
 
 
 def _processes(facts: Facts) -> str:

@@ -1,35 +1,26 @@
-"""What `ft-plugins status` knows of each job on this node: one map of plain values for each run directory.
+"""Find the jobs of this machine, and ask their SMPs what is known of them. Imports nothing that is slow.
 
-Invariant: the keys of `Facts` are stable and documented (docs/operating.md); `details`, the reply of the SMP, is not.
-An SMP that does not answer hides no other job. Imports nothing that is slow: neither numpy nor pydantic.
+Invariant: an SMP or a node that does not answer hides no other one.
 
-In: run directories, the replies of their SMPs. Out: `Facts`. Raises ConfigError.
+In: run directories. Out: `Facts`. Raises ConfigError.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from ..base.run_directories import run_root
 from ..errors import FtError
-from ..events import standing_alarm
-from ..smp.exchange.pace import pace_text
 from ..smp.serve.local_connection import LocalConnection
-from ..smp.serve.status import Signal, holds_nothing, marks_in, newest_common, progress_of
+from ..smp.serve.node_facts import Facts, left_in_memory
+from ..smp.serve.node_facts import facts_of as facts_of_node
 from ..smp.watch import liveness
-from ..smp.watch.job_history import History, read_history, read_note
-from ..snapshot.segment import paths
-from ..snapshot.segment.slots import Mark
-from .job_state import JobFacts, job_state
 
 ASK_SECONDS = 5.0  # timeout for an SMP's answer; a live one answers within milliseconds
-
-Facts = Mapping[str, Any]
+OTHERS_SECONDS = 1.0  # for the SMPs of other nodes to answer
 
 
 def run_directories(job: str | None, node: str | None) -> list[Path]:
@@ -42,18 +33,14 @@ def is_over(run_dir: Path) -> bool:
     """Whether the job of a run directory has ended here and left nothing to resume from."""
     if any(liveness.held(run_dir / lock) for lock in ("smp.lock", "lock")):
         return False
-    return not _left_in_memory(run_dir)
+    return not left_in_memory(run_dir)
 
 
-def _left_in_memory(run_dir: Path) -> bool:
-    names = run_dir.parent.name, run_dir.name
-    return bool(paths.segments_of(*names) or paths.previous_segments_of(*names))
-
-
-def facts_of(run_dirs: Sequence[Path]) -> list[Facts]:
-    """The facts of each run directory, in order. All SMPs are asked at once."""
+def facts_of(run_dirs: Sequence[Path], others: bool = False) -> list[Facts]:
+    """The facts of each run directory, in order; with those of each job's `others`, nodes that have no run directory
+    on this machine. All are asked at once."""
     results: dict[Path, Facts] = {}
-    threads = [Thread(target=lambda at=at: results.update({at: _facts(at)}), daemon=True) for at in run_dirs]
+    threads = [Thread(target=lambda at=at: results.update({at: _facts(at, others)}), daemon=True) for at in run_dirs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -61,92 +48,16 @@ def facts_of(run_dirs: Sequence[Path]) -> list[Facts]:
     return [results[at] for at in run_dirs if at in results]
 
 
-def _facts(run_dir: Path) -> Facts:
+def _facts(run_dir: Path, others: bool) -> Facts:
     reply: dict[str, Any] = {}
-    error = None
-    if answers := liveness.held(run_dir / "smp.lock"):
+    error, elsewhere = None, None
+    if liveness.held(run_dir / "smp.lock"):
         try:
             with LocalConnection(run_dir, ASK_SECONDS) as connection:
                 reply = connection.status()
-        except FtError as problem:  # one hung SMP must not hide the other jobs
-            error, answers = str(problem), False
-    now, ft_run_alive = time.time(), liveness.held(run_dir / "lock")
-    history = reply.get("history") or (read_history(run_dir) or History()).report(now)
-    segments, tier = reply.get("segments", []), reply.get("node_tier") or {}
-    nodes = len(tier.get("nodes", ()))
-    newest = _newest(reply, history["tiers"]) if reply else history["tiers"]
-    launched = ft_run_alive or reply.get("watched_lives", False)
-    progress, alarm = reply.get("progress", {}), _alarm(run_dir)
-    state = job_state(
-        JobFacts(
-            job=run_dir.parent.name,
-            now=now,
-            launched=launched,
-            note=None if launched and not ft_run_alive else read_note(run_dir),  # it is of an earlier launch
-            smp_answers=answers,
-            smp_hangs=error is not None,
-            holds=not holds_nothing(reply) if reply else _left_in_memory(run_dir),
-            newest=newest["process"]["iteration"] if newest["process"] else None,
-            kept_seconds=reply.get("kept_seconds"),
-            trains=bool(reply) and progress_of(reply, reply["token"]) is not None,
-            failed=reply.get("signal") == Signal.UNHEALTHY.value,
-            stopped=tuple(reply.get("stopped", ())),
-            restarts=history["restarts"],
-            idle_seconds=progress.get("no_progress_seconds", 0.0),
-            hang_seconds=progress.get("hang_seconds", 0.0),
-            alarm=alarm is not None,
-            waits_for=progress.get("waits_for", ""),
-        )
-    )
-    return {
-        "job": run_dir.parent.name,
-        "node": run_dir.name,
-        "run_dir": str(run_dir),
-        "state": state.state.value,
-        "headline": state.headline,
-        "remedy": state.remedy,
-        "signal": reply.get("signal", Signal.OFFLINE.value),
-        "smp_answers": answers,
-        "smp_pid": reply.get("pid"),
-        "smp_error": error,
-        "ft_run_alive": ft_run_alive,
-        "token": reply.get("token"),
-        "ranks": len(segments),
-        "world_size": reply.get("world_size") or len(segments),
-        "nodes": nodes or None,
-        "memory_bytes": sum(segment["bytes"] for segment in segments) + tier.get("parity_bytes", 0),
-        "iteration": min((each["completed"] for each in segments), default=None) or history["iteration"],
-        "iteration_age_seconds": history["iteration_age_seconds"],
-        "restarts": history["restarts"],
-        "downtime_seconds": history["downtime_seconds"],
-        "down_for_seconds": history["down_for_seconds"],
-        "slow": reply.get("progress", {}).get("slow", []),
-        "newest": newest,
-        "protection": _protection(tier) if nodes else None,
-        "storage": {key: reply["storage"][key] for key in ("path", "failed", "kept")} if reply.get("storage") else None,
-        "alarm": alarm,
-        "details": reply or None,
-    }
-
-
-def _newest(reply: Mapping[str, Any], tiers: Mapping[str, Any]) -> dict[str, Any]:
-    """The newest version by tier, with the mark of its replicas."""
-    newest = dict(tiers)
-    common = newest_common(reply)
-    if newest["process"] and common:
-        newest["process"] = newest["process"] | {"mark": marks_in(reply).get(common, Mark.NONE).word}
-    return newest
-
-
-def _protection(tier: Mapping[str, Any]) -> dict[str, Any]:
-    """How nodes protect each other, and the pace at which versions are committed."""
-    return {"redundancy": tier.get("redundancy", ""), "losses": tier.get("losses", 0), "pace": pace_text(tier)}
-
-
-def _alarm(run_dir: Path) -> dict[str, str] | None:
-    """The newest unresolved alarm of a run directory: time, name and text."""
-    event = standing_alarm(run_dir / "events.jsonl")
-    if event is None:
-        return None
-    when = datetime.fromtimestamp(event.time).astimezone().isoformat(" ", "seconds")
-    return {"time": when, "name": event.name, "text": event.sentence()}
+                if others:
+                    named = connection.other_nodes(OTHERS_SECONDS)
+                    elsewhere = [each for each in named if not (run_dir.parent / each["node"]).is_dir()]
+        except FtError as problem:
+            error = str(problem)
+    return {**facts_of_node(run_dir, reply, None if reply else error), "others": elsewhere}

@@ -28,10 +28,10 @@ from ..base.intake import read_bytes
 from ..errors import ConfigError, FtError, ProtocolError
 from ..events import Events, catalogue
 from . import door, protocol
-from .channel import Buffer, Channel, Party
+from .channel import Channel, Party
 from .dial import ADMITTED, CUT_OFF, Dialer
 from .door import Door, DoorLimits, RejectedConnections, listen
-from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, PLAIN, FrameBounds, Message, Received
+from .frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT, PLAIN, Buffer, FrameBounds, Message, Received
 from .framed import PART_SECONDS, EndedError, FramedSocket, limit_in_kernel
 from .loop import Loop
 from .serving import Served, Serving

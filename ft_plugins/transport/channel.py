@@ -27,15 +27,13 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import ProtocolError
+from .frame_codec import TAG as TAG
+from .frame_codec import Buffer
 
-HANDSHAKE_LIMIT = 4096  # bytes of one message before the peer has authenticated itself
-TAG = 16  # bytes that follow each unit
 _VERSION = b"ft_plugins channel 1"
 _NONCE = 32
 _KEY = 32
 _NAME = 256  # characters of a purpose, a job or a node
-
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)

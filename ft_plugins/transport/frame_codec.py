@@ -19,14 +19,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from ..base.outside_values import shown
 from ..errors import ProtocolError
-from .channel import HANDSHAKE_LIMIT, TAG, Buffer, Opener, Sealer
 
+if TYPE_CHECKING:  # the command line imports this module, and no ciphers
+    from .channel import Opener, Sealer
+
+HANDSHAKE_LIMIT = 4096  # bytes of one message before the peer has authenticated itself
+TAG = 16  # bytes that follow each unit
 FRAME_LIMIT = 1 << 20  # bytes of a message; fits a status of thousands of slots, the largest one
 UNIT = 1 << 20  # bytes of a payload that have one tag: larger ones would not be faster
 PAYLOAD_LIMIT = UNIT  # bytes of a payload between SMPs
@@ -35,6 +39,7 @@ _LENGTH = struct.Struct(">I")
 # bounds on a message before its sender has authenticated itself: what a handshake needs, and no lists
 _UNPROVEN = {"max_str_len": 1024, "max_bin_len": 64, "max_array_len": 0, "max_map_len": 8, "max_ext_len": 0}
 
+Buffer = bytes | bytearray | memoryview
 Message = dict[str, Any]
 Received = tuple[Message, Buffer]  # a message and its payload
 

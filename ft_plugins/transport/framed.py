@@ -17,10 +17,13 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ..errors import ProtocolError
-from .channel import Buffer, Channel
-from .frame_codec import PLAIN, Decoder, FrameBounds, Message, Received, drop_front, seal
+from .frame_codec import PLAIN, Buffer, Decoder, FrameBounds, Message, Received, drop_front, seal
+
+if TYPE_CHECKING:
+    from .channel import Channel
 
 PART_SECONDS = 120.0  # for a length, message or unit: a reader may wait for other nodes between two replies
 _READS = 128  # parts of frames that a link reads before others have their turn

@@ -1,6 +1,7 @@
 """Draw runs: two runs of a job, one of them killed; and how a job used its bubbles.
 
-`draw_comparison`: loss over wall time of the failed and the unfailed run, the failure, the snapshots.
+`draw_comparison`: losses of the failed and the unfailed run by iteration, over each other, and by wall time with the
+failure and the snapshots.
 `draw_bubbles`: one iteration with a row per rank:
 
     ####  forward, backward, update, reduction, in their colours        light: a bubble
@@ -14,6 +15,8 @@ In: the runs and their comparison; a `BubbleUse`. Out: a PNG.
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +34,58 @@ from .comparison import RunComparison, RunRecord, sealed_by_all
 UNFAILED, FAILED, FAILURE, SYNCHRONISED = "#7a8794", "#0b6fb8", "#c8322b", "#2f8f4e"
 IDLE, WINDOW, INK = "#e9edf1", "#d98e04", "#1c1f22"
 UNREPORTED = ":"
+_UNFAILED = {"color": UNFAILED, "label": "unfailed run", "linewidth": 4.0, "alpha": 0.5}  # is seen under the other
+_FAILED = {"color": FAILED, "label": "run with one kill", "linewidth": 1.4}
+_SYNCHRONISED = "replicas synchronised"
 _HEIGHT = 0.78  # of a row; rows are one unit apart
 _LABEL_SHARE = 0.053  # of the width; narrower windows have no label
 
 
 def draw_comparison(failed: RunRecord, unfailed: RunRecord, report: RunComparison, path: Path) -> None:
-    """Draw two runs of a job to `path`."""
-    figure = new_figure(path, 10, 6, dpi=150)
-    losses, snapshots = figure.subplots(2, 1, sharex=True, height_ratios=[8, 1])
+    """Draw two runs of a job to `path`: by iteration, with their difference, and by time."""
+    figure = new_figure(path, 12, 6, dpi=130)
+    (losses, times), (differences, snapshots) = figure.subplots(2, 2, sharex="col", height_ratios=[5, 1])
+    times.sharey(losses)
     killed = next((event.time for event in failed.events if event.type is catalogue.SIGNAL_SENT), None)
-    _draw_losses(losses, failed, unfailed, killed)
+    for run, style in ((unfailed, _UNFAILED), (failed, _FAILED)):
+        losses.plot([entry.iteration for entry in run.losses], [entry.loss for entry in run.losses], **style)
+    differences.plot(*zip(*difference(failed, unfailed), strict=True), color=FAILED, linewidth=1.2)
+    _draw_losses(times, failed, unfailed, killed)
     if killed is not None:
-        _draw_failure(losses, failed, report, killed)
-    _draw_synchronisations(losses, failed)
+        _draw_failure(times, failed, report, killed)
+    _draw_synchronisations(times, failed)
     _draw_snapshots(snapshots, failed, unfailed, killed)
-    losses.set_title(_title(report), loc="left", fontsize=12, fontweight="bold")
+    figure.suptitle(_title(report), x=0.01, ha="left", fontsize=12, fontweight="bold")
     losses.set_ylabel("loss (nats per byte)")
-    losses.legend(frameon=False, loc="lower left")
+    differences.set_ylabel("difference")
+    differences.set_xlabel("iteration")
     snapshots.set_xlabel("seconds since the start of each run")
-    ended = max(run.losses[-1].time - run.began for run in (failed, unfailed))
-    losses.set_xlim(0, ended * 1.02)
-    for axes in (losses, snapshots):
+    figure.supxlabel(f"measured on {_machine()}", x=0.99, ha="right", fontsize=8, color=UNFAILED)
+    losses.legend(frameon=False, loc="lower left")
+    marks = dict(zip(*reversed(times.get_legend_handles_labels()), strict=True))
+    if _SYNCHRONISED in marks:
+        times.legend([marks[_SYNCHRONISED]], [_SYNCHRONISED], frameon=False, loc="lower left")
+    runs = (failed, unfailed)
+    first, last = (pick(run.losses[at].time - run.began for run in runs) for pick, at in ((min, 0), (max, -1)))
+    times.set_xlim(first - 0.03 * (last - first), last + 0.03 * (last - first))
+    for axes in (losses, differences, times, snapshots):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", color="#e4e7ea", linewidth=0.8)
         axes.set_axisbelow(True)
     figure.savefig(path)
+
+
+def difference(failed: RunRecord, unfailed: RunRecord) -> list[tuple[int, float]]:
+    """By iteration, in the order of the killed run, how much its loss is larger than that of the other one."""
+    whole = {entry.iteration: entry.loss for entry in unfailed.losses}
+    both = [entry for entry in failed.losses if entry.iteration in whole]
+    return [(entry.iteration, entry.loss - whole[entry.iteration]) for entry in both] or [(0, float("nan"))]
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"
 
 
 def _title(report: RunComparison) -> str:
@@ -104,7 +134,7 @@ def _draw_synchronisations(axes: Any, failed: RunRecord) -> None:
     """Mark when the first rank had synchronised its replica under local SGD."""
     times = [e.time - failed.began for e in failed.events if e.type is catalogue.REPLICAS_SYNCHRONISED and e.rank == 0]
     for number, time in enumerate(times):
-        label = None if number else "replicas synchronised"
+        label = None if number else _SYNCHRONISED
         axes.axvline(time, color=SYNCHRONISED, linewidth=0.8, linestyle=(0, (1, 2)), label=label)
 
 

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import pytest
 import typer
 
-from ft_plugins.cli import app, status_command
+from ft_plugins.cli import app
 from ft_plugins.config import deepspeed_json, keys
 from ft_plugins.events import catalogue
 from ft_plugins.launcher import command
@@ -104,16 +103,11 @@ def run_ft_run(line: str, words: list[str], folder: Path) -> None:
 
 def run_ft_plugins(line: str, words: list[str], folder: Path) -> None:
     """Read as ft-plugins reads it; `config` and `plan` are executed."""
-    if words[1] == "status":
-        status_command.parser().parse_args(words[2:])
-        return
-    group, arguments = typer.main.get_command(app), words[1:]
-    context = click.Context(group, info_name="ft-plugins")
-    while isinstance(group, click.Group):
-        name, group, arguments = group.resolve_command(context, arguments)
+    group, name, arguments = typer.main.get_command(app), "ft-plugins", words[1:]
+    while hasattr(group, "resolve_command"):
+        name, group, arguments = group.resolve_command(group.make_context(name, list(arguments)), arguments)
         assert group is not None, line
-        context = click.Context(group, context, info_name=name)
-    group.make_context(context.info_name, list(arguments))
+    group.make_context(name, list(arguments))
     if words[1] in ("config", "plan"):
         layers = LayerProfile(tuple(LayerTimes(f"layer {n}", 0.01, 0.02, 0.1, 1 << 20) for n in range(8)), 8)
         write_profile(layers, folder / "layer-profile.json")  # the file that the pages name

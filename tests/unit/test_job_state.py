@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.cli.job_state import JobFacts, State, job_state, needs_restart
 from ft_plugins.smp.watch.job_history import NOTE_FILE, FtRunNote, FtRunPhase, read_note, write_note
+from ft_plugins.smp.watch.job_state import JobFacts, State, job_state, needs_restart
 
 NOW = 10_000.0
 RUNS = JobFacts("j", NOW, launched=True, note=FtRunNote(FtRunPhase.STARTING, time=NOW - 90))

@@ -17,6 +17,7 @@ import socket
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, TCPStore
@@ -44,6 +45,7 @@ from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
 from . import left_traces, worker_failures
 from .agent_channel import AgentChannel
+from .cycle_files import CycleFiles
 from .draining import Departure, longest_wait
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
 from .signals import SignalStop
@@ -102,6 +104,8 @@ class ProgressAgent(LocalElasticAgent):
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
+        folder = job.config.cycle_info_dir if job else None
+        self._cycles = CycleFiles(Path(folder), job.name, os.environ) if job and folder else None
         self._preload = parent_of(job, spec, events)
         self._departure = self._new_departure()
         self.verdict = Verdict(False, "failed", "")
@@ -296,7 +300,15 @@ class ProgressAgent(LocalElasticAgent):
                 seen=self._seen, ended=self._ended,
             )  # fmt: skip
         self._failed_at = None
+        handler = worker_group.spec.rdzv_handler
+        if self._cycles and isinstance(handler, Rendezvous) and worker_group.group_rank == 0:
+            self._cycles.begin(self.restarts, handler.members, handler.all_workers)
         return started
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        super()._shutdown(*args, **kwargs)
+        if self._cycles:
+            self._cycles.end()
 
     def end_preload(self) -> None:
         """End the process that ranks are forked from: no restart comes any more. Idempotent."""

@@ -153,6 +153,12 @@ class Rendezvous(RendezvousHandler):
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", self._store)
         return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))
 
+    @property
+    def members(self) -> list[str]:
+        """The nodes of the round that this one takes part in, by rank."""
+        ranks = self._node.roster_file.roster.ranks
+        return sorted(ranks, key=lambda name: ranks[name])
+
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for a round in which this one should take part; 1 if the leader is lost or this node's
         port no longer answers. Never raises."""

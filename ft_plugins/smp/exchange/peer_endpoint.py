@@ -137,11 +137,13 @@ class PeerRequests:
         received: Callable[[], None],
         as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]],
         job_file: Callable[[str], bytes],
+        status: Callable[[], dict[str, Any]],
     ) -> None:
         """`storing(epoch)` is the parity store that receives frames of that epoch; `join(epoch, position)` takes over
         the connection of a position that reports to this node in that epoch. Both raise ProtocolError if this node
         cannot. `received` is called once everything of a version is here; `as_spare` answers if this node has no part
-        in the job. `job_file(digest)` is the content of a job file here; it raises ProtocolError."""
+        in the job. `job_file(digest)` is the content of a job file here, `status` what is known of the job here; both
+        raise ProtocolError."""
         self._memory = memory
         self._segments = segments
         self._storing = storing
@@ -149,12 +151,15 @@ class PeerRequests:
         self._received = received
         self._as_spare = as_spare
         self._job_file = job_file
+        self._status = status
 
     def handle(self, message: dict[str, Any], payload: Bytes) -> Reply | Handover:
         """The reply to a request. Raises ProtocolError, SegmentError."""
         match request := requests.peer(message):
             case requests.Probe():
                 return {}, None
+            case requests.NodeStatus():
+                return {"facts": self._status()}, None
             case requests.SpareState() | requests.ReleaseSpare():
                 return self._as_spare(request), None
             case requests.Join(position=position):

@@ -35,6 +35,7 @@ from ..resize.transition import ResizeTransition
 from ..storage.checkpoint_schedule import REQUEST
 from ..storage.persister import Persister
 from ..tree.node import NodeTier
+from ..tree.other_nodes import reported
 from ..tree.protection import Protection
 from ..watch import liveness, stacks
 from ..watch.hang_watch import HangWatch
@@ -42,6 +43,7 @@ from ..watch.job_history import NODE, STORAGE, JobHistory
 from . import job_file, leftovers, requests
 from .metrics_endpoint import MetricsEndpoint
 from .node_context import NodeContext
+from .node_facts import facts_of
 from .status import described, signal_of
 
 _TOKEN = TypeAdapter(Count)
@@ -101,6 +103,7 @@ class SnapshotProcess:
         self._spare_server = SpareServer(resize)
         self._transition = ResizeTransition(resize, self._spare_client)
         self._tier.serve_as_spare(self._spare_server.answer)
+        self._tier.serve_status(self._status_for_others)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         if self.adopted:
             events.emit(catalogue.SEGMENTS_ADOPTED, segments=self.adopted, token=self.token)
@@ -172,6 +175,16 @@ class SnapshotProcess:
             "history": self._history.report(),
             "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
         }
+
+    def _status_for_others(self) -> dict[str, Any]:
+        """For people on other nodes. Raises ProtocolError if that takes too long now."""
+        if (status := self._status_in_time()) is None:
+            raise ProtocolError(f"node {self._node}: its SMP carries out a request that takes long")
+        return reported(facts_of(self._run_dir, status))
+
+    def _nodes(self, request: requests.OtherNodes) -> dict[str, Any]:
+        nodes, following = self._tier.other_nodes(request.first, request.seconds)
+        return {"nodes": nodes, "next": following}
 
     def _watch(self, request: requests.WatchProcess) -> dict[str, Any]:
         self.watched, self._detect_seconds = (request.pid, liveness.started(request.pid)), request.detect_seconds

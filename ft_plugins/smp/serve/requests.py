@@ -188,11 +188,19 @@ class WriteCheckpoint:
     keep: Flag = False
 
 
+@dataclass(frozen=True)
+class OtherNodes:
+    """Ask the other nodes of the job, from position `first` on, what is known of it there, for up to `seconds`."""
+
+    first: Count
+    seconds: Seconds
+
+
 LOCAL: Mapping[str, type[Any]] = {
     "status": WithoutFields, "watch": WatchProcess, "fence": WithoutFields, "attach": Attach, "restore": Restore,
     "shutdown": Shutdown, "end": WithoutFields, "endpoint": Listen, "claim": Protect, "protect": Protect,
     "inventory": WithoutFields, "rebuild": RebuildSlot, "resize": Resize, "previous_sizes": WithoutFields,
-    "spare": AskSpare, "settle": Settle, "checkpoint": WriteCheckpoint, "hold": Hold,
+    "spare": AskSpare, "settle": Settle, "checkpoint": WriteCheckpoint, "hold": Hold, "nodes": OtherNodes,
 }  # fmt: skip
 
 
@@ -207,6 +215,11 @@ def local(message: Mapping[str, Any]) -> Any:
 @dataclass(frozen=True)
 class Probe:
     """Measures the rate at which its payload arrives."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """Report what is known of the job on this node, for people: `other_nodes.OtherNode`."""
 
 
 @dataclass(frozen=True)
@@ -322,8 +335,8 @@ class ReadJob:
 
 
 _PEER: Mapping[str, type[Any]] = {
-    "probe": Probe, "spare": SpareState, "release": ReleaseSpare, "join": Join, "begin": BeginLane,
-    "take": TakeFrame, "copy": TakeCopy, "check": CompareReplicas,
+    "probe": Probe, "status": NodeStatus, "spare": SpareState, "release": ReleaseSpare, "join": Join,
+    "begin": BeginLane, "take": TakeFrame, "copy": TakeCopy, "check": CompareReplicas,
 }  # fmt: skip
 _READ: Mapping[str, type[Any]] = {
     "data": ReadData,

@@ -41,6 +41,7 @@ from ..serve import job_file
 from ..serve.node_context import NodeContext
 from ..serve.requests import RebuildSlot, ReleaseSpare, SpareState
 from ..watch.hang import Stall
+from . import other_nodes
 from .node_driver import NodeDriver
 from .pinned import PinnedVersions
 from .protection import Protection
@@ -50,7 +51,7 @@ _RELEASED = "released.json"  # the lineage in which the job has continued withou
 _ALARMS = ("replicas", "checkpoints", "protection", "commits")  # topics that belong to one incarnation
 
 SpareHandler = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
-
+StatusHandler = Callable[[], dict[str, Any]]
 
 _COUNT = TypeAdapter(Count)
 
@@ -69,10 +70,11 @@ class NodeTier:
         self._memory = LocalReader(segments, smp.previous, lambda: self._store)
         self._requests = PeerRequests(
             self._memory, segments, self._storing, self._join, self._received, self._as_spare,
-            lambda digest: job_file.read_content(run_dir, digest),
+            lambda digest: job_file.read_content(run_dir, digest), self._status_here,
         )  # fmt: skip
         self._endpoint = PeerEndpoint(run_dir, smp.job, smp.node, self._requests.handle, smp.events)
         self._spare_handler: SpareHandler | None = None
+        self._status_handler: StatusHandler | None = None
         self._released = _number(run_dir / _RELEASED)
         self._pinned = PinnedVersions(run_dir, segments)
         self._protection: Protection | None = None  # of the job that is, or was last, protected
@@ -273,6 +275,29 @@ class NodeTier:
     def peer(self, where: tuple[str, int], timeout: float, node: str = "") -> Peer:
         """A connection to another node's SMP; `node` is its name, if that is known."""
         return self._endpoint.connect(where, timeout, node)
+
+    # ---- for people on other nodes ----
+
+    def serve_status(self, handler: StatusHandler) -> None:
+        """Have `handler` answer what is known of the job on this node."""
+        self._status_handler = handler
+
+    def _status_here(self) -> dict[str, Any]:
+        if self._status_handler is None:
+            raise ProtocolError(f"node {self._node} is still starting")
+        return self._status_handler()
+
+    def other_nodes(self, first: int, seconds: float) -> tuple[list[dict[str, Any]], int | None]:
+        """What `other_nodes.ask` finds of the job's other nodes, of a page of positions from `first` on; and the
+        position at which the next page begins, None for none."""
+        with self._lock:
+            if self._protection is None:
+                return [], None
+            nodes, where = self._protection.plan().nodes, self._protection.endpoints
+            page = range(first, min(first + other_nodes.PAGE, len(nodes)))
+            others = [position for position in page if nodes[position] != self._node]
+            peers = {nodes[position]: self.peer(where[position], seconds, nodes[position]) for position in others}
+        return other_nodes.ask(peers, seconds), page.stop if page.stop < len(nodes) else None
 
     # ---- a node that has no part in the job ----
 

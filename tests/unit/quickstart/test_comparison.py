@@ -23,7 +23,7 @@ from quickstart_report.comparison import (
     stall,
 )
 from quickstart_report.comparison_text import table, verdict
-from quickstart_report.run_pictures import draw_comparison
+from quickstart_report.run_pictures import difference, draw_comparison
 
 RANKS = 4
 BEGAN, KILLED = 1000.0, 1038.2
@@ -248,9 +248,17 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     draw_comparison(failed, unfailed, compare_runs(failed, unfailed), tmp_path / "report.png")
     written = (tmp_path / "report.png").read_bytes()
     assert written.startswith(b"\x89PNG") and len(written) > 20_000
-    draw_comparison(
-        unfailed, unfailed, compare_runs(unfailed, unfailed), tmp_path / "other.png"
-    )  # nobody was killed: drawn as well
+    synchronised = [event("replicas.synchronised", BEGAN + 35, 0)]
+    other = replace(unfailed, events=[*unfailed.events, *synchronised])
+    draw_comparison(other, unfailed, compare_runs(other, unfailed), tmp_path / "other.png")  # without a kill
+
+
+def test_the_difference_of_the_runs_is_that_of_each_iteration_also_of_one_that_was_computed_twice() -> None:
+    unfailed = unfailed_run()
+    whole = [(entry.iteration, 0.0) for entry in failed_run().losses]
+    assert difference(failed_run(), unfailed) == whole and len(whole) > 12 - 1
+    twice = [*unfailed.losses, Loss(8, unfailed.losses[7].loss + 0.5, 1090.0), Loss(99, 1.0, 1091.0)]
+    assert difference(replace(unfailed, losses=twice), unfailed)[-1] == (8, 0.5)
 
 
 def test_a_kill_written_by_another_process_is_read_with_its_rank(tmp_path: Path) -> None:

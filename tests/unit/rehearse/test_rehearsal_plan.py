@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ft_plugins.cli.commands import rehearse
+from ft_plugins.cli.rehearse_command import rehearse
 from ft_plugins.errors import ConfigError
 from ft_plugins.rehearse.rehearsal import RehearsalPlan, faults_of, place_kills, plan_rehearsal
 

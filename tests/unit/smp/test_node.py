@@ -28,6 +28,7 @@ from ft_plugins.bubbles.gate.gate_pacer import GatePacer
 from ft_plugins.errors import FtError, ProtocolError, ResumeError
 from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp.exchange.traffic import RatePacer
+from ft_plugins.smp.tree import other_nodes
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.snapshot.segment import segment as segment_module
 from ft_plugins.snapshot.segment.paths import parity_path_of
@@ -437,3 +438,22 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     (fresh,) = job.substitute(1)
     job.rebuild(fresh, 3, Version(1, 2), (1,))
     assert fresh.holds(3, Version(1, 2)), "put together from frames of any length"
+
+
+def test_other_nodes_are_asked_for_people_page_by_page_and_each_by_its_own_name(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cluster(3)
+    first, second, third = (node.tier for node in job.nodes)
+    assert first.other_nodes(0, SECONDS) == ([], None), "nothing is protected yet"
+    job.protect()
+    told = {"state": "TRAINING", "headline": "", "remedy": "", "ranks": 2, "iteration": None, "restarts": 0}
+    more = {"iteration_age_seconds": 0.5, "downtime_seconds": 0.0, "newest": {"process": None}, "alarm": None}
+    second.serve_status(lambda: other_nodes.reported({**told, **more}))
+    monkeypatch.setattr(other_nodes, "PAGE", 2)
+    pages = [first.other_nodes(at, SECONDS) for at in (0, 2, 99)]
+    assert [[each["node"] for each in page] for page, _ in pages] == [["n1"], ["n2"], []]
+    assert [following for _, following in pages] == [2, None, None]
+    (answered,), (starting,) = pages[0][0], pages[1][0]
+    assert (answered["state"], answered["error"]) == ("TRAINING", "")
+    assert (starting["state"], starting["error"]) == (None, "node n2 is still starting")

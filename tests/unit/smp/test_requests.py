@@ -39,6 +39,7 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "settle", **OF_RANK, "world_size": 4, "spares": []},
     {"do": "checkpoint", "reason": "request", "seconds": 1.0, "only_due": False},
     {"do": "hold", "on": True},
+    {"do": "nodes", "first": 0, "seconds": 1.0},
 ]  # fmt: skip
 PEER: list[dict[str, Any]] = [
     {"do": "probe"},
@@ -54,6 +55,7 @@ PEER: list[dict[str, Any]] = [
     {"do": "read", "what": "copy", "version": [1, 2], "rank": 1, "offset": 0},
     {"do": "read", "what": "slot", "version": [1, 2], "rank": 1, "offset": 0},
     {"do": "read", "what": "job", "job": REFERENCE.job, "offset": 0},
+    {"do": "status"},
 ]
 OPTIONAL = {"base"}
 STRANGE = [None, -1, 1.5, "1", True, [], {}, 1 << 64]

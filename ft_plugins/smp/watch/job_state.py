@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from ..smp.watch.job_history import FtRunNote, FtRunPhase
+from .job_history import FtRunNote, FtRunPhase
 
-_NOTHING = "nothing to do"
+NOTHING = "nothing to do"
 
 
 class State(str, Enum):
@@ -61,7 +61,7 @@ class JobState:
 
     state: State
     headline: str
-    remedy: str = _NOTHING
+    remedy: str = NOTHING
 
 
 def job_state(facts: JobFacts) -> JobState:

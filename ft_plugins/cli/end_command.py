@@ -1,0 +1,63 @@
+"""`ft-plugins end` and `sweep`: drop what jobs left in the memory of this node.
+
+Invariant: no running job is disturbed: `end` refuses one that runs under ft-run.
+
+In: names. Out: lines. Raises ConfigError, FtError.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from ..config import Config, run_root
+from ..errors import ConfigError, FtError
+from ..smp.serve import client as smp
+from ..smp.serve import leftovers
+from ..smp.watch import liveness
+from .status_command import JobOption, NodeOption, known_jobs
+from .status_facts import ASK_SECONDS, run_directories
+
+
+def end(
+    job: Annotated[str, typer.Argument(help="name of the job, from `status`")],
+    node: NodeOption = None,
+) -> None:
+    """End a job's SMP and drop its snapshots. The training processes must have ended before."""
+    directories = run_directories(job, node)
+    if not directories:
+        raise ConfigError(f"no job '{job}' is known here; expected one of: {known_jobs()}")
+    for run_dir in directories:
+        where = f"job {job} on node {run_dir.name}"
+        if liveness.held(run_dir / "lock"):
+            raise FtError(f"{where} is running under ft-run; stop that first: `end` would drop its snapshots")
+        if liveness.held(run_dir / "smp.lock"):
+            with smp.Client(run_dir, ASK_SECONDS) as client:
+                client.end()
+            print(f"{where}: ended")
+        else:
+            print(f"{where}: no SMP is running; `{_sweep_command(job)}` removes segments that it may have left")
+
+
+def sweep(
+    older_than: Annotated[
+        float,
+        typer.Option(min=0, help="seconds since the job was last active; it can still resume from younger segments"),
+    ] = Config().orphan_seconds,
+    job: JobOption = None,
+) -> None:
+    """Remove segments of jobs whose SMP and ft-run are both gone, even if their run directory is gone too."""
+    try:
+        removed = leftovers.sweep(run_root(), older_than, job=job)
+    except OSError as error:
+        raise FtError(f"some segments could not be removed: {error.filename}: {error.strerror}") from error
+    for path in removed:
+        print(f"removed {path}")
+    print(f"{len(removed)} segments removed")
+
+
+def _sweep_command(job: str) -> str:
+    """The command that removes the segments of this job alone."""
+    return f"ft-plugins sweep --job {shlex.quote(job)} --older-than 0"

@@ -1,0 +1,79 @@
+"""Ask the SMPs of a job's other nodes what is known of the job there, for people.
+
+Invariant: it takes no longer than its caller allows, whatever those nodes do, and changes nothing. What comes from them
+is checked and legible.
+
+In: connections that are not made yet, by name of a node. Out: a map of plain values for each node.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from ...base.intake import Count, Seconds, Text, parsed
+from ...errors import FtError
+from ...transport.calls import Peer
+from ...transport.protocol import legible
+
+PAGE = 64  # nodes that are asked at once
+_WORDS = 600  # characters of a text
+
+Words = Annotated[Text, AfterValidator(lambda text: legible(text, _WORDS))]
+
+
+@dataclass(frozen=True)
+class OtherNode:
+    """The part of `node_facts.Facts` that nodes report to each other; `held`: the newest iteration in memory."""
+
+    state: Words
+    headline: Words
+    remedy: Words
+    ranks: Count
+    iteration: Count | None
+    iteration_age_seconds: Seconds | None
+    restarts: Count
+    downtime_seconds: Seconds
+    held: Count | None
+    alarm: Words
+
+
+_UNKNOWN = dict.fromkeys(each.name for each in fields(OtherNode))
+
+
+def reported(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a node reports of its facts."""
+    newest, alarm = facts["newest"]["process"], facts["alarm"]
+    more = {"held": newest and newest["iteration"], "alarm": alarm["text"] if alarm else ""}
+    known = {name: {**facts, **more}[name] for name in _UNKNOWN}
+    return {name: value[:_WORDS] if isinstance(value, str) else value for name, value in known.items()}
+
+
+def ask(peers: Mapping[str, Peer], seconds: float) -> list[dict[str, Any]]:
+    """By name of the node: `node`, `error` ('' for none), and the fields of `OtherNode`, None where it did not answer.
+    Returns after `seconds` at the latest, and has hung up then."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def one(node: str, peer: Peer) -> None:
+        try:
+            known = parsed(OtherNode, peer.ask("status")[0].get("facts"), "status")
+            found[node] = {"node": node, "error": "", **asdict(known)}
+        except FtError as error:
+            found[node] = {"node": node, "error": str(error), **_UNKNOWN}
+
+    threads = [threading.Thread(target=one, args=each, name="smp-others", daemon=True) for each in peers.items()]
+    until = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    late = {"error": f"no answer within {seconds:g} s", **_UNKNOWN}
+    answers = [found.get(node, {"node": node, **late}) for node in peers]
+    for peer in peers.values():  # which ends the threads that still wait
+        peer.close()
+    return answers

@@ -1,0 +1,136 @@
+"""`ft-plugins status` on one node shows the others of its job: real SMPs, of which one dies and one is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_plugins.cli import status_command, status_facts
+from ft_plugins.events import Events, catalogue, file_sink
+from ft_plugins.smp.tree import other_nodes
+from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import Pin, slots_for
+
+from .conftest import Node
+from .smp.node_clusters import write_secret
+from .test_cli import FACTS
+
+SHAPE = Shape(8192, 4096, 1, 1, slots_for(Pin.NODE, Pin.SOURCE))
+ANSWERS = 60.0  # seconds: a node that lives answers on any machine
+Nodes = Callable[[str], Node]
+
+
+@pytest.fixture
+def protected(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Node]]:
+    """Nodes of these names that protect each other; `status` finds the run directory of the first one alone."""
+
+    def make(*names: str) -> list[Node]:
+        made = [nodes(name) for name in names]
+        secret, endpoints, tokens = write_secret(tmp_path), [], []
+        for rank, node in enumerate(made):
+            node.start()
+            tokens.append(node.fence())
+            with node.client() as client:
+                client.attach(rank, tokens[-1], SHAPE, {}, fresh=False, world_size=len(names))
+                endpoints.append(client.endpoint("127.0.0.1", str(secret)))
+        ranks = tuple(range(len(names)))
+        for rank, node in enumerate(made):
+            with node.client() as client:
+                client.open_lineage(rank, tokens[rank], 1, None)
+                shapes, where = (SHAPE,) * len(names), tuple(endpoints)
+                job = Protection(1, None, names, (ranks,), shapes, 1, rank, where, 1, 0.0, 600.0)
+                client.protect(rank, tokens[rank], job)
+        here = tmp_path / "ft_plugins" / made[0].job
+        here.mkdir(parents=True)
+        (here / names[0]).symlink_to(made[0].run_dir)
+        here.parent.chmod(0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        monkeypatch.setattr(status_facts, "OTHERS_SECONDS", ANSWERS)
+        return made
+
+    return make
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    status_command.main(words)
+    return capsys.readouterr().out
+
+
+def others(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    (job,) = json.loads(shown(capsys, "--json"))["jobs"]
+    return {each["node"]: each for each in job["others"]}
+
+
+def test_status_shows_the_other_nodes_and_which_of_them_gives_no_answer(
+    protected: Callable[..., list[Node]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, b, c = protected("a", "b", "c")
+    events = Events("b")
+    events.subscribe(file_sink(b.run_dir / "events.jsonl"))
+    events.emit(catalogue.CHECKPOINT_FAILED, lineage=1, iteration=20, reason="No space left \x1b[31mon device")
+    with monkeypatch.context() as bounded:
+        bounded.setattr(status_facts, "OTHERS_SECONDS", 0.3)
+        os.kill(c.pids[-1], signal.SIGSTOP)
+        assert " 0.3 s" in others(capsys)["c"]["error"], "it holds up nothing"
+    c.kill()
+    found = others(capsys)
+    assert list(found) == ["b", "c"]
+    assert (found["b"]["state"], found["b"]["ranks"], found["b"]["error"]) == ("ORPHANED", 1, "")
+    assert found["b"]["alarm"].startswith("checkpoint.failed: node b: No space left \\x1b[31mon device.")
+    assert found["c"]["state"] is None and "did not answer 'status': Connection refused" in found["c"]["error"]
+    text = shown(capsys)
+    assert "\n  nodes        b: ORPHANED: the launcher is gone" in text and "; last alarm: checkpoint.failed" in text
+    assert "\n               c: no answer: the SMP at 127.0.0.1:" in text
+    c.start()
+    assert others(capsys)["c"]["error"] == "", "one that takes its place listens at the same port"
+
+
+def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:
+    class Sent:
+        """A peer whose reply is `facts`."""
+
+        def __init__(self, facts: Any) -> None:
+            self.facts, self.closed = facts, False
+
+        def ask(self, name: str) -> tuple[Any, None]:
+            return {"facts": self.facts}, None
+
+        def close(self) -> None:
+            self.closed = True
+
+    sound = other_nodes.reported(
+        {"state": "TRAINING", "headline": "all \x1b[31m" + "x" * 5000, "remedy": "", "ranks": 8, "iteration": 7,
+         "iteration_age_seconds": None, "restarts": 0, "downtime_seconds": 0.0, "newest": {"process": None},
+         "alarm": None}
+    )  # fmt: skip
+    peers: dict[str, Any] = {"a": Sent(None), "b": Sent({**sound, "ranks": -1}), "c": Sent(sound)}
+    a, b, c = other_nodes.ask(peers, ANSWERS)
+    assert a["error"].startswith("status: ") and "ranks" in b["error"] and b["state"] is None
+    assert (c["error"], c["iteration"]) == ("", 7) and c["headline"].startswith("all \\x1b[31m")
+    assert len(c["headline"]) < 700 and all(peer.closed for peer in peers.values())
+
+
+WELL: dict[str, Any] = {"state": "TRAINING", "alarm": "", "error": "", "headline": "all", "remedy": "nothing to do"}
+
+
+def test_nodes_that_train_share_a_line_and_hundreds_that_do_not_take_nine() -> None:
+    def text(others: list[dict[str, Any]]) -> str:
+        return status_command.text_of([{**FACTS, "others": others}], 80).split("\n  nodes        ")[1]
+
+    train = [WELL | {"node": f"n{at}", "iteration": 1203 + at % 2} for at in range(2000)]
+    assert " ".join(text(train).split()).startswith(
+        "n0, n1, n2, n3, n4, n5, n6, n7, 1992 more: TRAINING, iteration 1203 to 1204 processes"
+    )
+    hung = {"state": "HUNG", "headline": "rank 3 is stopped by a signal", "remedy": "continue it"}
+    lost = [WELL | hung | {"node": f"m{at}", "iteration": 9} for at in range(300)]
+    shown = text([WELL | {"node": "b", "iteration": 7}, *lost])
+    assert max(map(len, shown.splitlines())) <= 80 and shown.startswith("b: TRAINING, iteration 7\n")
+    assert "m0: HUNG, iteration 9: rank 3 is stopped by a signal; to do: continue it" in " ".join(shown.split())
+    assert " m8, m9, " in shown and "292 more" not in shown and "284 more: neither" in " ".join(shown.split())
