@@ -50,7 +50,7 @@ from .fp8 import require_no_history
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
-from .support import is_stub
+from .support import is_stub, layer_wise
 
 _ARCHITECTURE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -115,7 +115,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         sizes = {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "vpp", "expert_tp", "order")}
         if self._instances > 1:  # left out if there is one, as in state captured by older versions
             sizes["optimizer_instances"] = self._instances
-        kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
+        kinds = {type(one).__name__ for one in (*self.optimizers, *map(layer_wise, self.optimizers)) if one}
         inner = {type(optimizer.optimizer).__name__ for optimizer in self.optimizers if not is_stub(optimizer)}
         return {
             "framework": "megatron",

@@ -40,7 +40,6 @@ from .support import is_stub
 
 _OBJECT_BYTES = 1 << 16
 _PREFIX = "optimizer.state"
-_MASTER = {True: "param", False: "fp32_param"}  # by `TrainedParameter.sharded`
 
 
 def names(
@@ -107,7 +106,8 @@ class _ShardedState:
                 sharded = self._sharded.get(id(one.parameter))
                 if sharded is None:
                     raise UnsupportedError(f"trained parameter '{one.name}' is missing from Megatron's sharded state")
-                kinds = {"main": (_MASTER[one.sharded], one.main)} if one.main is not one.parameter else {}
+                master = "param" if isinstance(optimizer, DistributedOptimizer) else "fp32_param"
+                kinds = {"main": (master, one.main)} if one.main is not one.parameter else {}
                 kinds |= {
                     key: (key, value)
                     for key, value in one.state.items()

@@ -19,7 +19,7 @@ from ...model.topology import Topology
 from ..host_parts import FrameworkHost
 from . import instances, naming, state
 from .replay import MegatronReplay
-from .support import flat, is_stub, require_supported
+from .support import flat, is_stub, layer_wise, require_supported
 
 
 class MegatronRank(FrameworkHost[MegatronReplay]):
@@ -86,6 +86,11 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
             if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
                 optimizer._copy_main_params_to_model_params()
             gathered = gathered or isinstance(optimizer, DistributedOptimizer)
+        for divided in dict.fromkeys(filter(None, map(layer_wise, self.optimizers))):
+            if getattr(divided, "use_buffer_param_sync", False):  # its parameters are in DDP's buffers
+                gathered = True
+            else:
+                divided.allgather_params()
         if gathered:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

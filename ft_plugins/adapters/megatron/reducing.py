@@ -42,6 +42,7 @@ from ..rules.megatron import cuda_graphs
 from ..script.script_hooks import around, is_within
 from . import forward_modules, instances
 from .rank import MegatronRank
+from .support import facts
 
 _PARAMETERS = (Role.PARAMETER, Role.MAIN_PARAMETER)
 
@@ -149,7 +150,8 @@ class MegatronReduction(MegatronRank):
         """A collective. Nothing changes before `reduce_over(LOCAL)`."""
         config, ddp = self.chunks[0].config, self.chunks[0].ddp_config
         by_tokens = bool(getattr(config, "calculate_per_token_loss", False))
-        problems = [found.text for found in refused(findings(MEGATRON, config, systems=("sync",)))]
+        job = {"built": facts(self.optimizers)}
+        problems = [found.text for found in refused(findings(MEGATRON, config, job, systems=("sync",)))]
         problems += unsuitable(self._placement())
         if by_tokens and "pg_collection" not in inspect.signature(finalize_model_grads).parameters:
             problems.append("per-token loss (--calculate-per-token-loss) with this version of megatron-core")

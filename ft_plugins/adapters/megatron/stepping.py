@@ -24,13 +24,13 @@ import torch
 
 from ...errors import UnsupportedError
 from ..host_parts import StateItem, groups
-from ..rules import Finding, line
-from ..rules.megatron import ONE_INSTANCE, OTHERWISE
+from ..rules import findings, line
+from ..rules.megatron import LAYER_WISE, ONE_INSTANCE, OTHERWISE
 from ..script.script_hooks import wrap
 from . import state
 from .rank import MegatronRank
 from .replay import MegatronReplay
-from .support import is_stub
+from .support import facts, is_stub
 
 
 class MegatronStepping(MegatronRank):
@@ -39,7 +39,7 @@ class MegatronStepping(MegatronRank):
     _skipping = False  # whether the loop skips the batch of the present iteration
 
     def keep_iterations(self, discarded: Callable[[], bool] = lambda: False) -> None:
-        self._require_one_instance()
+        self._require_comparable()
         buffers = list(state.buffers(self.chunks, self.rank))
         self._start_replay(lambda: MegatronReplay(self.chunks, self.optimizer, buffers, self._completed, discarded))
 
@@ -87,18 +87,18 @@ class MegatronStepping(MegatronRank):
 
         wrap(first, "finish_grad_sync", finish_grad_sync)  # called before the other chunks', after the backward of all
 
-    def _require_one_instance(self) -> None:
-        if self._instances > 1:
-            found = Finding(ONE_INSTANCE, str(self._instances))
-            raise UnsupportedError(f"rank {self.rank}: {line((found,), OTHERWISE)}")
+    def _require_comparable(self) -> None:
+        job = {"num_distributed_optimizer_instances": self._instances, "built": facts(self.optimizers)}
+        if problem := line(findings((ONE_INSTANCE, LAYER_WISE), job, systems=("paft",)), OTHERWISE):
+            raise UnsupportedError(f"rank {self.rank}: {problem}")
 
     def derive(self) -> None:
         self._rebuild_derived()
 
     @cached_property
     def _copies(self) -> list[StateItem]:
-        """See above. Raises UnsupportedError if the distributed optimizer has several instances."""
-        self._require_one_instance()
+        """See above. Raises UnsupportedError if replicas do not all update the same."""
+        self._require_comparable()
         return list(state.copies(self.chunks, self.optimizers, self._replicas))
 
     def finish_copies(self) -> None:
