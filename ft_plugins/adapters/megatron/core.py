@@ -161,7 +161,13 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             self._restore_optimizers(codec.decode(encoded))
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all."""
+        """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all. Raises
+        ResumeError with a layer-wise optimizer, of which that is not tested."""
+        if self._is_layer_wise:
+            raise ResumeError(
+                f"rank {self.rank}: with a layer-wise optimizer the number of ranks that train has to stay the same: "
+                "resume with that of the captured job, or start with --ftp-resume fresh"
+            )
         scalars: dict[str, Any] = {}
         for part in parts:
             scalars |= part["scalars"]
@@ -171,10 +177,15 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
     def admits(self, replicas: int) -> bool:
         """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires, and they by the
         instances of the distributed optimizer."""
-        if replicas * self._topology.cp % self._instances:
+        resized = replicas != self._topology.dp
+        if replicas * self._topology.cp % self._instances or (resized and self._is_layer_wise):
             return False
         batch = get_current_global_batch_size()
         return batch is None or batch % (get_micro_batch_size() * replicas) == 0
+
+    @property
+    def _is_layer_wise(self) -> bool:
+        return any(map(layer_wise, self.optimizers))
 
     def _scalers(self) -> list[Any]:
         return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]

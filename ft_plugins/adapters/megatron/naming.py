@@ -36,7 +36,7 @@ from ...snapshot.capture import codec
 from . import state
 from .arguments import arguments_to_plain
 from .state import Replicas
-from .support import is_stub
+from .support import is_stub, layer_wise
 
 _OBJECT_BYTES = 1 << 16
 _PREFIX = "optimizer.state"
@@ -50,6 +50,8 @@ def names(
     arguments: argparse.Namespace | None,
 ) -> dict[str, Any]:
     """See above. Raises UnsupportedError for state that cannot be described, and what Megatron itself raises."""
+    if any(map(layer_wise, optimizers)):
+        raise UnsupportedError("what a layer-wise optimizer saves is not tested")
     sharded = _ShardedState(chunks, optimizers, rank, replicas)
     tensors = [*sharded.parameters(), *sharded.buffers(), *sharded.optimizer_state()]
     return {
