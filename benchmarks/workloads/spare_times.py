@@ -56,7 +56,7 @@ class _Node:
         return run_directory(self.job, self.name)
 
     def is_warm(self) -> bool:
-        """Whether its preloader computes no longer: it has imported. Its agent reports that only once it starts ranks."""
+        """Whether its preloader computes no longer: it has imported. Its agent reports that once it starts ranks."""
         children = [each for each in psutil.Process(self.process.pid).children() if each.name() == _PRELOADER]
         before = [sum(each.cpu_times()[:2]) for each in children]
         time.sleep(_IDLE_SECONDS)

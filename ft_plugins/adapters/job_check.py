@@ -16,6 +16,7 @@ from typing import Any
 from .rules import DEEPSPEED, MEGATRON, Finding, Treatment, findings, line
 from .rules.deepspeed import OTHERWISE as WITHOUT_THE_BLOCK
 from .rules.megatron import OTHERWISE as WITHOUT_PROTECTION
+from .rules.megatron import layer_wise
 from .rules.rule import at
 
 _ADAM = ("fp32 master or parameter, and two fp32 moments", 12.0)
@@ -90,7 +91,7 @@ def check_megatron(folder: Path, words: Sequence[str], systems: Sequence[str], r
     size = ModelSize(
         read.parameters, _MOMENTS.get(str(at(values, "optimizer")).lower()), values.tensor_model_parallel_size,
         values.pipeline_model_parallel_size, read.ranks,
-        bool(values.use_distributed_optimizer or at(values, "use_torch_fsdp2")),
+        bool(values.use_distributed_optimizer or at(values, "use_torch_fsdp2") or layer_wise(values)),
     )  # fmt: skip
     name = f"Megatron-LM {read.version}"
     return JobCheck(name, found, line(found, WITHOUT_PROTECTION), tuple(notes), size)

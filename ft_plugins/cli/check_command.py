@@ -51,6 +51,11 @@ def check(
     except ConfigError as error:  # as ft-run would end
         _say(as_json, {"refusal": str(error)}, [f"refused: {error}"])
         raise typer.Exit(EXIT_REFUSED) from error
+    except FtError as error:  # nothing could be checked
+        if not as_json:
+            raise
+        _say(as_json, {"error": str(error)}, ())
+        raise typer.Exit(1) from error
     plan, why_not = _memory(checked.size, config, parameters, ranks_per_node or on_node, node_memory_gib)
     memory = {"memory": plan.block()} if plan is not None else {"memory": None, "memory_unknown": why_not}
     lines = list(plan.lines(checked.size.each[0])) if plan and checked.size.each else [f"host memory: {why_not}"]

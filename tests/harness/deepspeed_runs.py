@@ -54,6 +54,7 @@ class DeepSpeedConfiguration:
     checked: bool = False  # bf16 with ZeRO: skip an update whose gradients overflow
     optimizer: str = "AdamW"  # the type in the configuration
     offload: str = ""  # optimizer state in host memory: updated by 'torch', or by DeepSpeed's 'own', which it compiles
+    offload_param: bool = False  # the parameters too
     fp16: bool = False
     untested: bool = False  # DeepSpeed accepts any optimizer with ZeRO
 
@@ -66,6 +67,7 @@ class DeepSpeedConfiguration:
         words += [self.optimizer.lower()] if self.optimizer != "AdamW" else []
         words += ["offload"] if self.offload else []
         words += ["own"] if self.offload == "own" else []
+        words += ["parameters"] if self.offload_param else []
         return "-".join([*words, f"{self.ranks}ranks"])
 
     def json(self) -> dict[str, Any]:
@@ -87,6 +89,8 @@ class DeepSpeedConfiguration:
         if self.offload:
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
             config["zero_force_ds_cpu_optimizer"] = self.offload == "own"
+        if self.offload_param:
+            config["zero_optimization"]["offload_param"] = {"device": "cpu"}
         return config | ({"data_types": {"grad_accum_dtype": self.accumulate}} if self.accumulate else {})
 
     def argv(self) -> list[str]:

@@ -35,6 +35,8 @@ CONFIGURATIONS = (
     DeepSpeedConfiguration(1, 2),
     DeepSpeedConfiguration(2, 2, offload="torch"),
     DeepSpeedConfiguration(2, 3, offload="torch"),
+    DeepSpeedConfiguration(2, 3, offload="torch", offload_param=True),
+    DeepSpeedConfiguration(2, 3, offload_param=True),
     DeepSpeedConfiguration(2, 1, optimizer="Lion"),
     DeepSpeedConfiguration(2, 3, optimizer="Lion"),
     DeepSpeedConfiguration(2, 0, bf16=False, optimizer="Lamb"),

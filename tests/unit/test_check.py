@@ -107,6 +107,8 @@ def test_what_cannot_be_checked_is_one_line(check: Check, words: tuple[str, ...]
     configuration()
     code, said, errors = check(*words)
     assert (code, said) == (1, "") and errors.count("\n") == 1 and "after '--'" in errors
+    code, said, errors = check("--json", *words)
+    assert (code, errors) == (1, "") and "after '--'" in json.loads(said)["error"]
 
 
 def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatch: pytest.MonkeyPatch) -> None:

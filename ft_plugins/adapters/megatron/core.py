@@ -50,7 +50,7 @@ from .fp8 import require_no_history
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
-from .support import is_stub
+from .support import is_stub, layer_wise
 
 _ARCHITECTURE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -117,7 +117,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             sizes["optimizer_instances"] = self._instances
         if self.sharded:
             sizes["fsdp"] = sorted({type(chunk).__name__ for chunk in self.chunks})
-        kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
+        kinds = {type(one).__name__ for one in (*self.optimizers, *map(layer_wise, self.optimizers)) if one}
         inner = {type(optimizer.optimizer).__name__ for optimizer in self.optimizers if not is_stub(optimizer)}
         return {
             "framework": "megatron",
@@ -163,7 +163,13 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
             self._restore_optimizers(codec.decode(encoded))
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all."""
+        """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all. Raises
+        ResumeError with a layer-wise optimizer, of which that is not tested."""
+        if self._is_layer_wise:
+            raise ResumeError(
+                f"rank {self.rank}: with a layer-wise optimizer the number of ranks that train has to stay the same: "
+                "resume with that of the captured job, or start with --ftp-resume fresh"
+            )
         scalars: dict[str, Any] = {}
         for part in parts:
             scalars |= part["scalars"]
@@ -173,10 +179,15 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
     def admits(self, replicas: int) -> bool:
         """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires, and they by the
         instances of the distributed optimizer."""
-        if replicas * self._topology.cp % self._instances:
+        resized = replicas != self._topology.dp
+        if replicas * self._topology.cp % self._instances or (resized and self._is_layer_wise):
             return False
         batch = get_current_global_batch_size()
         return batch is None or batch % (get_micro_batch_size() * replicas) == 0
+
+    @property
+    def _is_layer_wise(self) -> bool:
+        return any(map(layer_wise, self.optimizers))
 
     def _scalers(self) -> list[Any]:
         return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]

@@ -36,11 +36,10 @@ from ...snapshot.capture import codec
 from . import state
 from .arguments import arguments_to_plain
 from .state import Replicas
-from .support import is_stub
+from .support import is_stub, layer_wise
 
 _OBJECT_BYTES = 1 << 16
 _PREFIX = "optimizer.state"
-_MASTER = {True: "param", False: "fp32_param"}  # by `TrainedParameter.sharded`
 
 
 def names(
@@ -51,6 +50,8 @@ def names(
     arguments: argparse.Namespace | None,
 ) -> dict[str, Any]:
     """See above. Raises UnsupportedError for state that cannot be described, and what Megatron itself raises."""
+    if any(map(layer_wise, optimizers)):
+        raise UnsupportedError("what a layer-wise optimizer saves is not tested")
     sharded = _ShardedState(chunks, optimizers, rank, replicas)
     tensors = [*sharded.parameters(), *sharded.buffers(), *sharded.optimizer_state()]
     return {
@@ -107,7 +108,8 @@ class _ShardedState:
                 sharded = self._sharded.get(id(one.parameter))
                 if sharded is None:
                     raise UnsupportedError(f"trained parameter '{one.name}' is missing from Megatron's sharded state")
-                kinds = {"main": (_MASTER[one.sharded], one.main)} if one.main is not one.parameter else {}
+                master = "param" if isinstance(optimizer, DistributedOptimizer) else "fp32_param"
+                kinds = {"main": (master, one.main)} if one.main is not one.parameter else {}
                 kinds |= {
                     key: (key, value)
                     for key, value in one.state.items()

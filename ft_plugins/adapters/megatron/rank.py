@@ -19,7 +19,7 @@ from ...model.topology import Topology
 from ..host_parts import FrameworkHost
 from . import fsdp, instances, naming, state
 from .replay import MegatronReplay
-from .support import flat, is_stub, require_supported
+from .support import facts, flat, is_stub, layer_wise, require_supported
 
 
 class MegatronRank(FrameworkHost[MegatronReplay]):
@@ -63,6 +63,11 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
         """Whether FSDP divides the parameters."""
         return any(map(fsdp.is_shard, self._names))
 
+    @property
+    def built(self) -> Mapping[str, Any]:
+        """What only the built job shows, for the rules."""
+        return {"built": {**facts(self.optimizers), "fsdp": self.sharded}}
+
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """The replica set of `parameter`. Megatron marks parameters of experts by `allreduce = False`."""
         if fsdp.is_shard(parameter):
@@ -96,6 +101,11 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
             if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
                 optimizer._copy_main_params_to_model_params()
             gathered = gathered or isinstance(optimizer, DistributedOptimizer)
+        for divided in dict.fromkeys(filter(None, map(layer_wise, self.optimizers))):
+            if getattr(divided, "use_buffer_param_sync", False):  # its parameters are in DDP's buffers
+                gathered = True
+            else:
+                divided.allgather_params()
         if self.sharded:
             fsdp.follow_shards(self.chunks)
         elif gathered:

@@ -145,8 +145,7 @@ class MegatronReduction(MegatronRank):
         """A collective. Nothing changes before `reduce_over(LOCAL)`."""
         config, ddp = self.chunks[0].config, self.chunks[0].ddp_config
         by_tokens = bool(getattr(config, "calculate_per_token_loss", False))
-        built = {"built": {"fsdp": self.sharded}}
-        problems = [found.text for found in refused(findings(MEGATRON, config, built, systems=("sync",)))]
+        problems = [found.text for found in refused(findings(MEGATRON, config, self.built, systems=("sync",)))]
         problems += unsuitable(self._placement())
         if by_tokens and "pg_collection" not in inspect.signature(finalize_model_grads).parameters:
             problems.append("per-token loss (--calculate-per-token-loss) with this version of megatron-core")

@@ -9,6 +9,8 @@ that it gathers (the shard of the owning rank is the item). Gradients are zeroed
     DistributedOptimizer            shard of the fp32 master or of    over its instances; not replicated if there
                                     the fp32 parameter, moments       is one (see `instances`)
     sharded by FSDP (see `fsdp`)    shard of the above                not replicated
+    those that a layer-wise one     the same as without it, of the    not replicated: each parameter is updated
+    (Muon's) chains                 parameters it gave to this rank   on one rank, and gathered on the others
     no optimizer updates it         parameter (frozen)                replicated over DP x CP (experts: expert DP)
     buffers                         may change at any time            not replicated
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from ..optimizer_state import create_state
 from . import fsdp
-from .support import is_stub
+from .support import is_stub, layer_wise
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
 
@@ -49,9 +52,9 @@ class TrainedParameter:
     name: str
     parameter: torch.nn.Parameter  # the model's
     main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
-    sharded: bool
     state: Mapping[str, Any]  # the inner optimizer's, of `main`
-    piece: tuple[int, int, int] | None = None  # (start, stop, total) in elements of the flattened parameter, if sharded
+    # (start, stop, total) in elements of the flattened parameter, if other replicas do not update the same
+    piece: tuple[int, int, int] | None = None
 
     @property
     def item(self) -> str:
@@ -91,22 +94,24 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
     if is_stub(optimizer):
         return
     for parameter, main in _pairs(optimizer):
-        sharded = isinstance(optimizer, DistributedOptimizer) or fsdp.is_shard(parameter)
         if parameter not in names:
             raise InventoryError(
                 f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that no model chunk has; "
                 "pass the host all chunks of this rank"
             )
-        piece = _piece(optimizer, parameter) if sharded else None
-        yield TrainedParameter(names[parameter], parameter, main, sharded, optimizer.optimizer.state[main], piece)
+        piece = _piece(optimizer, parameter)
+        yield TrainedParameter(names[parameter], parameter, main, optimizer.optimizer.state[main], piece)
 
 
 def _piece(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, int, int] | None:
-    """The elements of the flattened parameter that this rank updates: start, stop, and their total number."""
+    """The elements of the flattened parameter that this rank updates: start, stop, and their total number; None if all
+    replicas update all of them."""
     if fsdp.is_shard(parameter):
         return fsdp.piece(parameter)
-    owned = optimizer._get_model_param_range_map(parameter)["param"]
-    return int(owned.start), int(owned.end), parameter.numel()
+    if isinstance(optimizer, DistributedOptimizer):
+        owned = optimizer._get_model_param_range_map(parameter)["param"]
+        return int(owned.start), int(owned.end), parameter.numel()
+    return (0, parameter.numel(), parameter.numel()) if layer_wise(optimizer) else None
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -146,8 +151,11 @@ def covered(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     if isinstance(optimizer, DistributedOptimizer) and not fsdp.is_megatrons(optimizer):
         for buffer in optimizer.buffers:
             yield from buffer.params
-    else:
-        yield from (parameter for parameter, _ in _pairs(optimizer))
+        return
+    yield from (parameter for parameter, _ in _pairs(optimizer))
+    if divided := layer_wise(optimizer):  # None in place of its lists: this rank updates all
+        for by_rank in (divided.dp_cp_params_list, divided.expt_dp_params_list):
+            yield from chain.from_iterable(by_rank or ())
 
 
 def state_items(
@@ -164,9 +172,7 @@ def state_items(
     items: list[StateItem] = []
     for optimizer in optimizers:
         for one in trained(optimizer, names):
-            items.extend(
-                _of_trained(one, shard_replicas(one.parameter) if one.sharded else replicas(one.parameter), layers)
-            )
+            items.extend(_of_trained(one, (shard_replicas if one.piece else replicas)(one.parameter), layers))
     covered_by_trained = {parameter for optimizer in optimizers for parameter in covered(optimizer)}
     for parameter, name in names.items():
         if parameter in covered_by_trained:

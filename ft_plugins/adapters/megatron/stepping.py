@@ -26,7 +26,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory
 from ..host_parts import StateItem, groups
 from ..rules import findings, line
-from ..rules.megatron import DIVIDED, ONE_INSTANCE, OTHERWISE
+from ..rules.megatron import DIVIDED, LAYER_WISE, ONE_INSTANCE, OTHERWISE
 from ..script.script_hooks import wrap
 from . import state
 from .rank import MegatronRank
@@ -90,8 +90,8 @@ class MegatronStepping(MegatronRank):
 
     def _require_replicas(self) -> None:
         """Raises UnsupportedError unless replicas can be compared and repaired."""
-        built = {"num_distributed_optimizer_instances": self._instances, "built": {"fsdp": self.sharded}}
-        if problem := line(findings((ONE_INSTANCE, DIVIDED), built, systems=("paft",)), OTHERWISE):
+        job = {"num_distributed_optimizer_instances": self._instances, **self.built}
+        if problem := line(findings((ONE_INSTANCE, DIVIDED, LAYER_WISE), job, systems=("paft",)), OTHERWISE):
             raise UnsupportedError(f"rank {self.rank}: {problem}")
 
     def derive(self) -> None:

@@ -19,13 +19,23 @@ from ..rules import MEGATRON, findings, line
 from ..rules.megatron import OTHERWISE
 
 _SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+_DIVIDED_BY = "__ft_divided_by__"  # attribute of an optimizer that a layer-wise one chains: that one
 
 
 def flat(optimizer: Any) -> tuple[Any, ...]:
     """The Megatron optimizers in `optimizer`: itself, or those that a ChainedOptimizer chains."""
-    if hasattr(optimizer, "chained_optimizers"):
-        return tuple(part for chained in optimizer.chained_optimizers for part in flat(chained))
-    return (optimizer,)
+    if not hasattr(optimizer, "chained_optimizers"):
+        return (optimizer,)
+    parts = tuple(part for chained in optimizer.chained_optimizers for part in flat(chained))
+    if hasattr(optimizer, "dp_cp_params_list"):
+        for part in parts:
+            setattr(part, _DIVIDED_BY, optimizer)
+    return parts
+
+
+def layer_wise(optimizer: Any) -> Any:
+    """The layer-wise optimizer that gave this one its parameters; None for others. See `state`."""
+    return getattr(optimizer, _DIVIDED_BY, None)
 
 
 def is_stub(optimizer: Any) -> bool:
@@ -35,7 +45,7 @@ def is_stub(optimizer: Any) -> bool:
 
 def require_supported(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
-    found = findings(MEGATRON, *_configurations(chunks, optimizers), {"built": _facts(optimizers)})
+    found = findings(MEGATRON, *_configurations(chunks, optimizers), {"built": facts(optimizers)})
     if problem := line(found, OTHERWISE):
         raise UnsupportedError(f"rank {rank}: {problem}")
 
@@ -47,11 +57,12 @@ def _configurations(chunks: Sequence[Any], optimizers: Sequence[Any]) -> Iterato
     yield from (one.config for one in optimizers if isinstance(one, _SUPPORTED) and not is_stub(one))
 
 
-def _facts(optimizers: Sequence[Any]) -> dict[str, Any]:
+def facts(optimizers: Sequence[Any]) -> dict[str, Any]:
     """What only the optimizers themselves show."""
     known = [one for one in optimizers if isinstance(one, _SUPPORTED)]
     groups = [group for one in known if not is_stub(one) for group in one.optimizer.param_groups]
     return {
         "optimizers": sorted({type(one).__name__ for one in optimizers if not isinstance(one, _SUPPORTED)}),
+        "layer_wise": any(layer_wise(one) for one in optimizers),
         "amsgrad": any(group.get("amsgrad") for group in groups),
     }

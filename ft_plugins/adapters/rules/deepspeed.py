@@ -88,6 +88,9 @@ _REFUSED = (
         "offload to NVMe", (_DEVICE,), equals(_DEVICE, "nvme"), "its state is in files", _DEVICE, "nvme",
     ),
     Rule(
+        "offload of parameters to NVMe", (_PARAM,), equals(_PARAM, "nvme"), "they are in files", _PARAM, "nvme",
+    ),
+    Rule(
         "offload of a part", (_RATIO,),
         every(_offloaded("offload_optimizer"), lambda settings: at(settings, _RATIO) not in (None, 1.0)),
         "an update is made by several optimizers", _RATIO, "0.5",
@@ -95,9 +98,6 @@ _REFUSED = (
     Rule(
         "SuperOffload", (_SUPER,), every(_offloaded("offload_optimizer"), on(_SUPER)),
         "an update is made by several optimizers", _SUPER,
-    ),
-    Rule(
-        "offload of parameters", (_PARAM,), _offloaded("offload_param"), "they are fetched while they are used", _PARAM,
     ),
     _on(f"{_ZERO}.zenflow", "ZenFlow", "it updates after the step"),
     Rule(
@@ -152,6 +152,10 @@ _REFUSED = (
         f"{_ZERO}.offload_optimizer", remedy="drop one of the two", systems=("sync",),
     ),
     Rule(
+        "offload of parameters", (_PARAM,), _offloaded("offload_param"),
+        "replicas are averaged on the device", _PARAM, remedy="drop one of the two", systems=("sync",),
+    ),
+    Rule(
         "sums of gradients", ("gradient_allreduce_op",), equals("gradient_allreduce_op", "sum"),
         "replicas with local SGD average them", "gradient_allreduce_op", "sum", systems=("sync",),
     ),
@@ -169,6 +173,10 @@ _FOLLOWED = (
         "optimizer state in host memory", (f"{_ZERO}.offload_optimizer.device",),
         equals(f"{_ZERO}.offload_optimizer.device", "cpu"), "it is captured from there",
         f"{_ZERO}.offload_optimizer.device", "cpu",
+    ),
+    Rule(
+        "parameters in host memory", (_PARAM,), lambda settings: _device(settings, "offload_param") == "cpu",
+        "they are cast from masters there", _PARAM, "cpu",
     ),
     _on("scheduler.type", "a scheduler of DeepSpeed", "it is captured by its own state_dict"),
     _enabled("curriculum_learning", "a curriculum of sequence lengths", "its difficulty is captured"),

@@ -15,7 +15,8 @@ from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, some
 
 OTHERWISE = "run without protection"
 _WHOLE = "full_iteration"
-_NEW_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon", "lion", "soap")
+_MUON = ("muon", "dist_muon")
+_UNTESTED = ("adaptive_muon", "lion", "soap")
 
 
 def cuda_graphs(options: Any) -> str:
@@ -48,13 +49,19 @@ def _named(key: str, name: str, reason: str, option: str = "", **more: Any) -> R
 
 _several_instances = above("num_distributed_optimizer_instances", 1)
 _current_scaling = equals("fp8_recipe", "tensorwise", "blockwise", "mxfp8")
-_layer_wise = some(
+layer_wise = some(
+    on("built.layer_wise"),
     equals("optimizer", "dist_muon"),
     every(
-        equals("optimizer", *_NEW_OPTIMIZERS),
+        equals("optimizer", *_MUON, *_UNTESTED),
         some(on("use_distributed_optimizer"), on("use_layer_wise_distributed_optimizer")),
     ),
 )
+LAYER_WISE = Rule(
+    "a layer-wise optimizer", ("optimizer",), layer_wise,
+    "each rank updates other parameters, which replicas neither compare nor average", "--optimizer", "dist_muon",
+    systems=("paft", "sync"),
+)  # fmt: skip
 ONE_INSTANCE = Rule(
     "several instances of the distributed optimizer", ("num_distributed_optimizer_instances",),
     _several_instances,
@@ -125,9 +132,11 @@ _REFUSED = (
     ),
     _named("optimizer_cpu_offload", "optimizer CPU offload", "it keeps its own masters"),
     Rule(
-        "a layer-wise optimizer", ("optimizer",), _layer_wise,
-        "each rank updates other parameters, which are no shards of one another", "--optimizer", "dist_muon",
+        "a layer-wise optimizer other than Muon", ("optimizer",),
+        every(layer_wise, equals("optimizer", *_UNTESTED)), "its state is untested", "--optimizer",
+        ", ".join(_UNTESTED),
     ),
+    LAYER_WISE,
     Rule(
         "an optimizer of its own kind", ("built.optimizers",), on("built.optimizers"),
         "its state is unknown; Megatron's fp32, bf16/fp16 and distributed ones are followed",
@@ -187,6 +196,10 @@ _FOLLOWED = (
     Rule(
         "SGD", ("optimizer",), equals("optimizer", "sgd"), "its momentum is made before the first update",
         "--optimizer", "sgd",
+    ),
+    Rule(
+        "Muon", ("optimizer",), equals("optimizer", *_MUON), "each rank captures what it updates", "--optimizer",
+        ", ".join(_MUON),
     ),
     Rule(
         "data loaders of the script's own", ("dataloader_type",), equals("dataloader_type", "external"),

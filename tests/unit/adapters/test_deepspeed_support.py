@@ -36,6 +36,7 @@ def engine(
 def test_what_is_followed_passes() -> None:
     for kind in ("DeepSpeedEngine", "PipelineEngine"):
         offload = {"offload_optimizer": SimpleNamespace(device="cpu", ratio=1.0, super_offload=False)}
+        offload["offload_param"] = SimpleNamespace(device="cpu")
         require_supported(engine(kind, zero=offload, zero_hpz_partition_size=1, autotp_size=0), 0)
     require_supported(engine(optimizer=lambda one: torch.optim.SGD([one], 0.1), has_moe_layers=True), 0)
 
@@ -49,7 +50,7 @@ def test_what_is_followed_passes() -> None:
         ({"kind": "PipelineEngine", "has_moe_layers": True}, "MoE layers in a pipeline"),
         ({"has_moe_layers": True, "expert_parallel": True}, "AutoEP (expert_parallel)"),
         ({"zero": {"offload_optimizer": SimpleNamespace(device="nvme")}}, "offload_optimizer.device nvme"),
-        ({"zero": {"offload_param": SimpleNamespace(device="cpu")}}, "zero_optimization.offload_param.device cpu"),
+        ({"zero": {"offload_param": SimpleNamespace(device="nvme")}}, "zero_optimization.offload_param.device nvme"),
         ({"zero": {"offload_optimizer": SimpleNamespace(device="cpu", ratio=0.5)}}, "offload_optimizer.ratio"),
         ({"zero": {"mics_shard_size": 2}}, "MiCS"),
         ({"zero_hpz_partition_size": 2}, "hpZ"),

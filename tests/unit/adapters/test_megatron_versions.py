@@ -381,19 +381,23 @@ def test_a_history_of_maxima_that_appears_next_to_another_recipe_is_refused_by_i
     require_no_history([chunk], 3)
 
 
-MUON = [
-    ({"optimizer": "dist_muon"}, "--optimizer dist_muon"),
-    ({"optimizer": "muon", "use_distributed_optimizer": True}, "--optimizer muon"),
-    ({"optimizer": "soap", "use_layer_wise_distributed_optimizer": True}, "--optimizer soap"),
-]
+LAYER_WISE = (
+    {"optimizer": "dist_muon"},
+    {"optimizer": "muon", "use_distributed_optimizer": True},
+    {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+)
 
 
-def test_optimizers_that_are_divided_by_whole_layers_are_refused_by_name() -> None:
-    for given, said in MUON:
-        with pytest.raises(UnsupportedError, match=f"a layer-wise optimizer .{said}"):
-            require_followed(argparse.Namespace(**given), REFT)
-    for given in ({"optimizer": "muon"}, {"optimizer": "adam", "use_distributed_optimizer": True}):
+def test_muon_is_followed_but_where_replicas_would_have_to_update_the_same() -> None:
+    for given in ({"optimizer": "muon"}, *LAYER_WISE):
         require_followed(argparse.Namespace(**given), REFT)
+    paft = ("paft",)
+    require_followed(argparse.Namespace(optimizer="muon"), paft)
+    for given in LAYER_WISE:
+        with pytest.raises(UnsupportedError, match=f"a layer-wise optimizer .--optimizer {given['optimizer']}"):
+            require_followed(argparse.Namespace(**given), paft)
+    with pytest.raises(UnsupportedError, match="a layer-wise optimizer other than Muon .--optimizer soap"):
+        require_followed(argparse.Namespace(optimizer="soap", use_layer_wise_distributed_optimizer=True), REFT)
 
 
 class _Arguments(ModuleType):

@@ -34,7 +34,8 @@ GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: set
     ),
     f"{ZERO}.offload_optimizer": (nested(f"{ZERO}.cpu_offload", True),),
     f"{ZERO}.offload_param.device": (
-        nested(f"{ZERO}.offload_param.device", "nvme"), nested(f"{ZERO}.cpu_offload_param", True),
+        *(nested(f"{ZERO}.offload_param.device", one) for one in ("cpu", "nvme")),
+        nested(f"{ZERO}.cpu_offload_param", True),
     ),
     f"{ZERO}.zero_hpz_partition_size": (nested(f"{ZERO}.zero_hpz_partition_size", 8),),
     f"{ZERO}.mics_shard_size": (nested(f"{ZERO}.mics_shard_size", 4),),
