@@ -59,7 +59,9 @@ def protected(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    status_command.main(words)
+    given = status_command.arguments(words)
+    assert given is not None
+    status_command.status(**given)
     return capsys.readouterr().out
 
 

@@ -111,6 +111,8 @@ def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
     digest_of = xxhash.xxh3_64_intdigest
 
     def slow(data: object) -> int:
+        if threading.current_thread().name != "smp-send-1":  # the other node's may verify the version before
+            return digest_of(data)  # type: ignore[arg-type]
         verifying.set()
         driver._stop.wait(SECONDS)
         if not next(freely, None):
