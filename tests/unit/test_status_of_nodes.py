@@ -59,7 +59,7 @@ def protected(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    status_command.main(words)
+    status_command.status(**(status_command.arguments(words) or {}))
     return capsys.readouterr().out
 
 
