@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -25,4 +26,9 @@ def main() -> None:
         sys.exit(ended.exit_code)
     except FtError as error:
         print(f"ft-plugins: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:  # Typer ends the other commands in these two ways
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails to flush it
         sys.exit(1)

@@ -371,6 +371,24 @@ def test_watch_shows_it_again_until_ctrl_c(job: str, words: tuple[str, ...]) -> 
         assert (process.returncode, err) == (0, "")
 
 
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(job: str) -> None:
+    with watching(["--watch"], subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None and process.stderr.read() == ""
+        assert process.wait(20) == 1
+
+
+def test_ctrl_c_ends_it_as_every_other_command(ft_plugins: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*asked: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_command, "_text", interrupted)
+    assert status_command.arguments(["--json"]) is not None and status_command.arguments(["--job=a"]) is None
+    ft_plugins("status", "--json", status=130)
+    ft_plugins("status", "--job=a", status=130)
+
+
 def test_watch_redraws_a_terminal_in_place(job: str) -> None:
     ours, theirs = os.openpty()
     with watching(["--watch"], theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}) as process:

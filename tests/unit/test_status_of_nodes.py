@@ -59,9 +59,7 @@ def protected(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    given = status_command.arguments(words)
-    assert given is not None
-    status_command.status(**given)
+    status_command.status(**(status_command.arguments(words) or {}))
     return capsys.readouterr().out
 
 

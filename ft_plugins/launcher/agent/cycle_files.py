@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -60,8 +61,9 @@ class CycleFiles:
         """Ranks 0 to `ranks` - 1 have started on `nodes`."""
         self.end()
         own = f"cycle_info.{self._job}."
-        while not self._began and any(self._folder.glob(f"{own}{self._attempt}.*")):
-            self._attempt += 1
+        with suppress(OSError):  # `_write` says it
+            while not self._began and any(self._folder.glob(f"{own}{self._attempt}.*")):
+                self._attempt += 1
         names, every = ",".join(nodes), f"0-{ranks - 1}" if ranks > 1 else "0"
         self._open = Cycle(self._job, self._attempt, restarts, _now(), names, every)
         self._began = True

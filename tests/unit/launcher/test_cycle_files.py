@@ -63,16 +63,17 @@ def test_the_job_is_slurms_where_there_is_one_and_an_attempt_of_before_is_kept(
     assert len(read(tmp_path)) == 4
 
 
-def test_a_folder_that_cannot_be_written_costs_the_file_and_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["file", "n" * 300])
+def test_a_folder_that_cannot_be_used_costs_the_file_and_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    cycles = CycleFiles(tmp_path / "file", "job", {})
+    cycles = CycleFiles(tmp_path / name, "job", {})
     cycles.begin(0, ["a"], 2)
     cycles.end()
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and said[0].startswith(
-        f"ft-run: --ftp-cycle-info-dir {tmp_path}/file: cycle_info.job.0.0 cannot"
+        f"ft-run: --ftp-cycle-info-dir {tmp_path}/{name}: cycle_info.job.0.0 cannot"
     )
 
 
