@@ -86,7 +86,7 @@ _REFUSED = (
     COMBINED,
     DIVIDED,
     Rule(
-        "copies in bubbles beside FSDP", ("built.fsdp",), DIVIDED.applies, "no job of both was run yet",
+        "copies in bubbles with FSDP", ("built.fsdp",), DIVIDED.applies, "no job of both was run yet",
         "--use-megatron-fsdp, --use-torch-fsdp2", remedy="drop it, or drop --baft", systems=("baft",),
     ),
     Rule(
