@@ -107,9 +107,17 @@ class BoundedStore(Store):  # type: ignore[misc]  # torch has no types for it
 
 def serve(port: socket.socket, host: str, bound: timedelta) -> TCPStore:
     """A store on a free port of the address of `port`, reached as `host`. It serves until it is released."""
-    listener = listen_on_same_address(port)
-    number = int(listener.getsockname()[1])
-    return TCPStore(host, number, None, True, bound, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store_on(listen_on_same_address(port), host, timeout=bound)
+
+
+def store_on(listener: socket.socket, host: str, **options: Any) -> TCPStore:
+    """A store that serves on this socket, which it takes over."""
+    port = int(listener.getsockname()[1])
+    options |= {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    try:
+        return TCPStore(host, port, **options)
+    except NotImplementedError:  # the libuv store of torch 2.6 takes no socket, the older one does
+        return TCPStore(host, port, use_libuv=False, **options)
 
 
 def connect(place: Endpoint, bound: timedelta, reach: float) -> BoundedStore:
