@@ -94,7 +94,7 @@ class WorkerFailure:
 
     @property
     def name(self) -> str:
-        """For a list of the ranks that ended beside another one."""
+        """For a list of the ranks that ended with another one."""
         return f"rank {self.rank}" + (" (it may only have lost a peer)" if self.secondary else "")
 
     def line(self, node: str = "") -> str:
