@@ -125,7 +125,8 @@ def interpreter(version: Version) -> str:
         print(f"installing torch {version.torch} and the other packages into {folder}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         pins = (ROOT / "launch" / "constraints.txt").read_text()
-        (folder / "constraints.txt").write_text(re.sub(r"(?m)^torch==.*", f"torch=={version.torch}", pins))
+        required = metadata.requires("torch") or ()
+        (folder / "constraints.txt").write_text(pins_with(pins, version.torch, required))
         index = os.environ.get("FTP_TORCH_INDEX_URL")
         if index:
             pip(python, "--no-deps", "--index-url", index, f"torch=={version.torch}")
@@ -135,11 +136,18 @@ def interpreter(version: Version) -> str:
     return str(python)
 
 
+def pins_with(pins: str, torch: str, required: Sequence[str]) -> str:
+    """The pins with another torch, and without those of the packages that torch requires: it pins some itself."""
+    own = {re.split(r"[^\w.-]", each)[0].lower() for each in required}
+    others = [line for line in pins.splitlines() if line.partition("==")[0].lower() not in {*own, "torch"}]
+    return "\n".join([*others, f"torch=={torch}", ""])
+
+
 def overlay(version: Version) -> list[str]:
     """The folder with this version, or with what a checkout imports, to come first on PYTHONPATH; none for the
     installed version."""
     if version.checkout:
-        name, words = f"{version.name}-imports", IMPORTED.get(PATHS[version.name], ())
+        name, words = f"{version.name}-imports", tuple(IMPORTED.get(PATHS[version.name], ()))
     elif version.number not in ("", metadata.version(version.name)):
         name = f"{version.name}-{version.number}"
         words = ("--no-deps", "--no-build-isolation", f"{version.name}=={version.number}")

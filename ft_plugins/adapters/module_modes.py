@@ -19,10 +19,10 @@ import torch
 from ..errors import InventoryError, ResumeError, UnsupportedError
 from ..events import say
 from ..snapshot.capture import codec
-from .data.data_parts import GENERATORS
 from .data.loader_values import assign
 from .data.loaders import set_state_of
-from .module_parts import CONTAINERS, ENCODED, GENERATOR, MOST, ModulePart, ModuleParts, parts_of
+from .module_parts import CONTAINERS, ENCODED, GENERATOR, MOST, ModulePart, ModuleParts, generators_in, parts_of
+from .script.loop_values import is_a
 
 _SHOWN = 8  # names in a message
 _ABSENT: Any = object()
@@ -82,13 +82,13 @@ class ModuleNumbers:
             if built is now or built == now:
                 continue
             part = self._module.get_submodule(name)
-            lost = [key for key in built.keys() - now.keys() if type(vars(part).get(key)) in CONTAINERS]
-            unread += [f"{name}.{key}".lstrip(".") for key in lost]
+            lost = [key for key in built.keys() - now.keys() - one.shape.keys() if _is_unread(part, key, built[key])]
+            unread += [_path(name, key) for key in lost]
             different = {key: value for key, value in now.items() if key not in built or built[key] != value}
             if different and _tensors(part) == self._caches.get(name):
                 changed[name] = different
             else:
-                cached += [f"{name}.{key}".lstrip(".") for key in different]
+                cached += [_path(name, key) for key in different]
         self._differing = present, (changed, unread, cached)
         return self._differing[1]
 
@@ -100,18 +100,38 @@ class ModuleNumbers:
                 now, changed = present[name].values, saved.get(name, {})
                 captured = {**self._built(name), **changed}
                 for key in [key for key in captured if key in changed or key in now]:  # else it cannot be read
-                    _set(part, key, now.get(key), captured[key])
+                    _set(part, name, key, now.get(key), captured[key])
 
 
-def _set(part: torch.nn.Module, key: str, now: Any, captured: Any) -> None:
+def _path(name: str, key: str) -> str:
+    return f"{name}.{key}".lstrip(".")
+
+
+def _is_unread(part: torch.nn.Module, key: str, built: Any) -> bool:
+    """Whether the module still has what was `built`, or a container, in place of what could be read."""
+    present = vars(part).get(key, _ABSENT)
+    was_encoded = type(built) is tuple and built[:1] in ((ENCODED,), (GENERATOR,))
+    return type(present) in CONTAINERS or (was_encoded and present is not _ABSENT)
+
+
+def _set(part: torch.nn.Module, name: str, key: str, now: Any, captured: Any) -> None:
     """Set an attribute, which is read as `now`."""
     present = vars(part).get(key, _ABSENT)
     match captured:
-        case (kind, bytes(encoded)) if kind in (ENCODED, GENERATOR):
-            if kind == ENCODED and now != captured:
+        case (kind, bytes(encoded)) if kind == GENERATOR:
+            found, states = generators_in(present), codec.decode(encoded)
+            if len(found) != len(states):
+                say(
+                    f"after the restore '{_path(name, key)}' has {len(found)} random number generators, and had "
+                    f"{len(states)} when that version was captured: they begin again, and results differ: make them "
+                    "where the module is built",
+                    alarm=True,
+                )
+            for one, state in zip(found, states, strict=False):
+                set_state_of(one, state)
+        case (kind, bytes(encoded)) if kind == ENCODED:
+            if now != captured:
                 assign(part, key, codec.decode(encoded))
-            elif isinstance(present, GENERATORS):
-                set_state_of(present, codec.decode(encoded))
         case _:
             vars(part)[key] = _put(present, captured)
 
@@ -130,7 +150,7 @@ def _put(present: Any, captured: Any) -> Any:
 
 
 def _tensors(part: torch.nn.Module) -> dict[str, int]:
-    return {key: id(value) for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
+    return {key: id(value) for key, value in vars(part).items() if is_a(value, torch.Tensor)}
 
 
 def read_modes(parts: Sequence[tuple[str, torch.nn.Module]]) -> dict[str, Any]:

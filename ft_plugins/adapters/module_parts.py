@@ -1,9 +1,9 @@
 """What each module of a model is and keeps besides tensors, read again only where something may have changed.
 
     values   what can be set again: plain values in attributes, also in lists, tuples and dicts; states of random number
-             generators, and small objects that the codec knows, both encoded
+             generators, also in these, and small objects that the codec knows, both encoded
     shape    what can only be compared, as text: the class, its forward, hooks of the module and of its parameters'
-             gradients, functions in attributes, objects with their plain values but whole numbers
+             gradients, functions in attributes, sets, objects with their plain values but whole numbers
 
 Invariant: a module is not read again only if its class, hooks and attributes are the very objects that they were, and
 what can change in itself has the same contents. Tensors are left out, and hooks that a library makes in every start.
@@ -14,13 +14,18 @@ In: a module. Out: a `ModulePart` for each of its modules, by path.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
+import random
+import sys
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,9 +35,9 @@ from torch.nn.modules import module as torchs_modules
 
 from ..snapshot.capture import codec
 from .data.data_parts import GENERATORS
-from .data.loader_values import encoding
+from .data.loader_values import encoding, mark_of
 from .data.loaders import state_of
-from .script.loop_values import attribute, comparable
+from .script.loop_values import attribute, attributes, comparable, is_a
 from .script.script_names import is_of_library
 
 ENCODED, GENERATOR = "__ft_encoded__", "__ft_generator__"  # first of a tuple whose second is encoded
@@ -50,7 +55,7 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKED_BY = ("transformers", "accelerate", "megatron")  # libraries whose hooks are the same in every start
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, functools.partial)
-_CONSTANTS = (bytes, complex, torch.dtype, torch.device, torch.Size, Enum)
+_CONSTANTS = (bytes, complex, torch.dtype, torch.device, torch.Size)
 Shape = Mapping[str, str]
 
 
@@ -134,24 +139,29 @@ class ModuleParts:
         steady, counts = True, f"{kind.__module__}.".startswith(_COUNTING)
         own = [(key, one) for key, one in vars(module).items() if key not in _TORCHS]
         for key, value in own:
-            if counts or isinstance(value, torch.Tensor | torch.nn.Module):
+            if counts or is_a(value, torch.Tensor, torch.nn.Module):
                 continue
             if is_plain(value):
                 values[key] = copy.deepcopy(value)
                 steady = steady and type(value) not in (list, dict) and _is_flat(value)
-            elif isinstance(value, GENERATORS):
-                values[key], steady = (GENERATOR, codec.encode(state_of(value))), False
-            elif isinstance(value, _FUNCTIONS):
+            elif drawing := generators_in(value):
+                values[key], steady = (GENERATOR, codec.encode([*map(state_of, drawing)])), False
+            elif is_a(value, *_FUNCTIONS):
                 shape[key] = _name_of(value)
-            elif isinstance(value, _CONSTANTS):
+            elif is_a(value, Enum):  # not its `repr`: that of its value may have an address
+                shape[key] = f"{_name_of(type(value))}.{value._name_ or value._value_}"
+            elif is_a(value, *_CONSTANTS):
                 shape[key] = repr(value)
             elif contents := self._contents_of(value):
-                objects.append((weakref.ref(value), contents))
+                if type(value).__weakrefoffset__:
+                    objects.append((weakref.ref(value), contents))
+                else:
+                    steady = False
                 if isinstance(contents, bytes):
                     values[key] = (ENCODED, contents)
                 else:
                     shape[key] = contents
-        held = [one for _, one in own if isinstance(one, (*_PLAIN, *_SCALARS, *_FUNCTIONS, *_CONSTANTS, tuple))]
+        held = [one for _, one in own if is_a(one, *_PLAIN, *_SCALARS, *_FUNCTIONS, Enum, *_CONSTANTS, tuple)]
         held += [kind, kind.__dict__.get("forward")]
         return _Seen(ModulePart.of(values, shape), mark, held, objects, steady)
 
@@ -169,21 +179,37 @@ class ModuleParts:
 
 def _contents_of(value: Any) -> bytes | str:
     kind = type(value)
-    if is_of_library(kind.__module__) or not kind.__weakrefoffset__:
+    if is_of_library(kind.__module__) or kind in CONTAINERS or kind in weakref.ProxyTypes:
         return ""
-    if encoded := encoding(value, _LIMIT):
-        return encoded
-    own = getattr(value, "__dict__", None)
-    if type(own) is not dict:
+    with suppress(Exception):  # its class may compute what is asked for, and fail
+        if encoded := encoding(value, _LIMIT):
+            return encoded
+    if kind in (set, frozenset, deque):
+        return str(comparable(value))
+    if kind is np.ndarray:
+        return f"an array ({xxhash.xxh3_64_hexdigest(repr(mark_of(value)[1:]).encode())[:8]})"
+    python = kind.__module__.partition(".")[0] in sys.stdlib_module_names  # a logger fills a cache in its first line
+    if python and kind not in (SimpleNamespace, argparse.Namespace):
         return ""
-    others = [(key, each) for key, each in own.items() if type(each) is not int]  # arguments of a program count steps
+    items = list(attributes(value).items())  # at once: another thread may add to them
+    others = [(key, each) for key, each in items if type(each) is not int]  # arguments of a program count steps
     plain = [(key, one) for key, each in others if (one := comparable(each)) is not None]
     return f"{_name_of(kind)} ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
 
 
+def generators_in(value: Any, depth: int = _DEPTH) -> list[Any]:
+    """`value`, if it is a generator; those in a list, tuple or dict that is not large."""
+    if is_a(value, *GENERATORS):
+        return [] if is_a(value, random.SystemRandom) else [value]
+    if type(value) not in CONTAINERS or len(value) > MOST or not depth:
+        return []
+    inside = [*value.values()] if type(value) is dict else [*value]
+    return [one for part in inside for one in generators_in(part, depth - 1)]
+
+
 def is_plain(value: Any) -> bool:
     return (
-        isinstance(value, _SCALARS)
+        is_a(value, *_SCALARS)
         or type(value) in _PLAIN
         or (type(value) in CONTAINERS and _plain_values(value, _DEPTH) <= MOST)
     )
@@ -195,7 +221,7 @@ def _is_flat(value: Any) -> bool:
 
 def _plain_values(value: Any, depth: int) -> int:
     """How many plain values `value` has; more than `MOST` if there are others, or if it is nested too deep."""
-    if type(value) in _PLAIN or isinstance(value, _SCALARS):
+    if type(value) in _PLAIN or is_a(value, *_SCALARS):
         return 1
     if type(value) not in CONTAINERS or len(value) > MOST or not depth:
         return MOST + 1

@@ -3,7 +3,8 @@
 A script may swap an activation, or add a hook, in iteration 10. A restart builds the model as the script does, without
 that, and nothing fails: only the numbers are others. So it is named where it happens, and again where a restored model
 is not what it was. The restored model is compared when its first forward in training begins: what the script decides by
-the iteration (`if step >= 10`) is done by then.
+the iteration (`if step >= 10`) is done by then. Attributes that it lacks are looked for once more at the next version
+point, and those that the first iteration makes are not named: a module may make them in its forward.
 
 In: `ModulePart`s at version points. Out: plain values for a version; lines in the log.
 """
@@ -38,6 +39,8 @@ class ModuleShape:
         self._last: Mapping[str, ModulePart] = {}
         self._captured: dict[str, Any] = {}  # at the last version point
         self._expected: Mapping[str, Any] | None = None
+        self._unmade: Mapping[str, Any] | None = None  # what a restored version has, until the next version point
+        self._first = True  # no version point since training began
         self._said: set[str] = set()
 
     def install(self, called: Iterable[torch.nn.Module]) -> None:
@@ -52,9 +55,13 @@ class ModuleShape:
     def _begin(self, now: Mapping[str, ModulePart]) -> None:
         self._begun = self._last = now
         self._captured = {"digests": _digests(now), NOT_COMPARED: {}}
-        expected, self._expected = self._expected, None
-        if expected is not None and self._speaks and (found := [*_lost(expected, now)]):
-            say(f"after the restore {_joined(found)} when that version was captured: {_ADVICE}", alarm=True)
+        self._unmade, self._expected, self._first = self._expected, None, True
+        if self._unmade is not None:
+            self._say_lost(words for words, made in _lost(self._unmade, now) if not made)
+
+    def _say_lost(self, found: Iterable[str]) -> None:
+        if (words := [*found]) and self._speaks:
+            say(f"after the restore {_joined(words)} when that version was captured: {_ADVICE}", alarm=True)
 
     def captured(self, iteration: int) -> dict[str, Any]:
         """After `numbers.captured`: what a version has. What has changed since the last one is said once."""
@@ -64,9 +71,13 @@ class ModuleShape:
         if self._begun is None:
             self._begin(now)
         assert self._begun is not None
+        unmade, self._unmade = self._unmade, None
+        if unmade is not None:
+            self._say_lost(words for words, made in _lost(unmade, now) if made)
+        first, self._first = self._first, False
         last, self._last = self._last, now
         if last is not now:
-            if (found := [*_differences(last, now, self._said)]) and self._speaks:
+            if (found := [*_differences(last, now, self._said, first)]) and self._speaks:
                 say(f"iteration {iteration}: {_joined(found)} before: {_ADVICE}", alarm=True)
             self._captured = {"digests": _digests(now), NOT_COMPARED: _that_fit(self._begun, now)}
         return self._captured
@@ -92,38 +103,41 @@ def _that_fit(begun: Mapping[str, ModulePart], now: Mapping[str, ModulePart]) ->
     return changed
 
 
-def _differences(was: Mapping[str, ModulePart], now: Mapping[str, ModulePart], said: set[str]) -> Iterator[str]:
-    """What differs and was not `said`, in words."""
+def _differences(
+    was: Mapping[str, ModulePart], now: Mapping[str, ModulePart], said: set[str], first: bool
+) -> Iterator[str]:
+    """What differs and was not `said`, in words; not what the `first` iteration makes."""
     nothing = ModulePart.of({}, {})
     for name in dict.fromkeys((*now, *was)):
         before, after = was.get(name, nothing), now.get(name, nothing)
         if before is not after and before.digest != after.digest:
-            for words, place in _between(name, before.shape, after.shape):
-                if place not in said:
+            for words, place, made in _between(name, before.shape, after.shape):
+                if place not in said and not (made and first):
                     said.add(place)
                     yield words
 
 
-def _lost(saved: Mapping[str, Any], now: Mapping[str, ModulePart]) -> Iterator[str]:
-    """What of a restored model is not what it was."""
+def _lost(saved: Mapping[str, Any], now: Mapping[str, ModulePart]) -> Iterator[tuple[str, bool]]:
+    """What of a restored model is not what it was, in words, and whether it may be an attribute that one lacks."""
     digests = saved["digests"]
     for number, (name, one) in enumerate(now.items()):
         size = len(one.digest)
         if digests[number * size : (number + 1) * size] != one.digest:
             known = saved[NOT_COMPARED].get(name)
             if known is None:
-                yield f"{_of('what the script builds', name)} is not what it was"
+                yield f"{_of('what the script builds', name)} is not what it was", True  # or does not fit
             else:
-                yield from (words for words, _ in _between(name, known, one.shape))
+                yield from ((words, made) for words, _, made in _between(name, known, one.shape))
 
 
-def _between(name: str, was: Shape, now: Shape) -> Iterator[tuple[str, str]]:
-    """Each difference in words, and its place."""
+def _between(name: str, was: Shape, now: Shape) -> Iterator[tuple[str, str, bool]]:
+    """Each difference in words, its place, and whether it is an attribute that one of them lacks."""
     for key in dict.fromkeys((*was, *now)):
         before, after = was.get(key, _NOTHING), now.get(key, _NOTHING)
         if before != after:
             place = _of(key.removeprefix("_").replace("_", " ") if key.startswith("_") else key, name)
-            yield f"{place} is {after}, and was {before}", place
+            made = _NOTHING in (before, after) and key != "forward" and "_hooks" not in key
+            yield f"{place} is {after}, and was {before}", place, made
 
 
 def _of(what: str, name: str) -> str:

@@ -100,7 +100,7 @@ def launch(
         watcher = check = None
         if job:
             lock, run_dir = None, job.run_dir
-            end_by_signals(config.signals_to_handle)
+            end_by_signals(signals_of(config))
             try:
                 _parameters(config, job)  # refuses an interface that is not there
                 lock = stack.enter_context(JobLock(run_dir))
@@ -125,7 +125,7 @@ def launch(
         status, everywhere = "failed", True
         stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
         try:
-            with notices(watcher, config.signals_to_handle) if watcher else nullcontext():
+            with notices(watcher, signals_of(config)) if watcher else nullcontext():
                 outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop, check)
             status, everywhere = outcome.status, outcome.everywhere
         except ConfigError:
@@ -270,20 +270,20 @@ def _run(
         if result:
             status = "succeeded" if result.state == WorkerState.SUCCEEDED else agent.verdict.status
             reason = agent.verdict.reason
-        torch_events.record(agent.get_event_succeeded(), config.event_log_handler)
+        _record(agent.get_event_succeeded(), config)
     except NodeDrained as drained:
         status = "drained"
         node = job.node if job else ""
         return Outcome("drained", f"node {node} is {drained}; the job goes on without it", restarts=agent.restarts)
     except SignalException:
         close = False  # else the other nodes could not continue
-        torch_events.record(agent.get_event_failed(), config.event_log_handler)
+        _record(agent.get_event_failed(), config)
         raise
     except (RendezvousError, DistError) as error:
-        torch_events.record(agent.get_event_failed(), config.event_log_handler)
+        _record(agent.get_event_failed(), config)
         reason = f"the rendezvous was lost ({type(error).__name__}: {error})"
     except Exception as error:
-        torch_events.record(agent.get_event_failed(), config.event_log_handler)
+        _record(agent.get_event_failed(), config)
         status, reason = "refused" if isinstance(error, FtError) else "failed", f"{type(error).__name__}: {error}"
         raise
     finally:
@@ -349,6 +349,16 @@ def _parameters(config: LaunchConfig, job: Job | None) -> RendezvousParameters:
     )
 
 
+def signals_of(config: LaunchConfig) -> str:
+    """The signals at which torch's agent ends the job, comma-separated. An older torch has no option for them."""
+    return getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+
+
+def _record(event: Any, config: LaunchConfig) -> None:
+    """Torch's own event. An older torch has no option for where it goes, which is nowhere by default."""
+    torch_events.record(event, getattr(config, "event_log_handler", "null"))
+
+
 def _specify(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: Sequence[Any], job: Job | None, bounded: bool
 ) -> tuple[RendezvousHandler, WorkerSpec]:
@@ -357,7 +367,7 @@ def _specify(
         rendezvous_registry.handler_registry.register(BACKEND, plugin.create)  # even if entry points are not installed
     parameters = _parameters(config, job)
     master_addr, master_port = _get_addr_and_port(parameters)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle  # read when workers are started
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals_of(config)  # read when workers are started
     handler = rendezvous_registry.get_rendezvous_handler(parameters)
     options: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(WorkerSpec) if hasattr(config, f.name)}
     options |= {

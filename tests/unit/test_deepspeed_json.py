@@ -48,7 +48,7 @@ def test_paft_is_switched_on_by_its_block_with_every_key_that_it_has(tmp_path: P
     path = tmp_path / write(tmp_path, json.dumps({"ft_plugins": {"paft": block}}))
     found = deepspeed_json.from_file(path)
     assert found.systems == ("paft",) and found.paft is not None
-    assert found.paft.model_dump() == {**block, "h_min": 5, "h_max": 500}
+    assert found.paft.model_dump() == {**block, "h_min": 5, "h_max": 500, "noise_of": "model"}
     assert found == Config.from_flags(found.flags())[0]
     other = {"ft_plugins": {"paft": {"h": 4, "h_min": 3, "h_max": 9}}}
     assert deepspeed_json.from_mapping(other).paft == PaftConfig(**other["ft_plugins"]["paft"])

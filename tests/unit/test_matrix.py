@@ -156,3 +156,9 @@ def test_the_table_has_a_row_for_every_version_that_runs_by_default() -> None:
     series = [*(f"0.{minor}." for minor in range(14, 20)), "0.20.0-HEAD"]
     absent = [one for one in series if f"\n| Megatron-LM {one}" not in table]
     assert not absent, f"run tests/matrix.sh --docs --megatron-lm with the checkouts of {absent}"
+
+
+def test_another_torch_comes_with_what_it_requires_itself() -> None:
+    pins = "numpy==2.4.6\nsympy==1.14.0\ntorch==2.13.0\nTyping-Extensions==4.16.0\n"
+    required = ["sympy==1.13.1; python_version >= '3.9'", "typing-extensions>=4.10.0"]
+    assert matrix.pins_with(pins, "2.6.0", required) == "numpy==2.4.6\ntorch==2.6.0\n"

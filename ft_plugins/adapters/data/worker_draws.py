@@ -30,7 +30,6 @@ class WorkerDraws:
     """The workers of one loader."""
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
         self._reported = torch.zeros(len(_CHANGES), dtype=torch.uint8).share_memory_() if loader.num_workers else None
 
     @property
@@ -59,7 +58,7 @@ def watched(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """What begins a pass over a loader, so that `draws_of` knows its workers."""
 
     def begin(loader: Any) -> Any:
-        known: WorkerDraws = vars(loader).setdefault(_DRAWS, WorkerDraws(loader))
+        known = draws_of(loader) or vars(loader).setdefault(_DRAWS, WorkerDraws(loader))
         with known.watched(loader):
             return original(loader)
 

@@ -49,6 +49,7 @@ from ..script.undeclared_search import Given, UndeclaredSearch
 from . import naming, state
 from .clients import EngineClient
 from .position import Positions
+from .rank import speaks
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
 from .replay import restore_rng, rng_state
@@ -101,7 +102,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
         self._numbers = ModuleNumbers(engine.module, [state.inner(engine.optimizer)])
-        self._shape = ModuleShape(self._numbers, self.rank == 0)
+        self._shape = ModuleShape(self._numbers, speaks(self._topology, self.rank))
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
 

@@ -86,6 +86,10 @@ _REFUSED = (
     COMBINED,
     DIVIDED,
     Rule(
+        "copies in bubbles with FSDP", ("built.fsdp",), DIVIDED.applies, "no job of both was run yet",
+        "--use-megatron-fsdp, --use-torch-fsdp2", remedy="drop it, or drop --baft", systems=("baft",),
+    ),
+    Rule(
         "full-iteration CUDA graphs", ("cuda_graph_scope", "cuda_graph_impl"), _graphs(_WHOLE),
         "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope", _WHOLE,
     ),

@@ -129,7 +129,7 @@ def comparable(value: Any) -> int | str | None:
         plain = _leaves(value)
         digest = "" if plain is None else f" ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
         return f"a {type(value).__name__} of {container.__len__(value)}{digest}"
-    own = _attributes(value)
+    own = attributes(value)
     if own and not is_of_library(type(value).__module__) and not is_a(value, type):
         plain = _leaves(dict(own))
         if plain is not None:
@@ -146,7 +146,7 @@ def unread(value: Any) -> str | None:
     if type(value).__module__ == "itertools" and not _is_over_data(value):
         return type(value).__name__
     container = _container(value)
-    own = value if container else dict(_attributes(value))
+    own = value if container else dict(attributes(value))
     if not own or is_a(value, type, torch.nn.Module) or is_of_library(type(value).__module__):
         return None
     if attribute(type(value), "__next__") is not NOTHING and not is_stateful(value) and comparable(value) is None:
@@ -236,7 +236,7 @@ def _parts(kind: Any, value: Any) -> Iterator[Any]:
     return iter(parts)
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
+def attributes(value: Any) -> Mapping[str, Any]:
     try:
         own = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
@@ -247,7 +247,7 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 def attribute(value: Any, name: str) -> Any:
     """An attribute of an object, or what its class has of that name: a property or a function as itself."""
     of_class = is_a(value, type)
-    spaces = [] if of_class else [_attributes(value)]
+    spaces = [] if of_class else [attributes(value)]
     for space in (*spaces, *map(vars, type.mro(value if of_class else type(value)))):
         if name in space:
             found = space[name]

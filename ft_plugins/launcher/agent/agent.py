@@ -261,9 +261,14 @@ class ProgressAgent(LocalElasticAgent):
         address = endpoint.LOOPBACK if alone else spec.master_addr or spec.local_addr or socket.getfqdn()
         listener = endpoint.listen_anywhere(address if endpoint.is_literal(address) else None)
         port = int(listener.getsockname()[1])
-        self._store_of_workers = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-        )
+        make = functools.partial(
+            TCPStore, address, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        try:
+            self._store_of_workers = make()
+        except NotImplementedError:  # the libuv store of torch 2.6 takes no socket, the older one does
+            self._store_of_workers = make(use_libuv=False)
         if self._channel:
             self._channel.publish("store", str(Endpoint(address, port)).encode())
         elif not alone:

@@ -11,11 +11,13 @@ import torch
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
+from ft_plugins.adapters.deepspeed.rank import speaks  # noqa: E402
 from ft_plugins.adapters.module_modes import ModuleNumbers  # noqa: E402
 from ft_plugins.adapters.module_shape import ModuleShape  # noqa: E402
 from ft_plugins.adapters.schedulers import schedules  # noqa: E402
 from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
+from ft_plugins.model.topology import Topology  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
@@ -118,3 +120,8 @@ def test_groups_that_differ_between_ranks_are_not_divided_over_others() -> None:
     assert host.merged([one, one]) == one
     with pytest.raises(ResumeError, match="rank 2: SGD keeps other values in the groups of each rank"):
         host.merged([one, one, other])
+
+
+def test_one_rank_of_each_stage_names_what_changes_of_its_modules() -> None:
+    topology = Topology(tp=2, pp=2, dp=2)
+    assert [topology.coords(rank).pp for rank in range(8) if speaks(topology, rank)] == [0, 1]

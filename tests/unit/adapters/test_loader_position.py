@@ -8,6 +8,7 @@ import itertools
 import pickle
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
 
+from ft_plugins.adapters.data.worker_draws import watched
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.errors import ConfigError, ResumeError, StateChangedError
 from ft_plugins.model.digest import readable
@@ -754,3 +756,11 @@ def test_a_number_that_is_set_back_before_the_first_pass_is_refused() -> None:
     words = "round was set to 0, but 2 was captured: count from the restored number"
     with pytest.raises(ResumeError, match=words):
         train(Set, lambda: DataLoader(Numbers(), 4, sampler=Rounds()), 12, 22)
+
+
+def test_a_loader_that_a_script_drops_goes_at_once_and_its_workers_with_it() -> None:
+    loader: DataLoader[int] = DataLoader([1, 2, 3], num_workers=1)  # type: ignore[arg-type]
+    watched(lambda one: None)(loader)
+    gone = weakref.ref(loader)
+    del loader
+    assert gone() is None

@@ -322,9 +322,11 @@ FSDP_REFUSED = [
 ]
 
 
-def test_fsdp_is_followed_with_reft_and_baft_where_ranks_divide_what_they_update() -> None:
+def test_fsdp_is_followed_with_reft_where_ranks_divide_what_they_update() -> None:
     for followed in ({"use_torch_fsdp2": True}, FSDP, {**FSDP, "megatron_fsdp_version": 1}):
-        require_followed(argparse.Namespace(**followed), ("reft", "baft"))
+        require_followed(argparse.Namespace(**followed), ("reft",))
+        with pytest.raises(UnsupportedError, match="copies in bubbles with FSDP .*drop --baft"):
+            require_followed(argparse.Namespace(**followed), ("reft", "baft"))
         for system in ("paft", "sync"):
             with pytest.raises(UnsupportedError, match="parameters that FSDP divides .*drop --paft and --sync-policy"):
                 require_followed(argparse.Namespace(**followed), ("reft", system))

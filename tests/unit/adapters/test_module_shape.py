@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
+import random
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from types import MethodType
+from enum import Enum
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed._composable import contract
 
 from ft_plugins.adapters import module_parts
 from ft_plugins.adapters.module_modes import ModuleNumbers
@@ -220,3 +226,120 @@ def test_what_libraries_hook_is_left_out() -> None:
     model.register_forward_pre_hook(torch.nn.functional.relu)
     model.register_forward_hook(functools.partial(module_parts.parts_of))
     assert ModuleParts(model).read()[""].digest == before
+
+
+def test_what_torch_keeps_under_a_name_of_its_process_is_not_compared() -> None:
+    model = torch.nn.Linear(2, 2)
+    before = ModuleParts(model).read()[""].shape
+    contract()(lambda module: module)(model)  # as `fully_shard` does
+    assert len(vars(model)) > len(vars(torch.nn.Linear(2, 2))) and ModuleParts(model).read()[""].shape == before
+
+
+def test_generators_in_lists_and_dicts_go_on_where_they_were() -> None:
+    def built() -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+        module.drawing = {"noise": [torch.Generator().manual_seed(1)], "mask": (random.Random(2),)}  # type: ignore[assignment]
+        return module
+
+    trained, again = built(), built()
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+
+    def draw(module: Any) -> tuple[float, float]:
+        return torch.rand(1, generator=module.drawing["noise"][0]).item(), module.drawing["mask"][0].random()
+
+    draw(trained)
+    others.restore(codec.decode(codec.encode(numbers.captured(True))))
+    assert draw(again) == draw(trained)
+
+
+def test_a_generator_that_a_forward_makes_later_is_named_after_a_restore(capsys: pytest.CaptureFixture[str]) -> None:
+    trained, again = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
+    trained.drawing = torch.Generator()  # type: ignore[assignment]
+    others.restore(numbers.captured(True))
+    assert "after the restore 'drawing' has 0 random number generators, and had 1" in capsys.readouterr().err
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a namespace": (lambda: SimpleNamespace(rate=0.1), lambda kept: setattr(kept, "rate", 0.5)),
+    "a set": (lambda: {1, 2}, lambda kept: kept.add(3)),
+    "a large array": (lambda: np.zeros(4096), lambda kept: kept.fill(1.0)),
+    "a deque that grows": (deque, lambda kept: kept.extend(range(4096))),
+    "a dict that grows": (OrderedDict, lambda kept: kept.update(enumerate(range(4096)))),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_changes_and_is_not_captured_is_named(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    make, change = KEPT[kind]
+    module = torch.nn.Linear(2, 2)
+    module.kept = make()
+    numbers = ModuleNumbers(module)
+    shape = ModuleShape(numbers, speaks=True)
+    for iteration in (1, 2):
+        numbers.captured(True)
+        shape.captured(iteration)
+        assert iteration == 1 or "kept" in "".join(capsys.readouterr())
+        change(module.kept)
+
+
+def test_objects_that_cannot_be_read_end_nothing() -> None:
+    class Computing:
+        @property
+        def __class__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("computed")
+
+    class Gone:
+        pass
+
+    class Act(Enum):
+        RELU = functools.partial(torch.relu)
+
+    module = torch.nn.Linear(2, 2)
+    vars(module).update(computing=Computing(), gone=weakref.proxy(Gone()), act=Act.RELU, drawing=random.SystemRandom())
+    shape = ModuleNumbers(module).read()[""].shape
+    assert shape.keys() == {"class", "act", "computing"} and "0x" not in shape["act"]
+
+
+def test_a_logger_that_has_logged_is_what_it_was() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.logger = logging.getLogger("of_a_module")  # type: ignore[assignment]
+    parts = ModuleParts(module)
+    before = parts.read()
+    module.logger.debug("")  # type: ignore[union-attr, operator]
+    assert parts.read() is before
+
+
+class Lazy(torch.nn.Module):
+    """Makes an object and a function in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "helper"):
+            self.helper, self.scale = Configured(), torch.tanh
+        return self.scale(self.inner(x))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_first_forward_makes_is_named_only_where_it_does_not(
+    lost: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def iteration(number: int, saved: Any = None) -> Any:
+        model = Lazy()
+        numbers = ModuleNumbers(model)
+        shape = ModuleShape(numbers, speaks=True)
+        shape.install([model])
+        shape.restored(saved)
+        model(torch.ones(2, 4)).sum().backward()
+        if lost and saved is not None:
+            del model.helper
+        numbers.captured(True)
+        return shape.captured(number)
+
+    saved = iteration(1)
+    assert "helper" not in capsys.readouterr().err
+    iteration(2, saved)
+    assert ("after the restore helper of the model is nothing" in capsys.readouterr().err) == lost

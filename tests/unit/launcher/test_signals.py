@@ -6,14 +6,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.errors import ProtectionError
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.agent.signals import SignalStop, notices
-from ft_plugins.launcher.node_launch import _write_due
+from ft_plugins.launcher.node_launch import _write_due, signals_of
 from ft_plugins.smp.serve.client import REQUEST, STOP
 
 WAIT = 60.0
@@ -185,3 +187,11 @@ def test_a_signal_that_is_to_end_the_job_is_no_notice() -> None:
     with notices(Watcher(stored(7)), "SIGTERM, SIGUSR1"):
         assert signal.getsignal(signal.SIGUSR1) == before
         assert callable(signal.getsignal(signal.SIGUSR2))
+
+
+def test_a_torch_without_an_option_for_signals_ends_jobs_at_the_same_ones() -> None:
+    """The oldest torch that the package accepts has none."""
+    newer = LaunchConfig(1, 1, 1)
+    assert signals_of(SimpleNamespace()) == signals_of(newer) == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # type: ignore[arg-type]
+    newer.signals_to_handle = "SIGTERM"
+    assert signals_of(newer) == "SIGTERM"
