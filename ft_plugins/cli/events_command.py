@@ -114,5 +114,5 @@ def _facts(event: Event) -> str:
     """The reason in words, then the other facts."""
     fields = {key: value for key, value in event.fields.items() if value not in ("", None)}
     reason = fields.pop("reason", "")
-    facts = ", ".join(f"{key} {value}" for key, value in fields.items())
+    facts = ", ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}" for key, value in fields.items())
     return (f": {reason}" if reason else "") + (f" ({facts})" if facts else "")

@@ -32,7 +32,7 @@ _LONG = 10**6  # seconds
 _CATASTROPHE = re.compile("(a*)*b"), "a" * 400  # a match that would take longer than the universe, in C, with the GIL
 WAYS = (
     "sleep-forward", "sleep-loader", "stop-backward", "spin-forward", "spin-with-lock", "deadlock", "slow-evaluation",
-    "slow-first", "slow-save", "slow-upload",
+    "slow-first", "slow-save", "slow-upload", "straggle",
 )  # fmt: skip
 
 
@@ -91,6 +91,8 @@ def main(argv: list[str]) -> None:
         if due("spin-with-lock"):
             _CATASTROPHE[0].match(_CATASTROPHE[1])
         if options.how == "slow-first" and present[0] == 1:
+            time.sleep(options.seconds)
+        if options.how == "straggle" and rank == 1:
             time.sleep(options.seconds)
 
     def in_loader(number: int) -> None:

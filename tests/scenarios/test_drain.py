@@ -76,3 +76,22 @@ def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
         [resumed] = spare.events(catalogue.RANKS_RESUMED.name)
         assert resumed.fields["iteration"] == at + 1, "no iteration is computed again"
     assert_identical(run, golden(SHAPE.run("megatron")), run.ranks)
+
+
+@pytest.mark.all_configurations
+def test_a_node_whose_rank_was_the_first_to_fail_twice_gives_its_place_to_a_spare(
+    jobs: Jobs, golden: Goldens, tmp_path: Path
+) -> None:
+    run = SHAPE.run("megatron", tmp_path / "run", protected=True)
+    faults = ";".join(f"iteration.forward@iteration={at},restart={restart}:kill" for restart, at in enumerate((60, 90)))
+    with MultiNodeJob(jobs, run, 2, LOOPBACK[:2]) as job:
+        job.start_all({"n1": faults})
+        job.until_committed(4)
+        spare = job.start("s", LOOPBACK[2])
+        until_spare(job, "s")
+        job.wait()
+        failed = job.nodes["n1"].events(catalogue.WORKER_FAILED.name)
+        assert [event.fields["signal"] for event in failed] == ["SIGKILL", "SIGKILL"]
+        assert len(restored(job.nodes["n0"])) == 2 and len(restored(job.nodes["n1"])) == 1
+        assert_restored(spare, "node", 60, 89)
+    assert_identical(run, golden(SHAPE.run("megatron")), run.ranks)

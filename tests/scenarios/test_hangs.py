@@ -110,6 +110,13 @@ def test_by_default_a_rank_that_takes_more_than_a_minute_between_two_iterations_
     require_as_unfailed(run, unfailed, found, tmp_path)
 
 
+def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run: Any) -> None:
+    job, found = run("--how", "straggle", "--seconds", "0.1", "--iterations", "50", restarts=0)
+    [slow] = [event.fields for event in job.events(catalogue.RANK_SLOWED.name)]
+    assert slow["about"] == 1 and slow["factor"] > 1.5 and slow["seconds"] > 0.05
+    assert len(ended(found)) == 2
+
+
 def run_on_two_nodes(
     server: ForkServer,
     jobs: Callable[..., JobSpec],

@@ -861,8 +861,8 @@ def test_followed_events_come_until_ctrl_c_also_of_a_node_that_joins(
 
 
 def test_events_fit_a_terminal() -> None:
-    event = Event("protection.lost", 0.0, "node", 3, fields={"reason": "word " * 50, "max_steps": 100})
-    assert max(map(len, lines_of(event, 80))) <= 80
+    event = Event("protection.lost", 0.0, "node", 3, fields={"reason": "word " * 50, "max_steps": 100, "s": 0.1 + 0.2})
+    assert max(map(len, lines_of(event, 80))) <= 80 and "(max_steps 100, s 0.3)" in " ".join(lines_of(event, 80))
 
 
 def test_trace_writes_a_file_that_perfetto_shows(ft_plugins: Command, tmp_path: Path) -> None:

@@ -154,6 +154,23 @@ def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
     assert "No space left on device" in alarms[0] and "training continues, none is complete yet" in alarms[0]
 
 
+def test_storage_that_is_asked_for_is_resumed_from_although_memory_has_newer_and_voids_it(
+    node: Node, live: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    reft = {"checkpoint_dir": str(tmp_path / "ck"), "checkpoint_interval": 4}
+    live(4, reft=reft)
+    deadline = time.monotonic() + 30
+    while not node.events("checkpoint.completed"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    live(6, reft=reft)
+    assert live(0, reft=reft)["resumed"] == 6, "as long as memory has a version, storage is not read"
+    found = live(0, resume="storage", reft=reft)
+    assert (found["error"], found["resumed"], found["restored_w"]) == (None, 4, {4.0})
+    assert node.events("state.restored")[-1].fields["tier"] == "storage"
+    assert live(0, reft=reft)["resumed"] == 4, "versions 5 and 6 are void"
+
+
 def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
     node: Node, live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:

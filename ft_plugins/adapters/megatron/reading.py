@@ -74,7 +74,7 @@ def import_arguments(folder: Path) -> ModuleType:
     except ImportError as error:
         raise FtError(
             f"Megatron-LM cannot be imported from {folder} or the Python path ({error}): run this where the job runs, "
-            "with its PYTHONPATH"
+            "with its PYTHONPATH; what of a loop of your own is followed, `ft-plugins rehearse` shows"
         ) from error
 
 

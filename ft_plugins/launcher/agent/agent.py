@@ -448,8 +448,8 @@ class ProgressAgent(LocalElasticAgent):
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch reports the earliest
         next_step = self._give_verdict(cause)
         if self.verdict.restart:  # else ft-run ends with the reason
-            others = ", ".join(str(failure.rank) for failure in failures if failure is not cause)
-            also = f"; on their own failed too: {others}" if others else ""
+            others = ", ".join(failure.name for failure in failures if failure is not cause)
+            also = f"; ended too: {others}" if others else ""
             node = self._job.node if self._job else socket.gethostname()
             say(f"{cause.line(node)}{also}; {next_step}", alarm=True, who="ft-run: ")
 

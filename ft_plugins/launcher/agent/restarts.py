@@ -92,6 +92,11 @@ class WorkerFailure:
             return -self.exitcode in _SECONDARY
         return not self.refused and bool(_LOST_PEER.search(self.error))
 
+    @property
+    def name(self) -> str:
+        """For a list of the ranks that ended with another one."""
+        return f"rank {self.rank}" + (" (it may only have lost a peer)" if self.secondary else "")
+
     def line(self, node: str = "") -> str:
         """One line for people, with rank and error; with `node`, also where to look."""
         who = f"rank {self.rank} (pid {self.pid}, node {node})" if node else f"rank {self.rank}"

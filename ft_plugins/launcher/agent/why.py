@@ -49,7 +49,7 @@ class Account:
     memory: str
     stacks: str
     record: str
-    others: str  # that failed on their own too
+    others: str  # that were not killed for it
     same: int
     recovered: bool  # ranks have completed iterations since
     advice: str
@@ -143,7 +143,7 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
     recurred = next((event for event in outage if event.type is catalogue.FAILURE_RECURRED), None)
     fields = first.fields
     failure = chosen.get(id(first))
-    others = [f"rank {one.rank}" for key, one in chosen.items() if key != id(first)]
+    others = [one.name for key, one in chosen.items() if key != id(first)]
     kills, memory = fields.get("oom_kills"), ""
     if failure and failure.signal == "SIGKILL":
         memory = "whether it was for lack of memory is unknown: the kernel's log has it"

@@ -75,6 +75,8 @@ class NodeTier:
         self._endpoint = PeerEndpoint(run_dir, smp.job, smp.node, self._requests.handle, smp.events)
         self._spare_handler: SpareHandler | None = None
         self._status_handler: StatusHandler | None = None
+        self._asking = threading.Lock()  # so that threads and connections do not grow with the people who ask
+        self._asked: dict[int, tuple[list[dict[str, Any]], float]] = {}  # by page: the last answers, and since when
         self._released = _number(run_dir / _RELEASED)
         self._pinned = PinnedVersions(run_dir, segments)
         self._protection: Protection | None = None  # of the job that is, or was last, protected
@@ -289,15 +291,21 @@ class NodeTier:
 
     def other_nodes(self, first: int, seconds: float) -> tuple[list[dict[str, Any]], int | None]:
         """What `other_nodes.ask` finds of the job's other nodes, of a page of positions from `first` on; and the
-        position at which the next page begins, None for none."""
-        with self._lock:
-            if self._protection is None:
-                return [], None
-            nodes, where = self._protection.plan().nodes, self._protection.endpoints
-            page = range(first, min(first + other_nodes.PAGE, len(nodes)))
-            others = [position for position in page if nodes[position] != self._node]
-            peers = {nodes[position]: self.peer(where[position], seconds, nodes[position]) for position in others}
-        return other_nodes.ask(peers, seconds), page.stop if page.stop < len(nodes) else None
+        position at which the next page begins, None for none. Those who wait for another one's answers share them."""
+        came = time.monotonic()
+        with self._asking:
+            with self._lock:
+                if self._protection is None:
+                    return [], None
+                nodes, where = self._protection.plan().nodes, self._protection.endpoints
+                page = range(first, min(first + other_nodes.PAGE, len(nodes)))
+                if not page:
+                    return [], None
+                others = [position for position in page if nodes[position] != self._node]
+                peers = {nodes[position]: self.peer(where[position], seconds, nodes[position]) for position in others}
+            if self._asked.get(first, ([], 0.0))[1] < came:
+                self._asked[first] = other_nodes.ask(peers, seconds), time.monotonic()
+            return self._asked[first][0], page.stop if page.stop < len(nodes) else None
 
     # ---- a node that has no part in the job ----
 

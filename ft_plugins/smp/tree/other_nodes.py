@@ -72,7 +72,7 @@ def ask(peers: Mapping[str, Peer], seconds: float) -> list[dict[str, Any]]:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    late = {"error": f"no answer within {seconds:g} s", **_UNKNOWN}
+    late = {"error": f"none within {seconds:g} s", **_UNKNOWN}
     answers = [found.get(node, {"node": node, **late}) for node in peers]
     for peer in peers.values():  # which ends the threads that still wait
         peer.close()

@@ -196,15 +196,25 @@ def test_a_word_is_known_to_the_ranks_of_its_incarnation_alone(ranks: Ranks) -> 
     assert ranks(_meets_again, 3) == [[True, False]] * 3
 
 
+def _unlike(rank: int, world: int, *known: bytes) -> str:
+    try:
+        Collective(known[rank])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_secrets_all_say_so(ranks: Ranks) -> None:
+    found = ranks(_unlike, 3, SECRET, SECRET, b"another secret, as long")
+    assert all("give --ftp-secret-file, with the same content" in words for words in found)
+    assert all(words.startswith("rank 0: rank 2 has another secret") for words in found), "the lowest speaks for all"
+
+
 def _deceived(rank: int, world: int) -> str:
     """Rank 0 does not know the secret, and reports below that there is no error."""
     if rank == 0:
         operations._JOIN = {**operations._JOIN, operations.FrameKind.AGREE: lambda parts: b""}
-    try:
-        Collective(b"another secret, as long" if rank == 0 else SECRET)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return _unlike(rank, world, b"another secret, as long", SECRET)
 
 
 def test_what_a_rank_without_the_secret_reports_is_not_believed(ranks: Ranks) -> None:

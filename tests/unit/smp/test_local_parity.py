@@ -299,6 +299,7 @@ def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cl
     alarms = [path.read_text() for path in cluster.folder.glob(f"*/{protocol.ALARM}")]
     told = [json.loads(alarm)["replicas"] for alarm in alarms]
     assert told and all(alarm.startswith("replica.mismatched: ") and f"{flipped}" in alarm for alarm in told)
+    assert all("one of the two replicas is corrupt" in alarm for alarm in told)
     lost = 2 if flipped != 3 else 1
     before = {rank: cluster.trainers[rank].data(Version(1, 3)) for rank in RANKS}
     cluster.substitute(lost)
@@ -354,9 +355,7 @@ def test_ranks_that_were_past_a_version_when_it_was_announced_have_no_parity_of_
     under_way: list[tuple[int, Header, Version]] = []
     iteration = 0
     tell = Header.await_version
-    monkeypatch.setattr(
-        Header, "await_version", lambda header, version: under_way.append((iteration, header, version))
-    )
+    monkeypatch.setattr(Header, "await_version", lambda header, version: under_way.append((iteration, header, version)))
     cluster.protect()
     announced: list[int] = []
     while not any(tier.status()["committed"] for tier in cluster.tiers):

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -461,3 +462,31 @@ def test_other_nodes_are_asked_for_people_page_by_page_and_each_by_its_own_name(
     (answered,), (starting,) = pages[0][0], pages[1][0]
     assert (answered["state"], answered["error"]) == ("TRAINING", "")
     assert (starting["state"], starting["error"]) == (None, "node n2 is still starting")
+
+
+def test_however_many_people_ask_at_once_the_other_nodes_are_asked_for_one_of_them_at_a_time(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cluster(2)
+    job.protect()
+    go_on, came, asked = threading.Event(), list[float](), list[float]()
+
+    def now() -> float:
+        came.append(time.monotonic())
+        return came[-1]
+
+    def ask(peers: Any, seconds: float) -> list[dict[str, Any]]:
+        asked.append(seconds)
+        assert go_on.wait(SECONDS)
+        return [{"node": "n1"}]
+
+    monkeypatch.setattr("ft_plugins.smp.tree.node.time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(other_nodes, "ask", ask)
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(job.nodes[0].tier.other_nodes, 0, SECONDS) for _ in range(20)]
+        wait(lambda: len(came) == 20)
+        go_on.set()
+        assert [each.result(SECONDS) for each in answers] == [([{"node": "n1"}], None)] * 20
+    assert len(asked) == 1, "those who waited share the answer"
+    job.nodes[0].tier.other_nodes(0, SECONDS)
+    assert len(asked) == 2, "and nobody gets an old one"

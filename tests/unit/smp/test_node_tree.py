@@ -13,6 +13,8 @@ import pytest
 
 from ft_plugins.errors import ProtocolError
 from ft_plugins.smp.tree import tree
+from ft_plugins.smp.tree.agreement import Summary
+from ft_plugins.smp.tree.tree_messages import packed_summary
 from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
@@ -97,6 +99,22 @@ def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
     assert fields["peer"] == "n5" and "node n3 is at position 3" in fields["reason"]
     peer.close()
     deep.train(1, 1)
+
+
+def test_one_wrong_summary_stops_no_commit_and_its_sender_is_named(deep: Cluster) -> None:
+    deep.train(1, 1)
+    root, sender = deep.nodes[0], deep.nodes[1].driver
+    wrong = Version(1, 10**6)
+    summary = packed_summary(Summary(1 << 1, 10**6, wrong, wrong, wrong, wrong, wrong, wrong))
+
+    def told() -> bool:
+        sender._loop.call(lambda: sender._member._send(0, summary))  # again: a right one may come at the same time
+        return bool(root.named("report.rejected"))
+
+    wait(told)
+    fields = root.named("report.rejected")[0]
+    assert fields["peer"] == "n1" and "iteration 1000000 of lineage" in fields["reason"]
+    deep.train(2, 3)
 
 
 def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(
