@@ -114,18 +114,18 @@ class ModuleParts:
         for _, found in hooks:
             mark += found
         if seen is None or seen.mark != mark:
-            return self._anew(module, mark, hooks)
+            return self._described(module, mark, hooks)
         if seen.steady and (not seen.objects or all(map(self._is_same, seen.objects))):
             return seen
-        anew = self._anew(module, mark, hooks)
-        return seen if seen.part == anew.part else anew
+        now = self._described(module, mark, hooks)
+        return seen if seen.part == now.part else now
 
     def _hooks_of_root(self) -> Iterator[tuple[str, Mapping[int, Any]]]:
         yield from ((name, found) for name in _OF_ALL if (found := vars(torchs_modules)[name]))
         for one in self._optimizers:
             yield from ((name, found) for name in _OF_OPTIMIZERS if (found := vars(one).get(name)))
 
-    def _anew(self, module: torch.nn.Module, mark: list[int], hooks: list[tuple[str, Mapping[int, Any]]]) -> _Seen:
+    def _described(self, module: torch.nn.Module, mark: list[int], hooks: list[tuple[str, Mapping[int, Any]]]) -> _Seen:
         kind = type(module)
         shape = {"class": _name_of(kind)}
         if not (forward := _name_of(attribute(kind, "forward"))).endswith(".forward"):  # of none of its classes

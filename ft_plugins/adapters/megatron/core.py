@@ -46,11 +46,10 @@ from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from . import state
-from .fp8 import require_no_history
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
-from .support import is_stub, layer_wise
+from .support import is_stub, layer_wise, require_no_history
 
 _ARCHITECTURE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

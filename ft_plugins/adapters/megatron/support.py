@@ -1,13 +1,14 @@
 """Refuse Megatron features and options that are not supported, by name, before anything is captured.
 
 Invariant: an accepted job has only state that `state` lists, and only updates that go through `optimizer.step`. What is
-refused is in `adapters.rules.megatron`.
+refused is in `adapters.rules.megatron`. TransformerEngine's modules may keep a history of maxima to scale fp8 numbers,
+which they make in the first forward: arguments cannot show all of it, so `require_no_history` looks at the modules.
 
 In: model chunks and optimizers. Out: UnsupportedError, one line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..rules import MEGATRON, findings, line
 from ..rules.megatron import OTHERWISE
 
 _SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+_META, _HISTORY = "fp8_meta", "amax_history"  # TransformerEngine's names
 _DIVIDED_BY = "__ft_divided_by__"  # attribute of an optimizer that a layer-wise one chains: that one
 
 
@@ -66,3 +68,20 @@ def facts(optimizers: Sequence[Any]) -> dict[str, Any]:
         "layer_wise": any(layer_wise(one) for one in optimizers),
         "amsgrad": any(group.get("amsgrad") for group in groups),
     }
+
+
+def require_no_history(chunks: Sequence[torch.nn.Module], rank: int) -> None:
+    """Raises UnsupportedError that names a module with a history of maxima."""
+    for chunk in chunks if getattr(chunks[0].config, "fp8", None) else ():
+        for name, part in chunk.named_modules():
+            if any(isinstance(getattr(one, _HISTORY, None), torch.Tensor) for one in _kept(vars(part).get(_META))):
+                raise UnsupportedError(
+                    f"rank {rank}: '{name}' ({type(part).__name__}) keeps a history of maxima for fp8, which is not "
+                    "captured: choose --fp8-recipe tensorwise, blockwise or mxfp8, without fp8 in attention"
+                )
+
+
+def _kept(meta: Any) -> Iterator[Any]:
+    values = meta.values() if isinstance(meta, Mapping) else ()
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)

@@ -4,8 +4,8 @@ The names are its own: `cycle_info.JOB.ATTEMPT.CYCLE`, and `cycle_info.JOB.curre
 the Slurm array or job, else the name of the job; ATTEMPT counts starts of ft-run (Slurm's requeues, if it says so),
 CYCLE its restarts. An incarnation without an end still runs.
 
-Invariant: the node of the first rank writes, whole files alone. A folder that cannot be written costs the files and a
-line in the log, never the job. Nothing of an earlier attempt is replaced.
+Invariant: the node of the first rank writes, whole files alone. A folder that cannot be written, or does not answer,
+costs the files and a line in the log, never the job. Nothing of an earlier attempt is replaced.
 
 In: what an agent starts and ends. Out: JSON, times in UTC.
 """
@@ -13,15 +13,16 @@ In: what an agent starts and ends. Out: JSON, times in UTC.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from ...base import files
+from ...base.intake import within
 from ...events import say
 
+SECONDS = 10.0  # that a folder may take
 _JOB = ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID")
 
 
@@ -56,18 +57,21 @@ class CycleFiles:
         self._attempt = int(count) if count.isdigit() else 0
         self._open: Cycle | None = None
         self._began = False
+        self._silent: TimeoutError | None = None
 
     def begin(self, restarts: int, nodes: Sequence[str], ranks: int) -> None:
         """Ranks 0 to `ranks` - 1 have started on `nodes`."""
         self.end()
         own = f"cycle_info.{self._job}."
-        with suppress(OSError):  # `_write` says it
-            while not self._began and any(self._folder.glob(f"{own}{self._attempt}.*")):
-                self._attempt += 1
+        self._bounded(lambda: self._count(own))
         names, every = ",".join(nodes), f"0-{ranks - 1}" if ranks > 1 else "0"
         self._open = Cycle(self._job, self._attempt, restarts, _now(), names, every)
         self._began = True
         self._write(self._open, own)
+
+    def _count(self, own: str) -> None:
+        while not self._began and any(self._folder.glob(f"{own}{self._attempt}.*")):
+            self._attempt += 1
 
     def end(self) -> None:
         """They have ended. Idempotent."""
@@ -76,7 +80,7 @@ class CycleFiles:
         self._open = None
 
     def _write(self, cycle: Cycle, own: str = "") -> None:
-        try:
+        def write() -> None:
             self._folder.mkdir(parents=True, exist_ok=True)
             files.write_json(self._folder / cycle.name, asdict(cycle))
             if own:
@@ -84,9 +88,21 @@ class CycleFiles:
                 link.unlink(missing_ok=True)
                 os.symlink(cycle.name, link)
                 os.replace(link, self._folder / f"{own}current")
-        except OSError as error:
-            why = f"{cycle.name} cannot be written ({error.strerror}); the job goes on without it"
+
+        if error := self._bounded(write):
+            why = f"{cycle.name} cannot be written ({error.strerror or error}); the job goes on without it"
             say(f"--ftp-cycle-info-dir {self._folder}: {why}", alarm=True, who="ft-run: ")
+
+    def _bounded(self, call: Callable[[], None]) -> OSError | None:
+        """Call it, unless the folder did not answer before: each such call leaves a thread behind."""
+        try:
+            if self._silent is None:
+                within(SECONDS, call, "the file system")
+        except TimeoutError as error:
+            self._silent = error
+        except OSError as error:
+            return error
+        return self._silent
 
 
 def _now() -> str:

@@ -23,7 +23,7 @@ import torch
 
 from ft_plugins.adapters.megatron import training
 from ft_plugins.adapters.megatron.arguments import check_validated, require_followed
-from ft_plugins.adapters.megatron.fp8 import require_no_history
+from ft_plugins.adapters.megatron.support import require_no_history
 from ft_plugins.adapters.megatron.training import MegatronLoop
 from ft_plugins.adapters.rules import MEGATRON, Treatment, findings, refused
 from ft_plugins.adapters.rules.megatron import cuda_graphs

@@ -172,8 +172,8 @@ def test_a_module_is_read_again_only_if_something_of_it_has_changed(monkeypatch:
     model = torch.nn.Sequential(Layer(), *(torch.nn.Dropout(0.1) for _ in range(3)))
     parts, read = ModuleParts(model), []
     parts.read()
-    anew = ModuleParts._anew
-    monkeypatch.setattr(ModuleParts, "_anew", lambda self, one, *rest: read.append(one) or anew(self, one, *rest))  # type: ignore[func-returns-value]
+    of = ModuleParts._described
+    monkeypatch.setattr(ModuleParts, "_described", lambda self, one, *rest: read.append(one) or of(self, one, *rest))  # type: ignore[func-returns-value]
     del model[0].drawing  # a generator is read each time
     parts.read()
     assert read == [model[0]]

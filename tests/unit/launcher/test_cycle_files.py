@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from ft_plugins.base import files
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command
+from ft_plugins.launcher.agent import cycle_files
 from ft_plugins.launcher.agent.cycle_files import CycleFiles
 
 KEYS = (
@@ -82,3 +85,26 @@ def test_it_is_refused_where_no_round_of_ours_starts_the_ranks(tmp_path: Path) -
     words = "--rdzv-endpoint localhost:0 --rdzv-backend c10d --reft --ftp-cycle-info-dir d train.py".split()
     with pytest.raises(ConfigError, match="--ftp-cycle-info-dir: has no effect with --rdzv-backend c10d"):
         command.execute(command.plan(words, 1, str(tmp_path), "host"))
+
+
+def test_a_folder_that_does_not_answer_holds_no_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Path] = []
+    answers = threading.Event()
+
+    def write(path: Path, values: object) -> None:
+        asked.append(path)
+        answers.wait(90)
+
+    monkeypatch.setattr(cycle_files, "SECONDS", 0.2)
+    monkeypatch.setattr(files, "write_json", write)
+    cycles = CycleFiles(tmp_path, "job", {})
+    try:
+        for restarts in range(2):
+            cycles.begin(restarts, ["a"], 1)
+        cycles.end()
+        assert not answers.is_set() and len(asked) == 1, "no second thread waits for it"
+        assert "the file system did not answer within 0.2 s); the job goes on without it" in "".join(capfd.readouterr())
+    finally:
+        answers.set()
