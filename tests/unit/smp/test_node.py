@@ -38,6 +38,7 @@ from ft_plugins.snapshot.segment.slots import SlotState, Version, choose
 from ft_plugins.transport import protocol
 from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
+from harness.job_control import wait_until
 
 from .node_clusters import DETECT, Cluster, clusters, wait
 
@@ -108,18 +109,20 @@ def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
     """The node's reports wait for it: for longer than a node may be silent, it would seem lost."""
     job = cluster(2)
     verifying, suspended, stops = threading.Event(), threading.Event(), list[threading.Event]()
+    waited_for: list[object] = []  # buckets
     freely = itertools.repeat(True, 5)  # of 15 buckets, those that may be waited for
     digest_of = xxhash.xxh3_64_intdigest
 
     def slow(data: object) -> int:
         if threading.current_thread().name != "smp-send-1":  # the other node's may verify the version before
             return digest_of(data)  # type: ignore[arg-type]
-        if driver._exchange is not None:
-            stops.append(driver._exchange._stop)
+        if not stops:
+            wait_until(lambda: driver._exchange is not None, SECONDS, lambda: "no sender")  # its threads begin before
+            stops.append(driver._exchange._stop)  # type: ignore[union-attr]
         verifying.set()
         stops[0].wait(SECONDS)  # a bucket takes until the sender is told to end
-        if not next(freely, None):
-            suspended.wait(SECONDS)
+        if not waited_for and not next(freely, None) and not suspended.wait(SECONDS):
+            waited_for.append(data)
         return digest_of(data)  # type: ignore[arg-type]
 
     job.protect()
@@ -131,6 +134,7 @@ def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
     assert verifying.wait(SECONDS)
     job.nodes[0].tier.suspend()
     suspended.set()
+    assert not waited_for
 
 
 def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster: Make) -> None:
