@@ -5,7 +5,8 @@
 Each keeps its last line and its pictures in a folder of FOLDER (default build/benchmarks), so that another run with
 --only replaces only those. What one of them needs and is missing is named before the first begins; the others run.
 Status 1 if one failed. With --quick that folder is in FOLDER/quick: the table has its figures where there are no
-others, and says that they were measured less often. With --smoke the table is written to FOLDER.
+others, and says that they were measured less often. What FOLDER does not have stays in the table as it was. With
+--smoke the table is written to FOLDER.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def write(folder: Path, smoke: bool) -> Path:
     for path in drawn:
         (PICTURES / path.parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(path, PICTURES / path.parent.name / path.name)
-    PAGE.write_text(page(lines, [f"pictures/{path.parent.name}/{path.name}" for path in drawn]))
-    README.write_text(MARKED.sub(lambda _: f"{headlines(lines)}\n", README.read_text()))
+    text = page(lines, [f"pictures/{path.parent.name}/{path.name}" for path in drawn], PAGE.read_text())
+    PAGE.write_text(text)
+    README.write_text(MARKED.sub(lambda _: f"{headlines(text)}\n", README.read_text()))
     return PAGE
 
 

@@ -165,23 +165,30 @@ python benchmarks/all.py
 """
 
 
-def page(lines: Lines, pictures: Sequence[str] = ()) -> str:
-    """The page of all figures. `pictures`: their addresses."""
-    return "\n".join(_page(lines, pictures)) + "\n"
+def page(lines: Lines, pictures: Sequence[str] = (), before: str = "") -> str:
+    """The page of all figures. `pictures`: their addresses. `before`: the page as it was, whose sections stay where
+    `lines` has nothing newer, unless they lack a figure."""
+    return "\n".join(_page(lines, pictures, before)).rstrip("\n") + "\n"
 
 
-def headlines(lines: Lines) -> str:
-    """The five lines for README."""
-    return "\n".join([*_HEAD, *_table([row for row in ROWS if row.headline], lines)])
+def headlines(text: str) -> str:
+    """The five lines for README, of a page."""
+    meanings = tuple(f"| {row.meaning} |" for row in ROWS if row.headline)
+    return "\n".join([*_HEAD, *(line for line in text.splitlines() if line.startswith(meanings))])
 
 
-def _page(lines: Lines, pictures: Sequence[str]) -> Iterator[str]:
+def _page(lines: Lines, pictures: Sequence[str], before: str) -> Iterator[str]:
     yield _PAGE
+    sections = dict(each.split("\n", 1) for each in f"\n{before}".split("\n## ")[1:])
     for name in dict.fromkeys(row.benchmark for row in ROWS):
+        rows = [row for row in ROWS if row.benchmark == name]
         yield f"## {name}\n"
         if name in lines:
             yield f"{_where(lines[name])}\n"
-        yield from (*_HEAD, *_table([row for row in ROWS if row.benchmark == name], lines), "")
+        elif all(f"| {row.meaning} |" in sections.get(name, "") for row in rows):
+            yield sections[name].strip("\n") + "\n"
+            continue
+        yield from (*_HEAD, *_table(rows, lines), "")
         yield from (f"![{Path(each).stem}]({each})\n" for each in pictures if Path(each).parent.name == name)
 
 

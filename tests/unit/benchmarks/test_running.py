@@ -80,7 +80,12 @@ def test_the_table_has_goal_limit_peer_and_paper_and_says_what_was_not_measured(
     assert stall.endswith("| 0 | 1.5 (dlrover) | - | at most 0.05 | **0.01** (quick run) |")
     assert committed.endswith("| at most 1.5 | 1.8, missed (quick run) |") and double.endswith("| not measured |")
     assert "at most 1%" in sent and "a quick run, " in text and "![p](a/snapshot_stall/p.png)" in text
-    assert len(headlines({}).splitlines()) == 2 + 5
+    assert len(headlines(page({})).splitlines()) == 2 + 5
+    later = page({"recovery": json.loads(last_line("recovery", {"lost_iterations": 1.0}))}, before=text)
+    assert stall in later and "![p](a/snapshot_stall/p.png)" in later, "what was not measured again stays"
+    assert "| **1** |" in later and page({}, before=later) == later
+    without = page({}, before=later.replace(committed, ""))
+    assert stall not in without, "a section that lacks a figure is written anew"
 
 
 def test_readme_and_page_are_those_that_the_runner_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
