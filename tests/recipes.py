@@ -94,7 +94,7 @@ def _resolved(word: str, assigned: dict[str, str]) -> str:
 
 def read_megatron(root: Path, systems: Sequence[str]) -> Iterator[Recipe]:
     """Runs in a process whose Megatron-LM is that of `root`."""
-    from ft_plugins.adapters.megatron.reading import import_arguments, read_arguments
+    from ft_plugins.adapters.megatron.arguments import import_arguments, read_arguments
 
     parser = import_arguments(root).add_megatron_arguments(_Parser(allow_abbrev=False))
     for name, words in megatron_words(root):

@@ -165,17 +165,20 @@ def groups(optimizer: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Set the values of the parameter groups in place. Raises ResumeError if their number differs."""
+def restore_groups(
+    optimizer: Any, saved: Sequence[Mapping[str, Any]], updated: Mapping[int, torch.Tensor] | None = None
+) -> None:
+    """Set the values of the parameter groups in place. `updated`: a tensor of each, where groups have none between
+    updates. Raises ResumeError if their number differs."""
     if len(saved) != len(optimizer.param_groups):
         raise ResumeError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the captured one had {len(saved)}: "
             "resume with the model and the optimizer settings of the captured job"
         )
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         if "step" not in values:  # Megatron's own load leaves its count there, also where torch counts per parameter
             group.pop("step", None)
-        near = next(iter(group["params"]), None)
+        near = next(iter(group["params"]), (updated or {}).get(number))
         group.update(
             {k: _in_place(k, value, group[k]) if k in group else _new(value, near) for k, value in values.items()}
         )

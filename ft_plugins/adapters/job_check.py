@@ -1,22 +1,30 @@
 """Say before a job what of it is followed, refused or without effect. Nothing is started, and no device is needed.
 
-Invariant: what is said comes from the same rules that the job asks when it starts. What only a model, an optimizer or a
-data set shows is not known here.
+Invariant: what is said comes from the same rules that the job asks when it starts, and arguments mean what the
+framework's own parser says. What only a model, an optimizer, a data set or the script shows is not known here.
 
 In: a job's own arguments or DeepSpeed configuration, the systems that are on. Out: `JobCheck`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .rules import DEEPSPEED, MEGATRON, Finding, Treatment, findings, line
+from ..errors import FtError
+from .rules import DEEPSPEED, HUGGING_FACE, MEGATRON, Finding, Treatment, findings, line
 from .rules.deepspeed import OTHERWISE as WITHOUT_THE_BLOCK
+from .rules.hugging_face import OTHERWISE as WITHOUT_THE_FLAG
 from .rules.megatron import OTHERWISE as WITHOUT_PROTECTION
 from .rules.megatron import layer_wise
+from .rules.megatron_forks import GPT_NEOX, NEOX
+from .rules.megatron_forks import OTHERWISE as WITHOUT_THE_LOOP
 from .rules.rule import at
 
 _ADAM = ("fp32 master or parameter, and two fp32 moments", 12.0)
@@ -42,13 +50,15 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class JobCheck:
-    """What is known before the job. `refusal`: the line with which it would end at its start, '' if it would not."""
+    """What is known before the job. `refusal`: the line with which it would end at its start, '' if it would not.
+    `rejected`: why the framework's own validation ends it, protected or not; '' if it does not."""
 
     framework: str
     found: tuple[Finding, ...]
     refusal: str
     notes: tuple[str, ...]
     size: ModelSize
+    rejected: str = ""
 
     def treated(self, treatment: Treatment) -> tuple[str, ...]:
         """The phrases of what is treated so."""
@@ -57,7 +67,8 @@ class JobCheck:
     def block(self) -> dict[str, Any]:
         """The check, for programs."""
         treated = {one.value: list(self.treated(one)) for one in Treatment}
-        return {"framework": self.framework, **treated, "refusal": self.refusal, "notes": list(self.notes)}
+        said = {"refusal": self.refusal, "rejected": self.rejected, "notes": list(self.notes)}
+        return {"framework": self.framework, **treated, **said}
 
     def lines(self) -> Iterator[str]:
         """The check, for people."""
@@ -70,14 +81,12 @@ class JobCheck:
 
 
 def check_megatron(folder: Path, words: Sequence[str], systems: Sequence[str], ranks: int) -> JobCheck:
-    """Check a script of Megatron-LM in `folder` with these arguments. Raises FtError if it cannot be read."""
-    from .megatron.reading import read_arguments  # imports torch
+    """Check a script of Megatron-LM in `folder` with these arguments. Raises FtError if they cannot be read."""
+    from .megatron.arguments import read_arguments  # imports torch
 
     read = read_arguments(folder, words, ranks)
     found = findings(MEGATRON, read.values, systems=systems)
-    notes = [f"Megatron-LM's own validation, on this machine: {read.problem}"] if read.problem else []
-    if read.unknown:
-        notes.append(f"not arguments of Megatron-LM, so the script's own or misspelt: {', '.join(read.unknown)}")
+    notes = _unknown("Megatron-LM", read.unknown)
     if read.ranks > ranks:
         notes.append(
             f"taken for {read.ranks} ranks, the fewest of these parallel sizes; put ft-run's own arguments first"
@@ -93,15 +102,62 @@ def check_megatron(folder: Path, words: Sequence[str], systems: Sequence[str], r
         values.pipeline_model_parallel_size, read.ranks,
         bool(values.use_distributed_optimizer or at(values, "use_torch_fsdp2") or layer_wise(values)),
     )  # fmt: skip
+    rejected = read.problem and f"Megatron-LM's own validation refuses it on this machine: {read.problem}"
     name = f"Megatron-LM {read.version}"
-    return JobCheck(name, found, line(found, WITHOUT_PROTECTION), tuple(notes), size)
+    return JobCheck(name, found, line(found, WITHOUT_PROTECTION), tuple(notes), size, rejected)
 
 
-def check_deepspeed(settings: Mapping[str, Any], systems: Sequence[str], ranks: int) -> JobCheck:
-    """Check a DeepSpeed configuration."""
-    found = findings(DEEPSPEED, settings, systems=systems)
+def check_deepspeed(settings: Mapping[str, Any], systems: Sequence[str], ranks: int, client: str = "") -> JobCheck:
+    """Check a DeepSpeed configuration. `client`: the program whose loop trains the engine, if not the script's own."""
+    found = findings(DEEPSPEED, settings, {"built": {"client": client}}, systems=systems)
+    of_its_loop = findings(GPT_NEOX, settings) if client == NEOX else ()
     kind = at(settings, "optimizer.type")
     notes = [] if kind else ["the configuration names no optimizer: the script's own is looked at when the job starts"]
     stage = at(settings, "zero_optimization.stage") or 0
     size = ModelSize(None, _MOMENTS.get(str(kind or "adam").lower()), 1, 1, ranks, bool(stage))
-    return JobCheck("DeepSpeed", found, line(found, WITHOUT_THE_BLOCK), tuple(notes), size)
+    refusal = line(found, WITHOUT_THE_BLOCK) or line(of_its_loop, WITHOUT_THE_LOOP)  # in the order of the job
+    return JobCheck("DeepSpeed", (*found, *of_its_loop), refusal, tuple(notes), size)
+
+
+def check_trainer(words: Sequence[str], systems: Sequence[str], ranks: int, engine: JobCheck | None) -> JobCheck:
+    """Check the arguments of a script with Hugging Face's Trainer; `engine`: the check of its DeepSpeed configuration.
+    Raises FtError if they cannot be read."""
+    with quiet() as said:
+        try:
+            transformers = importlib.import_module("transformers")
+            parser = transformers.HfArgumentParser(transformers.TrainingArguments, allow_abbrev=False)
+            values, rest = parser.parse_known_args(list(words))
+        except ImportError as error:
+            raise FtError(f"transformers cannot be imported ({error}): run this where the job runs") from error
+        except SystemExit as stop:
+            told = last_line(said.getvalue())
+            raise FtError(f"the parser of TrainingArguments refuses these arguments: {told}") from stop
+    with contextlib.suppress(ValueError, TypeError):  # of no or of a path; read as the Trainer does
+        values.accelerator_config = json.loads(values.accelerator_config)
+    found = findings(HUGGING_FACE, values, {"built": {"trainer": engine is None}}, systems=systems)
+    notes = _unknown("TrainingArguments", [word for word in rest if word.startswith("--")])
+    notes.append("TrainingArguments that the script sets itself, and its model and data, are looked at when it starts")
+    name, refusal = f"Hugging Face's Trainer (transformers {transformers.__version__})", line(found, WITHOUT_THE_FLAG)
+    if engine is not None:
+        notes = [*engine.notes, *notes]
+        name, found, refusal = f"{name} over DeepSpeed", (*engine.found, *found), engine.refusal or refusal
+        return JobCheck(name, found, refusal, tuple(notes), engine.size)
+    moments = _MOMENTS.get(str(values.optim).lower().removesuffix("_fused").removesuffix("_torch"))
+    return JobCheck(name, found, refusal, tuple(notes), ModelSize(None, moments, 1, 1, ranks, False))
+
+
+def _unknown(library: str, words: Sequence[str]) -> list[str]:
+    return [f"not arguments of {library}, so the script's own or misspelt: {', '.join(words)}"] if words else []
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[io.StringIO]:
+    """Without what a framework prints, which is yielded."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield said
+
+
+def last_line(text: str) -> str:
+    """The last line of what a framework said."""
+    return (text.strip().splitlines() or ["no message"])[-1]

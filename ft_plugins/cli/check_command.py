@@ -1,7 +1,8 @@
 """`ft-plugins check`: what of a job would be followed, refused or without effect, and the memory that it takes.
 
 Invariant: no part of the job is started, and no device is needed. In: the command of a job, as ft-run receives it, or a
-DeepSpeed configuration. Out: text or JSON; exit status 78 if the job would be refused. Raises FtError.
+DeepSpeed configuration. Out: text or JSON. The exit status is that of such a job: 78 if it would be refused, 1 if the
+framework itself refuses its arguments, and if nothing can be said of it. Raises FtError.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..adapters.job_check import JobCheck, ModelSize, check_deepspeed, check_megatron
+from ..adapters.job_check import JobCheck, ModelSize, check_deepspeed, check_megatron, check_trainer
+from ..adapters.rules.megatron_forks import NEOX
 from ..config import Config, deepspeed_json, merge
 from ..config.neox_yaml import settings_in_arguments
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from ..systems.reft.dry_claim import DryJob
+from .job_script import ScriptKind, kind_of
 from .memory_plan_command import MemoryPlan, averages, plan_memory
 
 LAUNCHERS = ("ft-run", "torchrun")
@@ -60,9 +63,10 @@ def check(
     memory = {"memory": plan.block()} if plan is not None else {"memory": None, "memory_unknown": why_not}
     lines = list(plan.lines(checked.size.each[0])) if plan and checked.size.each else [f"host memory: {why_not}"]
     end = f"refused: {checked.refusal}" if checked.refusal else f"would be protected by {', '.join(config.systems)}"
+    end = checked.rejected or end
     _say(as_json, {"systems": config.systems, **checked.block(), **memory}, [*checked.lines(), *lines, end])
-    if checked.refusal:
-        raise typer.Exit(EXIT_REFUSED)
+    if checked.rejected or checked.refusal:
+        raise typer.Exit(1 if checked.rejected else EXIT_REFUSED)
 
 
 def _say(as_json: bool, block: dict[str, Any], lines: Sequence[str]) -> None:
@@ -88,13 +92,18 @@ def _checked(words: Sequence[str], file: Path | None, ranks: int | None) -> tupl
     world = ranks or command.parse_min_max_nnodes(options.nnodes)[1] * on_node
     arguments, named = options.training_script_args, on_node if on_node > 1 else None
     path = deepspeed_json.config_path(arguments)
-    if path is not None:
-        return check_deepspeed(_mapping(Path(path)), config.systems, world), config, named
-    settings = settings_in_arguments(arguments, Path())
-    if any(name in settings for name in _OF_NEOX):
-        return check_deepspeed(settings, config.systems, world), config, named
-    folder = Path(options.training_script).resolve().parent
-    return check_megatron(folder, arguments, config.systems, world), config, named
+    settings = settings_in_arguments(arguments, Path()) if path is None else _mapping(Path(path))
+    script = Path(f"{options.training_script.replace('.', '/')}.py" if options.module else options.training_script)
+    kind, unknown = kind_of(script)
+    checked: JobCheck | None = None
+    if path is not None or any(name in settings for name in _OF_NEOX):
+        client = NEOX if path is None and kind is ScriptKind.MEGATRON else kind.value
+        checked = check_deepspeed(settings, config.systems, world, client)
+    if kind is ScriptKind.TRAINER:
+        checked = check_trainer(arguments, config.systems, world, checked)
+    if checked is None and unknown:
+        raise FtError(f"{script}: {unknown}")
+    return checked or check_megatron(script.resolve().parent, arguments, config.systems, world), config, named
 
 
 def with_reft(config: Config) -> Config:

@@ -57,6 +57,7 @@ class DeepSpeedConfiguration:
     offload_param: bool = False  # the parameters too
     fp16: bool = False
     untested: bool = False  # DeepSpeed accepts any optimizer with ZeRO
+    sub_group_size: int = 1_000_000_000  # elements that ZeRO-3 updates at once
 
     def __str__(self) -> str:
         precision = "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
@@ -83,7 +84,11 @@ class DeepSpeedConfiguration:
             "gradient_clipping": self.clipping,
             "fp16": {"enabled": self.fp16, **_SKIPPING},
             "bf16": {"enabled": self.bf16 and not self.fp16, **({"check_grad_overflow": True} if self.checked else {})},
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 100},
+            "zero_optimization": {
+                "stage": self.stage,
+                "stage3_param_persistence_threshold": 100,
+                "sub_group_size": self.sub_group_size,
+            },
             "steps_per_print": 1000,
         }
         if self.offload:

@@ -1,7 +1,8 @@
-"""`ft-plugins check` and the job itself say the same: 20 argument sets and configurations, each checked, then started.
+"""`ft-plugins check` and the job itself say the same: argument sets and configurations, each checked, then started.
 
-Given what starts on a CPU; then a job that check refuses ends with status 78 and check's own line, and any other
-trains. Those of Megatron-LM where MEGATRON_LM_PATH names a checkout.
+Given what starts on a CPU; then a job that check refuses ends with status 78 and check's own line, one whose arguments
+its framework refuses with 1 and the framework's words, and any other trains. Those of Megatron-LM where
+MEGATRON_LM_PATH names a checkout.
 """
 
 from __future__ import annotations
@@ -43,6 +44,38 @@ for _ in range(engine.global_steps, 2):
     engine.step()
 print("trained to", engine.global_steps)
 """
+TRAINER = """
+import torch
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return {"loss": self.layer(x).square().mean()}
+
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+trainer = Trainer(model=Small(), args=arguments, train_dataset=[{"x": torch.full((4,), float(n))} for n in range(8)])
+trainer.train()
+print("trained to", trainer.state.global_step)
+"""
+TRAINED = (
+    *("--output_dir", "out", "--max_steps", "2", "--per_device_train_batch_size", "2", "--use_cpu", "True"),
+    *("--report_to", "none", "--save_strategy", "no"),
+)
+TRAINING: dict[str, tuple[str, ...]] = {  # the last four are refused
+    "a Trainer": ("--reft",),
+    "a Trainer, SGD": ("--optim", "sgd", "--reft"),
+    "a Trainer over DeepSpeed": ("--deepspeed", "ds.json", "--reft"),
+    "a batch size that is looked for": ("--auto_find_batch_size", "True", "--reft"),
+    "workers that outlive a pass": (
+        *("--dataloader_persistent_workers", "True", "--dataloader_num_workers", "1", "--reft"),
+    ),
+    "a position of its own": ("--accelerator_config", '{"use_stateful_dataloader": true}', "--reft"),
+    "bubbles": ("--baft",),
+}
 BF16, ADAM = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
@@ -72,7 +105,7 @@ SMALL = (
     *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-rope-fusion"),
     *("--no-bias-dropout-fusion", "--no-persist-layer-norm", "--eval-iters", "0", "--eval-interval", "9"),
 )
-ARGUMENTS: dict[str, tuple[str, ...]] = {
+ARGUMENTS: dict[str, tuple[str, ...]] = {  # refused from the sixth on
     "fp32": (),
     "bf16, distributed": ("--bf16", "--use-distributed-optimizer"),
     "SGD": ("--optimizer", "sgd"),
@@ -105,13 +138,16 @@ def both(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> tuple
 
     status, said = run(*CHECK, *command)
     checked = json.loads(said.splitlines()[-1])
-    assert status == (EXIT_REFUSED if checked["refusal"] else 0), said
+    refused = EXIT_REFUSED if checked["refusal"] else 0
+    assert status == (1 if checked["rejected"] else refused), said
     return checked, *run(*FT_RUN, *command)
 
 
 def require_agreement(checked: dict[str, Any], status: int, output: str) -> None:
     """The job ended as check said, with the same line if it was refused."""
-    if checked["refusal"]:
+    if checked["rejected"]:
+        assert status == 1, output[-3000:]
+    elif checked["refusal"]:
         assert status == EXIT_REFUSED, output[-3000:]
         assert checked["refusal"] in output, (checked["refusal"], output[-3000:])
     else:
@@ -147,3 +183,36 @@ def test_a_job_of_megatron_lm_ends_as_check_says(short: Path, name: str) -> None
     assert checked["notes"] == [], checked
     require_agreement(checked, status, output)
     assert bool(checked["refusal"]) == (list(ARGUMENTS).index(name) > 4), checked
+
+
+REJECTED = {  # by the arguments that are at fault: what check names, and the word of the job
+    ("--num-attention-heads", "5"): ("--hidden-size 32", "--num-attention-heads 5", "AssertionError"),
+    ("--lr-warmup-fraction", "0.1", "--lr-warmup-iters", "1"): (
+        "(--lr-warmup-iters 1)",
+        "can only specify one of lr-warmup-fraction and lr-warmup-iters",
+    ),
+}
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM")
+@pytest.mark.parametrize("options", REJECTED, ids=" ".join)
+def test_what_megatron_lm_itself_refuses_is_said_with_the_arguments(short: Path, options: tuple[str, ...]) -> None:
+    command = ("--nproc-per-node", "1", str(Path(CHECKOUT) / SCRIPT), *SMALL, *options, "--reft")
+    checked, status, output = both(command, short, {"PYTHONPATH": CHECKOUT})
+    require_agreement(checked, status, output)
+    for words in REJECTED[options]:
+        assert words in checked["rejected"], checked
+    assert REJECTED[options][-1] in output
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_trainer_ends_as_check_says(short: Path, name: str) -> None:
+    (short / "train.py").write_text(TRAINER)
+    zero = {"stage": 1}
+    (short / "ds.json").write_text(json.dumps({"train_batch_size": 2, "bf16": BF16, "zero_optimization": zero}))
+    command = ("--nproc-per-node", "1", "train.py", *TRAINED, *TRAINING[name])
+    checked, status, output = both(command, short, {})
+    require_agreement(checked, status, output)
+    assert ("trained to 2" in output) != bool(checked["refusal"])
+    assert bool(checked["refusal"]) == (list(TRAINING).index(name) > 2), checked

@@ -28,10 +28,10 @@ SETTING = {  # that no other one of them has in its groups
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", apex_jobs.KINDS)
 def test_under_deepspeed(jobs: Jobs, tmp_path: Path, kind: str, stage: int) -> None:
-    configuration = DeepSpeedConfiguration(2, stage, bf16=bool(stage), untested=True)
+    configuration = DeepSpeedConfiguration(2, stage, bf16=bool(stage), untested=True, sub_group_size=8_000)
     words, script = ("--apex", kind), "harness.apex_jobs:deepspeed_example"
     golden = DeepSpeedRun("golden", tmp_path / "golden", configuration, script=script, words=words)
     jobs.finish(golden)

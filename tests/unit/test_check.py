@@ -120,17 +120,86 @@ def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatc
         version="9.9", values=values, unknown=("--own",), problem="AssertionError: no", ranks=4, parameters=1e6
     )
     reading = SimpleNamespace(read_arguments=lambda folder, words, ranks: read)
-    monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.reading", reading)
+    monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.arguments", reading)
     checked = check_megatron(Path(), ["--bf16"], ("reft", "paft"), 2)
     assert checked.framework == "Megatron-LM 9.9" and "--qk-clip" in checked.refusal
     assert [text.partition(" (")[0] for text in checked.treated(Treatment.FOLLOWED)] == [
         "the distributed optimizer", "bf16", "SGD",
     ]  # fmt: skip
     assert "--overlap-param-gather" in checked.treated(Treatment.INEFFECTIVE)[0]
-    assert ["AssertionError: no" in checked.notes[0], "--own" in checked.notes[1], "4 ranks" in checked.notes[2]] == [
-        True, True, True,
-    ]  # fmt: skip
+    assert ["--own" in checked.notes[0], "4 ranks" in checked.notes[1]] == [True, True]
+    assert checked.rejected == "Megatron-LM's own validation refuses it on this machine: AssertionError: no"
     assert checked.size == job_check.ModelSize(1e6, ("fp32 master or parameter, and fp32 momentum", 8.0), 2, 1, 4, True)
+
+
+@pytest.mark.parametrize("refusal", ["", "cannot protect this job: QK clipping"])
+def test_what_the_framework_itself_refuses_is_the_last_line_and_fails_as_its_job_would(
+    check: Check, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    size, rejected = job_check.ModelSize(None, None, 1, 1, 1, False), "its own validation refuses it: no"
+    checked = job_check.JobCheck("Megatron-LM", (), refusal, (), size, rejected)
+    monkeypatch.setattr("ft_plugins.cli.check_command.check_megatron", lambda *given: checked)
+    Path("train.py").write_text("def main():\n    from megatron.training import pretrain")
+    code, said, _ = check("--", "ft-run", "train.py", "--reft")
+    assert (code, said.splitlines()[-1]) == (1, rejected)
+    code, said, _ = check("--json", "--", "ft-run", "train.py", "--reft")
+    assert (code, json.loads(said)["rejected"]) == (1, rejected)
+
+
+SCRIPTS = {
+    "import torch": "unknown: it imports none of Megatron-LM, DeepSpeed",
+    "import near": "a loop of its own over ft_plugins: nothing can be said of it before it starts",
+    "from megatron.core import mpu": "a loop of its own over megatron.core",
+    "import deepspeed": "give it with --deepspeed_config FILE",
+    "from accelerate import Accelerator": "nothing protects a loop over accelerate without DeepSpeed by itself",
+    "from lightning import Trainer": "nothing protects PyTorch Lightning without DeepSpeed",
+    "from transformers import AutoModel": "unknown",
+    "no Python": "cannot be read as Python",
+}
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_a_script_of_which_nothing_can_be_said_is_named_as_what_it_is(check: Check, text: str) -> None:
+    Path("near.py").write_text("from ft_plugins import TorchHost")
+    Path("train.py").write_text(text)
+    code, said, errors = check("--", "ft-run", "train.py", "--reft")
+    assert (code, said) == (1, "") and SCRIPTS[text] in errors and "train.py" in errors
+    code, said, errors = check("--json", "--", "ft-run", "-m", "train", "--reft")
+    assert (code, errors) == (1, "") and SCRIPTS[text] in json.loads(said)["error"]
+
+
+def test_an_engine_of_lightning_is_refused(check: Check) -> None:
+    Path("train.py").write_text("from pytorch_lightning import Trainer")
+    code, said, _ = check("--", "ft-run", "train.py", "--deepspeed_config", configuration(), "--reft")
+    assert code == 78 and "(PyTorch Lightning): it counts epochs" in said.splitlines()[-1]
+
+
+TRAINED = {
+    "": 0,
+    "--optim sgd": 0,
+    "--optim lomo": "LOMO (--optim lomo): it updates in the backward",
+    "--dataloader_persistent_workers": "worker processes that outlive a pass (--dataloader_persistent_workers)",
+    '--accelerator_config {"use_stateful_dataloader":true}': "a loader that keeps its position itself",
+    "--sync-policy edit --sync-tau 2": "it gathers losses and numbers of tokens over all ranks in each update",
+    "--deepspeed ds.json --auto_find_batch_size": "it begins training again",
+    "--deepspeed ds.json": 0,
+    "--seed one": "the parser of TrainingArguments refuses these arguments",
+}
+
+
+@pytest.mark.parametrize("words", TRAINED)
+def test_a_script_with_a_trainer_is_checked_by_the_arguments_that_it_has_read(check: Check, words: str) -> None:
+    pytest.importorskip("transformers")
+    configuration()
+    Path("train.py").write_text("import transformers\ntransformers.Seq2SeqTrainer()")
+    code, said, errors = check("--", "ft-run", "train.py", *words.split(), "--own", "3", "--reft")
+    if words == "--seed one":
+        assert code == 1 and TRAINED[words] in errors
+        return
+    assert code == (78 if TRAINED[words] else 0), said
+    assert "Hugging Face's Trainer" in said.splitlines()[0] and "misspelt: --own" in said
+    assert ("over DeepSpeed" in said.splitlines()[0]) == ("ds.json" in words)
+    assert (str(TRAINED[words]) if TRAINED[words] else "would be protected by reft") in said.splitlines()[-1]
 
 
 def test_a_yaml_file_of_a_data_set_does_not_make_a_job_of_megatron_one_of_gpt_neox(
@@ -143,13 +212,16 @@ def test_a_yaml_file_of_a_data_set_does_not_make_a_job_of_megatron_one_of_gpt_ne
         return job_check.JobCheck("Megatron-LM", (), "", (), job_check.ModelSize(None, None, 1, 1, 1, False))
 
     monkeypatch.setattr("ft_plugins.cli.check_command.check_megatron", checked)
-    Path("train.py").write_text("")
+    Path("train.py").write_text("from megatron.training import pretrain")
     Path("data.yaml").write_text("splits: {train: part}")
     Path("job.yml").write_text("train-micro-batch-size-per-gpu: 4")
     words = ["--data-path", "data.yaml"]
     code, said, _ = check("--", "ft-run", "train.py", *words, "--reft")
     assert (code, said.splitlines()[0], seen) == (0, "Megatron-LM", [words])
     assert check("--", "ft-run", "train.py", "job.yml", "--reft")[1].splitlines()[0] == "DeepSpeed"
+    Path("job.yml").write_text("train-micro-batch-size-per-gpu: 4\nlog-gradient-noise-scale: true")
+    code, said, _ = check("--", "ft-run", "train.py", "job.yml", "--reft")
+    assert code == 78 and "the gradient noise scale (log_gradient_noise_scale): it is a mean of its own" in said
 
 
 @pytest.mark.parametrize(("stages", "parameters", "said"), [(1, 1e6, False), (2, 1e6, True), (2, None, False)])
@@ -162,6 +234,6 @@ def test_stages_that_are_all_taken_for_the_largest_are_named(
     )  # fmt: skip
     read = SimpleNamespace(version="9.9", values=values, unknown=(), problem="", ranks=4, parameters=parameters)
     reading = SimpleNamespace(read_arguments=lambda folder, words, ranks: read)
-    monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.reading", reading)
+    monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.arguments", reading)
     notes = check_megatron(Path(), [], ("reft",), 4).notes
     assert any("largest of 2 stages" in note for note in notes) is said

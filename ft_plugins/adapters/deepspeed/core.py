@@ -290,7 +290,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         optimizer = self.engine.optimizer
         if self.engine.lr_scheduler is not None:
             self.schedule.load(small["scheduler"], self.rank)
-        restore_groups(state.inner(optimizer), small["groups"])
+        restore_groups(state.inner(optimizer), small["groups"], dict(state.updated_tensors(optimizer)))
         state.restore_scalars(optimizer, small["scalars"], small.get("counts_from", 1))
         state.restore_scaler(optimizer, small["scaler"])
 
@@ -304,7 +304,8 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._shape.restored(small.get("shape"))
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
             restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
-            restore_groups(state.inner(self.engine.optimizer), small["groups"])
+            optimizer = self.engine.optimizer
+            restore_groups(state.inner(optimizer), small["groups"], dict(state.updated_tensors(optimizer)))
         restore_rng(small["rng"])
         if self._positions is not None:
             self._positions.restart_unplaced()

@@ -208,12 +208,8 @@ def _in_the_way(engine: Any, shards: ShardGroups | None) -> Iterator[str]:
     kind = type(engine.optimizer).__name__
     if getattr(engine, "sequence_parallel_size", 1) > 1:
         yield "sequence parallelism reduces them over its own ranks as well"
-    if not getattr(engine, "gradient_average", True):
-        yield "gradient_allreduce_op 'sum' does not average them"
     if getattr(engine, "has_moe_layers", False):
         yield "MoE layers reduce those of experts over expert groups"
-    if engine.zero_quantized_gradients():
-        yield "ZeRO++ (zero_quantized_gradients) reduces them over nodes"
     if kind not in SHARDED:
         return
     if shards is None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedError
-from ..rules import DEEPSPEED, findings, line
+from ..rules import DEEPSPEED, refuse
 from ..rules.deepspeed import CPU_ADAM, OTHERWISE, OWN_OPTIMIZERS
 from .state import inner, is_own
 
@@ -21,32 +20,29 @@ _WRAPPERS = (
     *("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"),
     *("FP16_Optimizer", "FP16_UnfusedOptimizer"),
 )
-_SYNC = "sync"
 _NOTHING = SimpleNamespace()
 
 
 def require_supported(engine: Any, rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
-    _refuse(f"rank {rank}: ", as_built(engine))
+    refuse(DEEPSPEED, OTHERWISE, as_built(engine), who=f"rank {rank}: ")
 
 
-def require_supported_settings(settings: Mapping[str, Any], optimizer: Any, systems: Iterable[str] = ()) -> None:
-    """The same before an engine is built, by what its settings say and the script's own `optimizer`, if there is one:
-    what is missed here is found in the engine. Raises UnsupportedError."""
+def require_supported_settings(
+    settings: Mapping[str, Any], optimizer: Any, systems: Iterable[str] = (), client: str = ""
+) -> None:
+    """The same before an engine is built, by what its settings say, the script's own `optimizer`, if there is one, and
+    the name of its client: what is missed here is found in the engine. Raises UnsupportedError."""
+    built = {"client": client}
     if optimizer is not None:  # then that of the settings is not used
         own = _of_optimizer(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else {}
-        settings = {**settings, "optimizer": None, "built": own}
-    _refuse("", settings, systems=systems)
+        settings, built = {**settings, "optimizer": None}, {**built, **own}
+    refuse(DEEPSPEED, OTHERWISE, {**settings, "built": built}, systems=systems)
 
 
 def require_local(engine: Any, rank: int) -> None:
     """Raises UnsupportedError for what local SGD cannot be combined with."""
-    _refuse(f"rank {rank}: ", as_built(engine), systems=(_SYNC,))
-
-
-def _refuse(who: str, settings: Mapping[str, Any], systems: Iterable[str] = ()) -> None:
-    if problem := line(findings(DEEPSPEED, settings, systems=systems), OTHERWISE):
-        raise UnsupportedError(f"{who}{problem}")
+    refuse(DEEPSPEED, OTHERWISE, as_built(engine), systems=("sync",), who=f"rank {rank}: ")
 
 
 def as_built(engine: Any) -> dict[str, Any]:

@@ -92,10 +92,9 @@ class EngineHooks:
         given = configuration_argument(bound.arguments)
         known = resolve(given, context)  # before DeepSpeed acts on it
         client = self.clients.current
-        if client is not None and known.sync is not None:
-            raise UnsupportedError(f"local SGD is not supported with the loop of {client.name}: drop --sync-policy")
         if known.systems:  # before anything is built, if that is known by now
-            require_supported_settings(settings_of(given), bound.arguments.get("optimizer"), known.systems)
+            name = "" if client is None else client.name
+            require_supported_settings(settings_of(given), bound.arguments.get("optimizer"), known.systems, name)
         build = replica_build(known, bound.arguments.get("model"))
         with nullcontext() if build is None else build.active():
             built = original(*args, **kwargs)

@@ -14,12 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from ...config import launch_context
-from ...errors import UnsupportedError
 from ...events import say
 from ..script.script_hooks import on_import, wrap
 from ..script.undeclared_search import has_hosts
 from .own_checkpoint import own_checkpoint
-from .refusals import TWICE
+from .refusals import refuse_built
 from .trainer_run import TrainerProtection, TrainerRun
 
 TRAINER = "transformers.trainer"
@@ -75,7 +74,7 @@ def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Calla
         if not applies(trainer):
             return original(trainer, *args, **kwargs)
         if followed:
-            raise UnsupportedError(TWICE + _saved(followed[0]))
+            refuse_built({"trained": True}, more=f"; what the first has trained {_saved(followed[0])}")
         followed.append(trainer)
         given = inspect.signature(original).bind(trainer, *args, **kwargs)
         own = own_checkpoint(
@@ -89,13 +88,14 @@ def follow(module: ModuleType, applies: Callable[[Any], bool], protection: Calla
 
 
 def _saved(trainer: Any) -> str:
-    """Save what a Trainer has trained, which the error that follows would lose. Returns where it is. A collective."""
+    """Save what a Trainer has trained, which the error that follows would lose. Returns what became of
+    it. A collective."""
     folder = str(Path(trainer.args.output_dir) / _FIRST)
     try:
         trainer.save_model(folder)
     except Exception as error:  # of the file system, or of the script's own save_model
-        return f"which could not be saved in {folder} ({error})"
-    return f"which is saved in {folder}"
+        return f"could not be saved in {folder} ({error})"
+    return f"is saved in {folder}"
 
 
 __all__ = ["TRAINER", "follow", "install"]

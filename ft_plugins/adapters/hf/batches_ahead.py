@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ResumeError, UnsupportedError
+from ...errors import ResumeError
 from ...events import say
 from ..data.data_parts import data_parts, parts
 from ..data.loader_order import hook_iteration, watch_draws
@@ -37,6 +37,7 @@ from ..data.loaders import (
 from ..data.worker_draws import WorkerDraws
 from ..rng import numbers_drawn
 from ..script.script_hooks import replace
+from .refusals import refuse_built
 
 _DRAWN = (
     "its data set draws random numbers of the process while it is read, between which training draws its own, so they "
@@ -80,27 +81,16 @@ class BatchesAhead:
 
     def __init__(self, loader: Any) -> None:
         """Follow `loader` from now on. Raises UnsupportedError if it cannot be followed."""
-        if not hasattr(loader, "base_dataloader"):
-            raise UnsupportedError(
-                f"cannot protect this job: its data come from a {type(loader).__name__} that accelerate has not "
-                "prepared: return accelerator.prepare(loader) from get_train_dataloader"
-            )
-        self._shard, self._loader = loader, loader.base_dataloader
-        if type(loader).__name__ == _DISPATCHER and is_sampled(self._loader):
-            raise UnsupportedError(
-                "cannot protect this job: with dispatch_batches rank 0 reads the batches of all ranks from a sampled "
-                "data set: leave out dispatch_batches"
-            )
-        if getattr(self._loader, "persistent_workers", False):
-            raise UnsupportedError(
-                "cannot protect this job: worker processes that outlive a pass draw no seed for the next one, new ones "
-                "after a restart do: leave out dataloader_persistent_workers"
-            )
-        if is_stateful(self._loader):
-            raise UnsupportedError(
-                f"cannot protect this job: its data come from a {type(self._loader).__name__}: leave out "
-                "use_stateful_dataloader"
-            )
+        self._shard, kind = loader, type(loader).__name__
+        self._loader: Any = getattr(loader, "base_dataloader", None)
+        refuse_built(
+            {
+                "unprepared": self._loader is None and kind,
+                "dispatched": kind == _DISPATCHER and is_sampled(self._loader),
+                "persistent": getattr(self._loader, "persistent_workers", False),
+                "stateful": is_stateful(self._loader) and type(self._loader).__name__,
+            }
+        )
         self._passes = Passes(self._reading)
         self.values = LoaderValues(self._loader)
         self._taken = 0  # batches of the pass under way

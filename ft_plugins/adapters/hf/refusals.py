@@ -1,67 +1,48 @@
-"""What of a Hugging Face Trainer cannot be followed exactly, by name. Pure.
+"""Refuse what of Hugging Face's libraries cannot be followed exactly: what `adapters.rules.hugging_face` names.
 
-In: a Trainer. Out: UnsupportedError, or nothing."""
+In: a Trainer, or facts of a loader or a loop. Out: UnsupportedError, one line, or nothing."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from ...errors import UnsupportedError
+from ..rules import HUGGING_FACE, refuse
+from ..rules.hugging_face import OTHERWISE
 
 _LOOP = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_finalize_training")
 HOOKED = (*_LOOP, "get_batch_samples", "_load_rng_state")
 _PLACE = ("epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint")  # of `_run_epoch`
-_WITHIN_THE_BACKWARD = ("lomo", "adalomo")
 
 
-LOCAL_SGD = (
-    "cannot protect this job: local SGD (sync.policy) with Hugging Face's Trainer, which gathers losses and numbers of "
-    "tokens over all ranks in each update"
-)
-
-
-TWICE = (
-    "Trainer.train was called twice, and a second training cannot be protected: train once in a job, or start the "
-    "second training as a job of its own (--ftp-job), with what the first one has trained, "
-)
+def refuse_built(built: dict[str, Any], *arguments: Any, systems: Iterable[str] = (), more: str = "") -> None:
+    """Raises UnsupportedError that names everything in use that is not followed, and ends with `more`."""
+    refuse(HUGGING_FACE, OTHERWISE, *arguments, {"built": built}, systems=systems, more=more)
 
 
 def require_loop(trainer: Any, version: str) -> None:
     """Raises UnsupportedError if the Trainer of this version of transformers has another loop."""
     missing = [name for name in HOOKED if not callable(getattr(trainer, name, None))]
-    if missing or not set(_PLACE) <= set(inspect.signature(trainer._run_epoch).parameters):
-        named = ", ".join(missing or ["way to enter an epoch"])
-        raise UnsupportedError(
-            f"cannot protect this job: the Trainer of transformers {version} has no {named}: use transformers 5.24"
-        )
+    if not missing and not set(_PLACE) <= set(inspect.signature(trainer._run_epoch).parameters):
+        missing = ["way to enter an epoch"]
+    refuse_built({"shape": missing and f"transformers {version} has no {missing[0]}"})
 
 
-def require_followed(trainer: Any, trial: Any) -> None:
+def require_followed(trainer: Any, trial: Any, systems: Iterable[str] = ()) -> None:
     """Raises UnsupportedError that names everything in use that is not followed."""
-    problems = list(_problems(trainer, trial))
-    if problems:
-        raise UnsupportedError(f"cannot protect this job: {'; '.join(problems)}")
-
-
-def _problems(trainer: Any, trial: Any) -> Iterator[str]:
     kind, args = type(trainer), trainer.args
     own = [name for name in _LOOP if not _module_of(getattr(kind, name)).startswith("transformers.")]
-    if own:
-        yield f"{kind.__name__} has a loop of its own ({', '.join(own)})"
-    if trial is not None or getattr(trainer, "hp_search_backend", None) is not None:
-        yield "a hyperparameter search trains several times"
-    if args.auto_find_batch_size:
-        yield "auto_find_batch_size begins training again"
-    if args.n_gpu > 1:
-        yield "torch's DataParallel (several GPUs in one process): start a process per GPU"
-    if str(getattr(args.optim, "value", args.optim)) in _WITHIN_THE_BACKWARD:
-        yield f"the optimizer {args.optim} updates in the backward"
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None or trainer.get_tp_size() > 1:
-        yield "parallelism_config (tensor, context or sequence parallelism of accelerate)"
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        yield "a model that transformers has sharded when it loaded it"
+    parallel = getattr(trainer.accelerator, "parallelism_config", None) is not None or trainer.get_tp_size() > 1
+    built = {
+        "trainer": True,
+        "own_loop": own and f"{kind.__name__}: {', '.join(own)}",
+        "search": trial is not None or getattr(trainer, "hp_search_backend", None) is not None,
+        "devices": args.n_gpu > 1 and args.n_gpu,
+        "parallelism": parallel,
+        "sharded": getattr(trainer, "is_distributed_loading_by_transformers", False),
+    }
+    refuse_built(built, args, systems=systems)
 
 
 def _module_of(function: Any) -> str:

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from ...config import Config, LaunchContext
-from ...errors import UnsupportedError
 from ...session import Session, attach
 from ..host_parts import local_part
 from ..script.undeclared import Undeclared
 from ..torch.fsdp import FsdpHost
 from ..torch.torch_loop import TorchHost
 from .own_checkpoint import LACKING
-from .refusals import LOCAL_SGD
 from .trainer_run import TrainerRun
 
 
@@ -38,10 +36,8 @@ class TorchTrainer:
 
     @contextmanager
     def building(self, run: TrainerRun) -> Iterator[None]:
-        if self._config.sync is not None:
-            raise UnsupportedError(LOCAL_SGD)
         self._run = run
-        run.require_followed()
+        run.require_followed(self._config.systems)
         yield
         run.protected()
         self._protect(run)

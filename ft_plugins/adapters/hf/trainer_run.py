@@ -27,13 +27,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import ResumeError, UnsupportedError
+from ...errors import ResumeError
 from ...events import say
 from ..script.script_hooks import replaced, wrap
 from ..script.script_state import Marks
 from ..script.undeclared_search import ignore_alone
 from .batches_ahead import BatchesAhead
-from .refusals import require_followed, require_loop
+from .refusals import refuse_built, require_followed, require_loop
 from .trainer_state import TrainerProgress
 
 _TO_ENTER = ("ignore_data_skip", "eval_on_start")  # what would keep the loop from where it is entered
@@ -107,9 +107,9 @@ class TrainerRun:
 
     # ---- state ----
 
-    def require_followed(self) -> None:
+    def require_followed(self, systems: Collection[str] = ()) -> None:
         """Raises UnsupportedError."""
-        require_followed(self.trainer, self._trial)
+        require_followed(self.trainer, self._trial, systems)
 
     def state(self) -> dict[str, Any]:
         """At a version point; before the loop has begun, something of at least that size."""
@@ -206,11 +206,9 @@ class TrainerRun:
         taken = original(*args, **kwargs)
         self.loader.taking(len(taken[0]))
         if self.loader.ahead not in (0, 1):
-            raise UnsupportedError(
-                f"cannot protect this job: the get_batch_samples of {type(self.trainer).__name__} has returned "
-                f"{len(taken[0])} batches in iteration {self.iteration + 1}, but {self.loader.ahead} more are read "
-                "than were returned: return every batch that it reads, once"
-            )
+            kind, step = type(self.trainer).__name__, self.iteration + 1
+            counted = f"{len(taken[0])} returned, {self.loader.ahead} more read"
+            refuse_built({"dropped": f"{kind}, iteration {step}: {counted}"})
         return taken
 
     def _place(self) -> None:

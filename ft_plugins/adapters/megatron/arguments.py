@@ -1,4 +1,5 @@
-"""Add our flags to Megatron-LM's command line, refuse its arguments, and convert them for checkpoints.
+"""Megatron-LM's arguments: add our flags to its command line, refuse what is not followed, and read those of a job
+before it starts.
 
 Flags: `--help` shows ours. ft-run removes them from the command line before the script sees it, so the namespace
 normally holds None for each. If the script gets them in another way, both sources must agree.
@@ -6,26 +7,44 @@ normally holds None for each. If the script gets them in another way, both sourc
 Refusal: by the arguments alone, right after Megatron-LM has validated them: before process groups and the model are
 built.
 
-Arguments: converted to JSON values and back with their types (`adapters.script.values`). Arguments of types that
-Megatron-LM's own load would not accept are left out and listed.
+Reading: without a device and without starting the job. The version's own parser and validation say what an argument is;
+no name of an argument is listed here, but those of parallel sizes. Process groups, files of data and models are not
+touched. A process reads one version. What the validation refuses is named with the arguments that its failed statement
+reads.
 
-In: `megatron.training.arguments` right after its import; a namespace. Out: the module with an extended parser; a
-configuration; JSON values.
+In: `megatron.training.arguments` right after its import; a script and its arguments. Out: the module with an extended
+parser; a configuration; `ReadArguments`, for the rules. Raises FtError.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+import ast
+import contextlib
+import importlib
+import inspect
+import math
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ...config import Config, LaunchContext, add_flags, launch_context, merge
-from ...errors import UnsupportedError
-from ..rules import MEGATRON, findings, line
+from ...errors import FtError
+from ..job_check import last_line, quiet
+from ..rules import MEGATRON, refuse
 from ..rules.megatron import OTHERWISE
-from ..script import values as coded
 from ..script.script_hooks import replace_in_megatron as replace
+from . import prepare
+
+_BYTES = 18  # that Megatron-LM's own estimate takes for each parameter, if nothing is distributed
+_LINES = 3  # of its own refusal that are shown
+_SHOWN = 60  # characters of an argument with its value
 
 
 def extend(module: ModuleType) -> None:
@@ -52,8 +71,8 @@ def _validated(original: Callable[..., Any], args: argparse.Namespace, *more: An
 
 def require_followed(args: argparse.Namespace, systems: Collection[str]) -> None:
     """Raises UnsupportedError, naming each option in use that is not followed by these systems; none: unprotected."""
-    if systems and (problem := line(findings(MEGATRON, args, systems=systems), OTHERWISE)):
-        raise UnsupportedError(problem)
+    if systems:
+        refuse(MEGATRON, OTHERWISE, args, systems=systems)
 
 
 def resolve(args: argparse.Namespace, context: LaunchContext) -> Config:
@@ -61,20 +80,137 @@ def resolve(args: argparse.Namespace, context: LaunchContext) -> Config:
     return merge(context.config or Config(), Config.from_namespace(args, whole=False), ("ft-run", "the script"))
 
 
-def arguments_to_plain(arguments: argparse.Namespace) -> dict[str, Any]:
-    """`arguments` as 'values' by name, and the names 'left_out'."""
-    values, left_out = {}, []
-    for name, value in sorted(vars(arguments).items()):
-        try:
-            values[name] = coded.to_plain(value)
-        except coded.Unknown:
-            left_out.append(name)
-    return {"values": values, "left_out": left_out}
+# ---- before a job ----
 
 
-def arguments_from_plain(saved: Mapping[str, Any], now: Mapping[str, Any]) -> argparse.Namespace:
-    """The saved arguments, updated with the values that training has changed. Raises StorageError."""
-    values = {
-        name: coded.from_plain(value, ("megatron", "signal"), "Megatron") for name, value in saved["values"].items()
-    }
-    return argparse.Namespace(**{**values, **now})
+@dataclass(frozen=True)
+class ReadArguments:
+    """`values` after validation, or as far as it came: `problem` is what it refused. `unknown`: words that the
+    version's parser does not know. `parameters`: those of the model, None if the version cannot estimate them."""
+
+    version: str
+    values: argparse.Namespace
+    unknown: tuple[str, ...]
+    problem: str
+    ranks: int
+    parameters: float | None
+
+
+def read_arguments(folder: Path, words: Sequence[str], ranks: int = 1) -> ReadArguments:
+    """Read `words`, the arguments of a script in `folder`, for so many ranks, or the fewest that the sizes need. Raises
+    FtError for words that Megatron-LM's parser refuses, for a YAML file of arguments, and without Megatron-LM."""
+    module = import_arguments(folder)
+    with _as_first_rank(words, ranks):
+        with quiet() as said:
+            try:
+                values = module.parse_args(ignore_unknown_args=True)
+            except (Exception, SystemExit) as stop:  # also what it reads a file of arguments with
+                told = last_line(str(stop) if isinstance(stop, Exception) else said.getvalue())
+                raise FtError(f"Megatron-LM's own parser refuses these arguments: {told}") from stop
+        if getattr(values, "yaml_cfg", None) is not None:
+            raise FtError(f"{values.yaml_cfg}: a YAML file of arguments is read when the job starts; give flags")
+        known = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        unknown = tuple(word for word in known.parse_known_args(list(words))[1] if word.startswith("--"))
+        values.world_size = max(ranks, _fewest(values))
+        if any(getattr(values, name, False) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
+            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # which other jobs need to be 1
+        options = [one for one in known._actions if one.option_strings and one.const is not False]
+        spelt = {one.dest: one.option_strings[0] for one in options}
+        problem = _validate(module, values, spelt)
+    version = str(importlib.import_module("megatron.core").__version__)
+    return ReadArguments(version, values, unknown, problem, values.world_size, _parameters(values))
+
+
+def import_arguments(folder: Path) -> ModuleType:
+    """Megatron-LM's module of arguments, as a script in `folder` imports it. Raises FtError."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # as when Python runs a script there
+    prepare()
+    try:
+        with quiet():
+            return importlib.import_module("megatron.training.arguments")
+    except ImportError as error:
+        raise FtError(
+            f"Megatron-LM cannot be imported from {folder} or the Python path ({error}): run this where the job runs, "
+            "with its PYTHONPATH; what of a loop of your own is followed, `ft-plugins rehearse` shows"
+        ) from error
+
+
+@contextlib.contextmanager
+def _as_first_rank(words: Sequence[str], ranks: int) -> Iterator[None]:
+    """What Megatron-LM's parser reads of a process."""
+    before, environment = sys.argv, dict(os.environ)
+    sys.argv = ["check", *words]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    try:
+        yield
+    finally:
+        sys.argv = before
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _validate(module: ModuleType, values: argparse.Namespace, spelt: Mapping[str, str]) -> str:
+    """Validate in place; returns what is refused. What a version asserts of the machine is refused here too.
+    `spelt`: options by the name of their value."""
+    try:
+        with quiet():
+            module.validate_args(values, {})
+    except (Exception, SystemExit) as error:  # whatever a version raises, the rules still read what was parsed
+        lines = [line for line in str(error).splitlines() if line.strip()][:_LINES]
+        return f"{type(error).__name__}: {' '.join(lines) or 'no message'}{_looked_at(error, values, spelt)}"
+    return ""
+
+
+def _looked_at(error: BaseException, values: argparse.Namespace, spelt: Mapping[str, str]) -> str:
+    """The arguments, with their values, that the innermost statement over `values` reads in which `error` was raised;
+    if it reads none, those of the condition around it."""
+    frames = [one for one in traceback.walk_tb(error.__traceback__) if one[0].f_code.co_filename != __file__]
+    frames = [one for one in frames if any(held is values for held in one[0].f_locals.values())]
+    with contextlib.suppress(OSError, SyntaxError, IndexError):  # without its source
+        frame, number = frames[-1]
+        line = number - frame.f_code.co_firstlineno + 1
+        _, *around = [  # from the outermost one, which is the function
+            node
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(frame.f_code))))
+            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or line)
+        ]
+        for node in reversed(around):
+            looks = getattr(node, "test", ast.Pass()) if hasattr(node, "body") else node
+            names = {
+                one.attr: f"{spelt.get(one.attr, one.attr)} {getattr(values, one.attr)}"[:_SHOWN]
+                for one in ast.walk(looks)
+                if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and hasattr(values, one.attr)
+                and frame.f_locals.get(one.value.id) is values
+            }  # fmt: skip
+            if names:
+                return f" ({', '.join(names.values())})"
+    return ""
+
+
+def _fewest(values: Any) -> int:
+    """The fewest ranks of a job with these parallel sizes."""
+
+    def size(name: str) -> int:
+        return int(getattr(values, f"{name}_parallel_size", None) or 1)
+
+    stages = size("pipeline_model")
+    experts = (getattr(values, "expert_tensor_parallel_size", None) or size("tensor_model")) * size("expert_model")
+    return math.lcm(size("tensor_model") * size("context") * stages, experts * stages)
+
+
+def _parameters(values: argparse.Namespace) -> float | None:
+    """The parameters of the model, from Megatron-LM's own estimate for the rank that holds most. It divides experts
+    over ranks in newer versions only; the vocabulary of most tokenizers is known when the job starts."""
+    if (getattr(values, "expert_model_parallel_size", None) or 1) > 1:
+        return None
+    words = getattr(values, "padded_vocab_size", None) or getattr(values, "vocab_size", None)
+    changed = {"use_distributed_optimizer": False, "padded_vocab_size": words}
+    whole = argparse.Namespace(**{**vars(values), **changed})
+    try:
+        estimate: Any = importlib.import_module("megatron.training.theoretical_memory_usage")
+        with quiet():
+            held = estimate.compute_weight_and_optimizer_memory(whole) / _BYTES
+    except Exception:  # a model of another kind, or values that were not validated
+        return None
+    return float(held * values.tensor_model_parallel_size * values.pipeline_model_parallel_size)

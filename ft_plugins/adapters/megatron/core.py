@@ -48,7 +48,6 @@ from ..script.script_hooks import wrap
 from . import state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
-from .stepping import MegatronStepping
 from .support import is_stub, layer_wise, require_no_history
 
 _ARCHITECTURE = (
@@ -70,7 +69,7 @@ class StateEntry:
     write: Callable[[Any], None]
 
 
-class MegatronCoreHost(MegatronStepping, MegatronReduction):
+class MegatronCoreHost(MegatronReduction):
     """One rank of a Megatron job. Raises UnsupportedError, TopologyError or InventoryError if it is not supported.
 
     `completed()` is the number of completed iterations. A restore sets `counters` before the scheduler, and `position`
@@ -163,10 +162,10 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all. Raises
-        ResumeError with a layer-wise optimizer, of which that is not tested."""
-        if self._is_layer_wise:
+        ResumeError with `_of_one_size`."""
+        if self._of_one_size:
             raise ResumeError(
-                f"rank {self.rank}: with a layer-wise optimizer the number of ranks that train has to stay the same: "
+                f"rank {self.rank}: with {self._of_one_size} the number of ranks that train has to stay the same: "
                 "resume with that of the captured job, or start with --ftp-resume fresh"
             )
         scalars: dict[str, Any] = {}
@@ -179,14 +178,16 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires, and they by the
         instances of the distributed optimizer."""
         resized = replicas != self._topology.dp
-        if replicas * self._topology.cp % self._instances or (resized and self._is_layer_wise):
+        if replicas * self._topology.cp % self._instances or (resized and self._of_one_size):
             return False
         batch = get_current_global_batch_size()
         return batch is None or batch % (get_micro_batch_size() * replicas) == 0
 
     @property
-    def _is_layer_wise(self) -> bool:
-        return any(map(layer_wise, self.optimizers))
+    def _of_one_size(self) -> str:
+        """What of this job was not tested at another number of ranks; '' if all was."""
+        divided = "a layer-wise optimizer" if any(map(layer_wise, self.optimizers)) else ""
+        return "parameters that FSDP divides" if self.sharded else divided
 
     def _scalers(self) -> list[Any]:
         return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]

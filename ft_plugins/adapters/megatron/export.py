@@ -18,6 +18,7 @@ In: `CheckpointReader`, a folder to create. Out: `latest_checkpointed_iteration.
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import warnings
@@ -34,7 +35,7 @@ from ...snapshot.capture import codec
 from ...snapshot.checkpoint.checkpoint_reader import CheckpointReader
 from ...snapshot.checkpoint.index import Index
 from ..export_command import installed
-from .arguments import arguments_from_plain
+from ..script import values as coded
 
 CHECKPOINT_VERSION = 3.0  # of Megatron-LM's state dictionary
 _RESHARDABLE = {
@@ -119,6 +120,25 @@ def _arguments(names: Mapping[str, Any], small: Mapping[str, Any]) -> Any:
         return None
     counters = small["counters"]
     return arguments_from_plain(saved, {name: counters[name] for name in _COUNTED if name in counters})
+
+
+def arguments_to_plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`arguments` as 'values' by name, and the names 'left_out'."""
+    values, left_out = {}, []
+    for name, value in sorted(vars(arguments).items()):
+        try:
+            values[name] = coded.to_plain(value)
+        except coded.Unknown:
+            left_out.append(name)
+    return {"values": values, "left_out": left_out}
+
+
+def arguments_from_plain(saved: Mapping[str, Any], now: Mapping[str, Any]) -> argparse.Namespace:
+    """The saved arguments, updated with the values that training has changed. Raises StorageError."""
+    values = {
+        name: coded.from_plain(value, ("megatron", "signal"), "Megatron") for name, value in saved["values"].items()
+    }
+    return argparse.Namespace(**{**values, **now})
 
 
 def _common(

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ...errors import ResumeError, UnsupportedError
+from ...errors import ResumeError
 from ..data.loader_reads import LoopReads
 from ..data.loaders import is_stateful
-from ..rules import MEGATRON, findings, line
+from ..rules import MEGATRON, refuse
 from ..rules.megatron import OTHERWISE
 
 LACKED = "the position of the script's own data loaders"  # by Megatron's checkpoints
@@ -47,8 +47,7 @@ class ExternalData:
         new = [("training", one) for one in _each(train)]
         shells = [_Shell(one, self._reads()) for _, one in new]
         new += [("evaluation", one) for one in _each(valid if evaluates else None)]
-        if problem := line(findings(MEGATRON, {"built": {"loaders": unfollowed(new)}}), OTHERWISE):
-            raise UnsupportedError(f"rank {self._rank}: {problem}")
+        refuse(MEGATRON, OTHERWISE, {"built": {"loaders": unfollowed(new)}}, who=f"rank {self._rank}: ")
         for purpose, one in new:
             self._loaders[purpose].append(one)
             if self._pending is not None:

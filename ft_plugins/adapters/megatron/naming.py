@@ -34,7 +34,7 @@ from megatron.core.utils import unwrap_model
 from ...errors import UnsupportedError
 from ...snapshot.capture import codec
 from . import state
-from .arguments import arguments_to_plain
+from .export import arguments_to_plain
 from .state import Replicas
 from .support import is_stub, layer_wise
 

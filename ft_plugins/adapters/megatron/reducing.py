@@ -33,11 +33,11 @@ from ...errors import UnsupportedError
 from ...model.inventory import Role
 from ...model.reduction import ModuleEdges, ReducedOver
 from ..module_edges import follow_places
-from ..rules import MEGATRON, findings, refused
-from ..rules.megatron import cuda_graphs
+from ..rules import MEGATRON, refuse
+from ..rules.megatron import OTHERWISE, cuda_graphs
 from ..script.script_hooks import around, is_within
-from . import forward_modules, instances
-from .rank import MegatronRank
+from . import forward_modules
+from .rank import MegatronRank, has_experts, instance_of, same_shard
 
 _PARAMETERS = (Role.PARAMETER, Role.MAIN_PARAMETER)
 
@@ -49,7 +49,6 @@ class ReplicaPlacement:
     that compute one gradient norm and decide together whether to skip an update."""
 
     distributed: bool
-    instances: int
     replica: frozenset[int]
     peers: tuple[int, ...]
     expert_peers: tuple[int, ...]
@@ -60,12 +59,6 @@ class ReplicaPlacement:
 
 def unsuitable(placement: ReplicaPlacement) -> Iterator[str]:
     """Why gradients cannot be kept inside the replica."""
-    if placement.distributed and placement.instances == 1:
-        yield (
-            "the distributed optimizer divides the optimizer over all replicas "
-            "(give --num-distributed-optimizer-instances: an instance is one replica)"
-        )
-        return
     if not placement.replica.issuperset(placement.context):
         more = (
             " in an instance" if placement.distributed else ", except inside an instance of the distributed optimizer"
@@ -145,8 +138,8 @@ class MegatronReduction(MegatronRank):
         """A collective. Nothing changes before `reduce_over(LOCAL)`."""
         config, ddp = self.chunks[0].config, self.chunks[0].ddp_config
         by_tokens = bool(getattr(config, "calculate_per_token_loss", False))
-        problems = [found.text for found in refused(findings(MEGATRON, config, self.built, systems=("sync",)))]
-        problems += unsuitable(self._placement())
+        refuse(MEGATRON, OTHERWISE, config, ddp, self.built, systems=("sync",), who=f"rank {self.rank}: ")
+        problems = list(unsuitable(self._placement()))
         if by_tokens and "pg_collection" not in inspect.signature(finalize_model_grads).parameters:
             problems.append("per-token loss (--calculate-per-token-loss) with this version of megatron-core")
         if problems:
@@ -179,7 +172,7 @@ class MegatronReduction(MegatronRank):
         topology, rank = self._topology, self.rank
         dense = experts = topology.replicas(rank)
         divided: tuple[int, ...] = (rank,)
-        if instances.has_experts(self._names):
+        if has_experts(self._names):
             experts, divided = topology.expert_replicas(rank), topology.group("ep", rank)
         agreeing: set[int] = set()
         for optimizer in self.optimizers:
@@ -187,10 +180,9 @@ class MegatronReduction(MegatronRank):
             agreeing.update(torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD))
         return ReplicaPlacement(
             self._distributed,
-            self._instances,
             frozenset(one for member in self.shard_group() for one in topology.group("tp-pp", member)),
-            instances.same_shard(rank, dense, self._instances),
-            instances.same_shard(rank, experts, self._instances),
+            same_shard(rank, dense, self._instances),
+            same_shard(rank, experts, self._instances),
             topology.group("cp", rank),
             divided,
             tuple(sorted(agreeing)),
@@ -206,7 +198,7 @@ class MegatronReduction(MegatronRank):
     def shard_group(self) -> tuple[int, ...]:
         if not self._distributed:
             return (self.rank,)
-        return instances.instance_of(self.rank, self._topology.replicas(self.rank), self._instances)
+        return instance_of(self.rank, self._topology.replicas(self.rank), self._instances)
 
     # per-token loss
 

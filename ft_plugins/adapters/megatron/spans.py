@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from ...errors import UnsupportedError
 from ...model.host import Edges
 from ...model.timeline import Kind
-from ..rules import findings, line
+from ..rules import refuse
 from ..rules.megatron import COMBINED, OTHERWISE
 from ..script.script_hooks import REPLACED, around, is_within
 from ..script.script_hooks import replace_in_megatron as replace
@@ -35,8 +35,7 @@ _MODEL, _CONFIG = 2, 6  # places of these arguments of forward_step
 
 def follow(chunks: Sequence[Any], edges: Edges, optimizer: Any, inner: Sequence[torch.optim.Optimizer]) -> None:
     """Call `edges` around the spans of this rank from now on. Raises UnsupportedError, naming what a version lacks."""
-    if problem := line(findings((COMBINED,), chunks[0].config, systems=COMBINED.systems), OTHERWISE):
-        raise UnsupportedError(problem)
+    refuse((COMBINED,), OTHERWISE, chunks[0].config, systems=COMBINED.systems)
     if hasattr(schedules.forward_step, REPLACED):
         raise UnsupportedError("the spans of a second model in one process cannot be followed")
     spans = _Spans(chunks, edges)

@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from ...errors import UnsupportedError
-from ..rules import MEGATRON, findings, line
+from ..rules import MEGATRON, refuse
 from ..rules.megatron import OTHERWISE
 
 _SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
@@ -47,9 +47,8 @@ def is_stub(optimizer: Any) -> bool:
 
 def require_supported(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
-    found = findings(MEGATRON, *_configurations(chunks, optimizers), {"built": facts(optimizers)})
-    if problem := line(found, OTHERWISE):
-        raise UnsupportedError(f"rank {rank}: {problem}")
+    settings = (*_configurations(chunks, optimizers), {"built": facts(optimizers)})
+    refuse(MEGATRON, OTHERWISE, *settings, who=f"rank {rank}: ")
 
 
 def _configurations(chunks: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[Any]:

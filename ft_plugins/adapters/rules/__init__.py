@@ -3,7 +3,10 @@ framework, which jobs at their start, `ft-plugins check` and docs/limits.md read
 torch."""
 
 from .deepspeed import DEEPSPEED
+from .hugging_face import HUGGING_FACE
 from .megatron import MEGATRON
-from .rule import Finding, Rule, Treatment, findings, line, refused
+from .rule import Finding, Rule, Treatment, findings, line, refuse, refused
 
-__all__ = ["DEEPSPEED", "MEGATRON", "Finding", "Rule", "Treatment", "findings", "line", "refused"]
+__all__ = [
+    "DEEPSPEED", "HUGGING_FACE", "MEGATRON", "Finding", "Rule", "Treatment", "findings", "line", "refuse", "refused",
+]  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .rule import DROP, Predicate, Rule, Treatment, above, at, equals, every, on, some, treated_as
+from .rule import DROP, Predicate, Rule, Treatment, above, at, built, equals, every, on, some, treated_as
 
 OTHERWISE = "remove the block ft_plugins from the DeepSpeed configuration"
+LIGHTNING = "PyTorch Lightning"
 CPU_ADAM = "DeepSpeedCPUAdam"
 OWN_OPTIMIZERS = (  # of DeepSpeed, that are followed
     *("FusedAdam", CPU_ADAM, "FusedLamb", "FusedLion", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"),
@@ -39,11 +40,6 @@ def _switched(path: str) -> Predicate:
         return value.lower() in _TRUE if isinstance(value, str) else bool(value)
 
     return applies
-
-
-def _built(fact: str, name: str, reason: str, **more: Any) -> Rule:
-    """A rule about what only an engine shows."""
-    return Rule(name, (f"built.{fact}",), on(f"built.{fact}"), reason, **more)
 
 
 def _offloaded(name: str) -> Predicate:
@@ -133,16 +129,26 @@ _REFUSED = (
     Rule(
         "compression", ("built.compression",), _compressed, _OWN_COUNTERS, "compression_training",
     ),
-    _built("moq", "MoQ (compression_training.weight_quantization)", _OWN_COUNTERS),
+    built("moq", "MoQ (compression_training.weight_quantization)", _OWN_COUNTERS),
     _enabled("hybrid_engine", "the hybrid engine", "it generates between updates"),
-    _built("engine", "an engine of its own kind", "its step is unknown"),
+    built("engine", "an engine of its own kind", "its step is unknown"),
     _enabled("amp", "apex.amp", "it keeps masters and a loss scale of its own", remedy=f"{DROP} and use fp16 or bf16"),
     _enabled("expert_parallel", "AutoEP", "it replaces layers and their experts"),
-    _built("moe_pipeline", "MoE layers in a pipeline", "expert groups of stages are untested"),
-    _built("tensor_parallel_pipeline", "AutoTP with pipelines (tensor_parallel.autotp_size)", "its layout is unknown"),
-    _built("no_optimizer", "no optimizer", "there is nothing to protect", remedy="pass one to deepspeed.initialize"),
-    _built("optimizer", "an optimizer of its own kind", "its state is unknown"),
-    _built(
+    built("moe_pipeline", "MoE layers in a pipeline", "expert groups of stages are untested"),
+    built("tensor_parallel_pipeline", "AutoTP with pipelines (tensor_parallel.autotp_size)", "its layout is unknown"),
+    Rule(
+        "a loop that does not continue where the engine is restored", ("built.client",),
+        equals("built.client", LIGHTNING.lower()), "it counts epochs and batches itself",
+        remedy="call deepspeed.initialize in a loop of your own that begins at engine.global_steps, use Hugging Face's "
+        "Trainer",
+    ),
+    built(
+        "client", "a loop that is not the script's own", "it is untested with local SGD", remedy="drop --sync-policy",
+        systems=("sync",),
+    ),
+    built("no_optimizer", "no optimizer", "there is nothing to protect", remedy="pass one to deepspeed.initialize"),
+    built("optimizer", "an optimizer of its own kind", "its state is unknown"),
+    built(
         "cycled_betas", "a scheduler with cycle_momentum around DeepSpeedCPUAdam",
         "this optimizer counts powers of its betas out of reach",
     ),

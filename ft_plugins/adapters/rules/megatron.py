@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .rule import Predicate, Rule, Treatment, above, at, equals, every, on, some, treated_as
+from .rule import Predicate, Rule, Treatment, above, at, built, equals, every, on, some, treated_as
 
 OTHERWISE = "run without protection"
 _WHOLE = "full_iteration"
@@ -141,14 +141,14 @@ _REFUSED = (
         ", ".join(_UNTESTED),
     ),
     LAYER_WISE,
-    Rule(
-        "an optimizer of its own kind", ("built.optimizers",), on("built.optimizers"),
+    built(
+        "optimizers", "an optimizer of its own kind",
         "its state is unknown; Megatron's fp32, bf16/fp16 and distributed ones are followed",
     ),
-    Rule("amsgrad", ("built.amsgrad",), on("built.amsgrad"), "Megatron's own state of an optimizer lacks it"),
-    Rule(
-        "a data loader of the script's own without state_dict and load_state_dict", ("built.loaders",),
-        on("built.loaders"), "its data position is unknown",
+    built("amsgrad", "amsgrad", "Megatron's own state of an optimizer lacks it"),
+    built(
+        "loaders", "a data loader of the script's own without state_dict and load_state_dict",
+        "its data position is unknown",
         remedy="give it both, of plain values (Energon's states are objects: wrap its loader), and to one for "
         "evaluation too, unless --eval-iters is 0",
     ),

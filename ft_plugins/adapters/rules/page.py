@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .deepspeed import DEEPSPEED
+from .hugging_face import HUGGING_FACE
 from .megatron import MEGATRON
+from .megatron_forks import GPT_NEOX, MEGATRON_DEEPSPEED
 from .rule import Rule, Treatment
 
-_TABLES = {"Megatron": MEGATRON, "DeepSpeed": DEEPSPEED}
+_TABLES = {
+    "Megatron": MEGATRON, "DeepSpeed": DEEPSPEED, "Hugging Face": HUGGING_FACE,
+    "Megatron-DeepSpeed": MEGATRON_DEEPSPEED, "gpt-neox": GPT_NEOX,
+}  # fmt: skip
 _SPELT = {"sync": "local SGD", "reft": "REFT", "baft": "BAFT", "paft": "PAFT"}
 _END = "<!-- end of rules -->"
 
@@ -41,7 +47,8 @@ def _lines(rules: Iterable[Rule]) -> Iterator[str]:
         chosen = [rule for rule in listed if rule.treatment is treatment]
         if chosen:
             yield ""
-            yield from _wrapped(f"{begin}: {'; '.join(_phrase(rule) for rule in chosen)}.")
+            text = f"{begin}: {'; '.join(_phrase(rule) for rule in chosen)}."
+            yield from textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _phrase(rule: Rule) -> str:
@@ -51,17 +58,6 @@ def _phrase(rule: Rule) -> str:
 
 def _written(rule: Rule) -> str:
     return f"{rule.option} {rule.given}".strip()
-
-
-def _wrapped(text: str, width: int = 120) -> list[str]:
-    lines = [""]
-    for word in text.split(" "):
-        longer = f"{lines[-1]} {word}".lstrip()
-        if len(longer) > width:
-            lines.append(word)
-        else:
-            lines[-1] = longer
-    return lines
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ its start. Settings are Megatron's arguments or configurations, a DeepSpeed conf
 object with attributes or a mapping. What only a built object shows is under `built`, a mapping of facts; before a job
 there is none, and these rules find nothing.
 
-In: rules, settings, the systems that are on. Out: a `Finding` for each rule that applies; the line of a refusal.
+In: rules, settings, the systems that are on. Out: a `Finding` for each rule that applies; the line of a refusal, or it
+as UnsupportedError.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from ...errors import UnsupportedError
 
 Predicate = Callable[[Any], bool]
 
@@ -86,6 +89,19 @@ def line(found: Iterable[Finding], otherwise: str) -> str:
     return f"cannot protect this job: {phrases}. {remedies[:1].upper()}{remedies[1:]}, or {otherwise}"
 
 
+def refuse(
+    rules: Iterable[Rule], otherwise: str, *settings: Any, systems: Iterable[str] = (), who: str = "", more: str = ""
+) -> None:
+    """Raises UnsupportedError with the line, between `who` and `more`, if anything is refused."""
+    if problem := line(findings(rules, *settings, systems=systems), otherwise):
+        raise UnsupportedError(f"{who}{problem}{more}")
+
+
+def built(fact: str, name: str, reason: str, **more: Any) -> Rule:
+    """A rule about what only a built object shows."""
+    return Rule(name, (f"built.{fact}",), on(f"built.{fact}"), reason, **more)
+
+
 def treated_as(treatment: Treatment, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """The same rules with another treatment."""
     return tuple(replace(rule, treatment=treatment) for rule in rules)
@@ -135,10 +151,15 @@ def _shown(settings: Any, keys: Iterable[str]) -> str:
     for key in keys:
         value = at(settings, key)
         parts = value if isinstance(value, list | tuple | set | frozenset) else (value,)
-        words = [str(getattr(one, "name", one)) for one in parts if one is not None and not isinstance(one, bool)]
+        words = [_word(one) for one in parts if one is not None and not isinstance(one, bool)]
         if words and not isinstance(value, Mapping) and all(isinstance(one, _PLAIN) for one in parts):
             return ", ".join(words)[:_VALUE]
     return ""
+
+
+def _word(value: Any) -> str:
+    """An enum's member as a person writes it."""
+    return str(getattr(value, "value" if isinstance(value, str) else "name", value))
 
 
 _PLAIN = (str, int, float, Enum, type(None))

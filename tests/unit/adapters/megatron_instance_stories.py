@@ -13,8 +13,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron_gangs import BF16, OVERLAPPED, SHARDED, GangJob, gang_job, refused, shards
 
-from ft_plugins.adapters.megatron import instances
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
+from ft_plugins.adapters.megatron.rank import instance_of, same_shard
 from ft_plugins.adapters.megatron.reducing import ReplicaPlacement, local_factor, unsuitable
 from ft_plugins.errors import TopologyError, UnsupportedError
 from ft_plugins.model.digest import state_digest
@@ -217,7 +217,7 @@ def it_refuses_by_name_where_replicas_cannot_train_on_their_own() -> None:
 def it_knows_which_ranks_a_replica_must_have() -> None:
     """8 ranks, two instances of 0 to 3 and 4 to 7."""
     fits: dict[str, Any] = {
-        "distributed": True, "instances": 2, "replica": frozenset(range(4)), "peers": (0, 4), "expert_peers": (0, 4),
+        "distributed": True, "replica": frozenset(range(4)), "peers": (0, 4), "expert_peers": (0, 4),
         "context": (0, 1), "experts": (0, 1, 2, 3), "agreeing": (0, 1, 2, 3),
     }  # fmt: skip
 
@@ -225,9 +225,8 @@ def it_knows_which_ranks_a_replica_must_have() -> None:
         return list(unsuitable(ReplicaPlacement(**{**fits, **other})))
 
     assert reasons() == []
-    assert reasons(distributed=False, instances=1) == []
+    assert reasons(distributed=False) == []
     for other, words in (
-        ({"instances": 1}, "--num-distributed-optimizer-instances"),
         ({"context": (0, 4)}, "--context-parallel-size"),
         ({"experts": (0, 4)}, "--expert-model-parallel-size"),
         ({"expert_peers": (0, 2, 4, 6)}, "--expert-tensor-parallel-size"),
@@ -235,7 +234,7 @@ def it_knows_which_ranks_a_replica_must_have() -> None:
     ):
         (reason,) = reasons(**other)
         assert words in reason, reason
-    assert instances.instance_of(5, range(8), 2) == (4, 5, 6, 7)
-    assert instances.same_shard(5, (1, 3, 5, 7), 2) == (1, 5)
+    assert instance_of(5, range(8), 2) == (4, 5, 6, 7)
+    assert same_shard(5, (1, 3, 5, 7), 2) == (1, 5)
     assert [local_factor(1 / 49, 49, members, False) for members in (1, 7)] == [1.0, 1 / 7]
     assert local_factor(0.5, 8, 4, True) == 0.5

@@ -6,6 +6,7 @@ And without one: a class with the habits of apex's, which put state into groups,
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +155,9 @@ def test_what_updates_put_into_groups_is_where_the_parameters_are() -> None:
     near = torch.empty(2, device="meta")
     found = host_parts._new([torch.ones(2), (torch.ones(()), None)], near)
     assert found[0].device.type == found[1][0].device.type == "meta" and found[1][1] is None
+    between_updates: Any = SimpleNamespace(param_groups=[{"params": []}])  # of ZeRO-3
+    host_parts.restore_groups(between_updates, [{"norms": [torch.ones(2)]}], {0: near})
+    assert between_updates.param_groups[0]["norms"][0].device.type == "meta"
 
 
 def test_what_apex_amp_and_its_parallel_module_do_is_refused_by_name() -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from ft_plugins.adapters import export_command as export
-from ft_plugins.adapters.megatron.arguments import arguments_from_plain, arguments_to_plain
-from ft_plugins.adapters.megatron.export import assemble
+from ft_plugins.adapters.megatron.export import arguments_from_plain, arguments_to_plain, assemble
 from ft_plugins.errors import ConfigError, StorageError
 from ft_plugins.snapshot.checkpoint.index import Index
 

@@ -190,7 +190,7 @@ def test_other_data_than_those_that_were_captured_are_refused() -> None:
 def test_a_loader_that_keeps_its_own_position_is_refused() -> None:
     loader = shuffled()
     loader.base_dataloader.state_dict = loader.base_dataloader.load_state_dict = dict
-    with pytest.raises(UnsupportedError, match="use_stateful_dataloader"):
+    with pytest.raises(UnsupportedError, match="itself .--accelerator_config DataLoader.: it would be restored twice"):
         BatchesAhead(loader)
 
 
@@ -199,7 +199,7 @@ def test_loaders_whose_position_cannot_be_had_are_refused_by_name() -> None:
     kept = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
     for loader, words in (
         (DataLoader(data, batch_size=2), r"accelerator.prepare\(loader\)"),
-        (data_loader.DataLoaderDispatcher(data, batch_size=2), "leave out dispatch_batches"),
+        (data_loader.DataLoaderDispatcher(data, batch_size=2), "rank 0 reads for all .--accelerator_config"),
         (data_loader.prepare_data_loader(kept, num_processes=1, process_index=0), "dataloader_persistent_workers"),
     ):
         with pytest.raises(UnsupportedError, match=words):

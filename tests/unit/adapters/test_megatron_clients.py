@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from ft_plugins.adapters.deepspeed.clients import EngineClients
 from ft_plugins.adapters.deepspeed.clients.gpt_neox import GptNeox, _building, _consuming
 from ft_plugins.adapters.deepspeed.clients.megatron_deepspeed import MegatronDeepSpeed, follow, resumed_cycle
+from ft_plugins.adapters.rules.megatron_forks import MEGATRON_DEEPSPEED
 from ft_plugins.errors import ResumeError, UnsupportedError
 
 
@@ -76,10 +77,17 @@ def test_each_step_begins_an_iteration_before_anything_of_it() -> None:
 @pytest.mark.parametrize("option", ["kd", "random_ltd", "repeated_dataloader", "data_efficiency_curriculum_learning"])
 def test_an_option_that_cannot_be_followed_is_refused_by_name(option: str) -> None:
     client, _, _ = megatron(**{option: True})
-    words = client.refused()[option]
-    with pytest.raises(UnsupportedError, match="cannot protect this job of Megatron-DeepSpeed: ") as refused:
+    (rule,) = (one for one in MEGATRON_DEEPSPEED if one.keys == (option,))
+    with pytest.raises(UnsupportedError, match="cannot protect this job: ") as refused:
         client.follow(None, lambda: None)
-    assert words in str(refused.value)
+    assert f"{rule.name} ({rule.option}): {rule.reason}. Drop the option, or drop the" in str(refused.value)
+
+
+def test_cyclic_data_are_refused_where_ranks_have_passes_of_their_own() -> None:
+    client, _, _ = megatron(dataloader_type="cyclic", data_sharding=False)
+    with pytest.raises(UnsupportedError, match="--dataloader-type cyclic --no-data-sharding"):
+        client.follow(None, lambda: None)
+    megatron(dataloader_type="cyclic", data_sharding=True)[0].follow(None, lambda: None)
 
 
 class Loader(DataLoader[int]):

@@ -1,4 +1,4 @@
-"""The Megatron host with one rank: each story of three files is a test."""
+"""The Megatron host with one rank: each story of four files is a test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str | None]:
     return gang_stories.selected(request.session.items, Path(__file__), 500)
 
 
-@gang_stories.stories("megatron_stories", "naming_stories", "megatron_paft_stories")
+@gang_stories.stories("megatron_stories", "naming_stories", "megatron_paft_stories", "megatron_layer_wise_stories")
 def test_the_megatron_host(name: str, outcomes: dict[str, str | None]) -> None:
     assert outcomes[name] is None, outcomes[name]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ft_plugins.adapters.megatron.device import Decision, asked_by, decide
+from ft_plugins.adapters.megatron import Decision, asked_by, decide
 from ft_plugins.config import Config
 
 GLOO = "--distributed-backend gloo"
@@ -74,7 +74,7 @@ def ran(folder: Path, flags: str, *arguments: str, rank: int = 0) -> list[str]:
     core.mkdir(parents=True, exist_ok=True)
     (core / "__init__.py").write_text("__version__ = '0.99.0'\n")
     command = [sys.executable, "-c", RANK, folder, flags, str(rank), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
 

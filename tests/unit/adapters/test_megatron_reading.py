@@ -32,9 +32,14 @@ def parse_args(ignore_unknown_args=False):
 def validate_args(args, defaults):
     print("validated", args.world_size)
     args.data_parallel_size = args.world_size // args.tensor_model_parallel_size
-    if args.end:
+    if args.end and args.vocab_size != 7:
         sys.exit("not here")
-    assert args.data_parallel_size == 1, "one replica only"
+    assert (
+        args.data_parallel_size == 1), "one replica only"
+    for name in ("fp8", "vocab_size"):
+        if name == "vocab_size":
+            with open(os.devnull):
+                assert not args.vocab_size or args.fp8 is None
 """
 MEMORY = """
 def compute_weight_and_optimizer_memory(args):
@@ -44,7 +49,7 @@ def compute_weight_and_optimizer_memory(args):
 READ = """
 import json, sys
 from pathlib import Path
-from ft_plugins.adapters.megatron.reading import read_arguments
+from ft_plugins.adapters.megatron.arguments import read_arguments
 from ft_plugins.errors import FtError
 try:
     read = read_arguments(Path(sys.argv[1]), sys.argv[3:], int(sys.argv[2]))
@@ -83,16 +88,28 @@ def test_the_folders_own_parser_says_what_an_argument_is(tmp_path: Path) -> None
     found = read(tmp_path, 1, *sizes, "--fp8-format", "hybrid", "--own", "3", "--vocab-size", "7")
     assert (found["version"], found["unknown"], found["ranks"]) == ("9.9", ["--own"], 4)
     assert found["values"]["fp8"] == "hybrid" and found["values"]["data_parallel_size"] == 2
-    assert found["problem"] == "AssertionError: one replica only"
+    assert found["problem"] == "AssertionError: one replica only (data_parallel_size 2)"
     assert found["parameters"] == 7 * 1000 * 4
 
 
 def test_arguments_that_its_parser_refuses_are_one_line_and_an_exit_is_a_problem(tmp_path: Path) -> None:
-    assert "ConfigError: Megatron-LM's own parser refuses" in read(tmp_path, 1, "--fp8-format", "fp9")["error"]
+    assert "FtError: Megatron-LM's own parser refuses" in read(tmp_path, 1, "--fp8-format", "fp9")["error"]
     ended = read(tmp_path, 1, "--end", "--expert-model-parallel-size", "3")
-    assert (ended["problem"], ended["ranks"], ended["parameters"]) == ("SystemExit: not here", 3, None)
+    problem = "SystemExit: not here (--end True, --vocab-size None)"
+    assert (ended["problem"], ended["ranks"], ended["parameters"]) == (problem, 3, None)
+
+
+def test_a_refusal_without_a_message_is_named_by_the_arguments_that_it_looks_at(tmp_path: Path) -> None:
+    found = read(tmp_path, 1, "--fp8-format", "hybrid", "--vocab-size", "9")
+    assert found["problem"] == "AssertionError: no message (--vocab-size 9, --fp8-format hybrid)"
+
+
+def test_a_file_of_arguments_that_only_the_job_reads_cannot_be_checked(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("")
+    refused = read(tmp_path, 1, "--yaml-cfg", str(tmp_path / "job.yaml"))["error"]
+    assert refused.startswith("FtError: ") and "job.yaml: a YAML file of arguments is read when the job" in refused
 
 
 def test_what_its_parser_raises_is_one_line(tmp_path: Path) -> None:
     missing = read(tmp_path, 1, "--yaml-cfg", "no.yaml")["error"]
-    assert missing.startswith("ConfigError: Megatron-LM's own parser refuses") and "no.yaml" in missing
+    assert missing.startswith("FtError: Megatron-LM's own parser refuses") and "no.yaml" in missing

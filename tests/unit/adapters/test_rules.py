@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.adapters.rules import DEEPSPEED, MEGATRON, Treatment, findings, line, refused
+from ft_plugins.adapters.rules import DEEPSPEED, HUGGING_FACE, MEGATRON, Treatment, findings, line, refused
+from ft_plugins.adapters.rules.megatron_forks import GPT_NEOX, MEGATRON_DEEPSPEED
 from ft_plugins.adapters.rules.page import with_rules
 
 LIMITS = Path(__file__).resolve().parents[3] / "docs" / "limits.md"
@@ -66,7 +67,30 @@ def test_each_rule_about_a_deepspeed_configuration_is_found_by_what_a_person_wri
     assert all(rule.option in text and rule.reason in text for text in texts)
 
 
-@pytest.mark.parametrize("rules", [MEGATRON, DEEPSPEED], ids=["Megatron", "DeepSpeed"])
+GIVEN_TO_A_TRAINER: dict[str, Any] = {  # by option, and what only a loader shows
+    "--optim": {"optim": "adalomo"},
+    "--accelerator_config": {
+        "accelerator_config": {"use_stateful_dataloader": True}, "built": {"dispatched": True},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [rule for rule in HUGGING_FACE if rule.option], ids=lambda rule: rule.name)
+def test_each_rule_about_a_trainers_arguments_is_found_by_what_a_person_writes(rule: Any) -> None:
+    given = GIVEN_TO_A_TRAINER.get(rule.option, {rule.option.removeprefix("--"): True})
+    assert rule in {one.rule for one in findings(HUGGING_FACE, given)}
+
+
+@pytest.mark.parametrize("rule", [rule for rule in HUGGING_FACE if not rule.option], ids=lambda rule: rule.name)
+def test_each_rule_about_what_a_trainer_has_built_is_found_and_says_its_value(rule: Any) -> None:
+    (one,) = findings(HUGGING_FACE, nested(rule.keys[0], "Mine"), systems=rule.systems)
+    assert one.rule is rule and "(Mine): " in one.text
+
+
+TABLES = (MEGATRON, DEEPSPEED, HUGGING_FACE, MEGATRON_DEEPSPEED, GPT_NEOX)
+
+
+@pytest.mark.parametrize("rules", TABLES, ids=["Megatron", "DeepSpeed", "Hugging Face", "Megatron-DeepSpeed", "neox"])
 def test_a_job_of_defaults_is_neither_refused_nor_remarked_on(rules: Any) -> None:
     for settings in (
         argparse.Namespace(),
@@ -110,7 +134,7 @@ def test_a_refusal_is_one_line_with_each_reason_and_each_remedy_once() -> None:
 
 
 def test_each_rule_says_what_it_looks_at_and_why() -> None:
-    for rules in (MEGATRON, DEEPSPEED):
+    for rules in TABLES:
         told = [(rule.name, rule.option, rule.systems, rule.treatment) for rule in rules]
         assert len(set(told)) == len(told)
         for rule in rules:

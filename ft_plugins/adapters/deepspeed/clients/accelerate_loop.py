@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ....errors import ResumeError, UnsupportedError
+from ....errors import ResumeError
 from ...hf.batches_ahead import AHEAD, BatchesAhead
+from ...hf.refusals import refuse_built
 from ...schedulers import SchedulerRestore
 from ...script.script_hooks import replace
 from ...script.undeclared_search import ignore_alone
@@ -34,16 +35,14 @@ def follow(module: ModuleType, clients: EngineClients) -> None:
 
 
 def skipping(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
-    """accelerate.skip_first_batches. A loader whose position was restored begins behind those batches by itself."""
+    """accelerate.skip_first_batches. A loader whose position was restored begins behind those batches by itself.
+    Raises UnsupportedError for another whose position is captured."""
     followed = vars(dataloader).get(AHEAD)
     if followed is None:
         return original(dataloader, num_batches)
-    if followed.is_pending or not num_batches:
-        return dataloader
-    raise UnsupportedError(
-        f"cannot protect this job: skip_first_batches leaves out {num_batches} batches of a loader whose position is "
-        "captured, and was not restored: begin at engine.global_steps, where the loader continues by itself"
-    )
+    if not followed.is_pending:
+        refuse_built({"skipped": num_batches})
+    return dataloader
 
 
 class AccelerateClient:

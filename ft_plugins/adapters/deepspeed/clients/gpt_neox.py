@@ -25,6 +25,7 @@ from typing import Any
 from ....config.deepspeed_json import BLOCK
 from ....errors import ResumeError, UnsupportedError
 from ....patches import MegatronPackage, package_in
+from ...rules.megatron_forks import GPT_NEOX
 from ...script.script_hooks import replace_in_deepspeed, replaced
 from . import EngineClients
 from .megatron_loop import ForkLoop, follow_setup
@@ -33,14 +34,11 @@ _EXTRA = "deepspeed_extra_args"  # of gpt-neox: what it hands to DeepSpeed as it
 _CONFIGURATION = "--megatron_config"
 
 
-_NO_OPTIMIZER = "no_load_optim with load: its loop takes the iteration of a checkpoint that the engine does not load"
-_ONLINE = "dataset_impl online: batches of a server cannot be read again"
-
-
 class GptNeox(ForkLoop):
     """The loop of `megatron.training.train`. `read`: batches of validation that were read since iteration 0."""
 
     name = MegatronPackage.GPT_NEOX.value
+    rules = GPT_NEOX
 
     def __init__(self, module: ModuleType, arguments: Any) -> None:
         super().__init__(module, arguments)
@@ -51,14 +49,6 @@ class GptNeox(ForkLoop):
         super().follow(engine, begin)
         replace_in_deepspeed(self._module, "shift_and_wrap_data_loaders", self._wrapping)
         replace_in_deepspeed(self._module, "evaluate", self._evaluating)
-
-    def refused(self) -> Mapping[str, str]:
-        return {
-            "log_gradient_noise_scale": "the gradient noise scale (log_gradient_noise_scale) is a mean of its own",
-            "curriculum_learning": "its curriculum (curriculum_learning) is out of reach",
-            **({"no_load_optim": _NO_OPTIMIZER} if getattr(self.arguments, "load", None) else {}),
-            **({"dataset_impl": _ONLINE} if getattr(self.arguments, "dataset_impl", None) == "online" else {}),
-        }
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "validation": self._read}

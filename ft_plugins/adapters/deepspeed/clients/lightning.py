@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ....errors import UnsupportedError
+from ...rules import DEEPSPEED, refuse
+from ...rules.deepspeed import LIGHTNING, OTHERWISE
 from ...script.script_hooks import wrap
 from . import EngineClients
 
@@ -26,15 +27,11 @@ def follow(module: ModuleType, clients: EngineClients) -> None:
 class LightningClient:
     """What cannot be followed."""
 
-    name = "PyTorch Lightning"
+    name = LIGHTNING
     places_data = False
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
-        raise UnsupportedError(
-            "cannot protect this job: PyTorch Lightning's Trainer counts epochs and batches itself, so a restart would "
-            "not continue where the engine is restored. Call deepspeed.initialize in a loop of your own that begins at "
-            "engine.global_steps, use Hugging Face's Trainer, or remove the block ft_plugins from the configuration"
-        )
+        refuse(DEEPSPEED, OTHERWISE, {"built": {"client": self.name}})
 
     def iteration(self) -> int | None:
         return None

@@ -19,40 +19,19 @@ from typing import Any
 
 from ....patches import MegatronPackage, package_in
 from ...rng import process_state, set_process_state
+from ...rules.megatron_forks import MEGATRON_DEEPSPEED
 from ...schedulers import DIFFICULTY
 from ...script.script_hooks import replace_in_deepspeed
 from . import EngineClients
 from .megatron_loop import ForkLoop, follow_setup
-
-_UNEVEN = (
-    "--dataloader-type cyclic with --no-data-sharding: passes of some ranks are a batch longer, so the place in them "
-    "does not follow from consumed samples"
-)
 
 
 class MegatronDeepSpeed(ForkLoop):
     """The loop of `megatron.training.train`."""
 
     name = MegatronPackage.MEGATRON_DEEPSPEED.value
+    rules = MEGATRON_DEEPSPEED
     counted = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
-
-    def refused(self) -> Mapping[str, str]:
-        return {
-            "kd": "a teacher (--kd) is a second engine",
-            "mos": "a teacher (--mos) is a second engine",
-            "compression_training": "compression (compression_training) keeps its own counters",
-            "random_ltd": "random-LTD (--random-ltd) keeps its own counters",
-            "data_efficiency_curriculum_learning": "a curriculum of data efficiency has a sampler of its own",
-            "enable_zbh1_pipeline": "the zero-bubble schedule (--enable-zbh1-pipeline) replaces DeepSpeed's",
-            "vision_pretraining": "vision pretraining keeps a teacher of its own",
-            "reset_iteration": "--reset-iteration counts a loaded checkpoint's iterations again from 0 at each restart",
-            "repeated_dataloader": "--repeated-dataloader repeats the data from where a restart began",
-            **({"dataloader_type": _UNEVEN} if self._is_uneven() else {}),
-        }
-
-    def _is_uneven(self) -> bool:
-        cyclic = getattr(self.arguments, "dataloader_type", None) == "cyclic"
-        return cyclic and not getattr(self.arguments, "data_sharding", True)
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         super().follow(engine, begin)

@@ -14,15 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from ....errors import UnsupportedError
+from ...rules import Rule, refuse
+from ...rules.megatron_forks import OTHERWISE
 from ...script.script_hooks import replace_in_deepspeed, wrap
 from . import EngineClients
 
 
 class ForkLoop:
-    """The part of a client that is its arguments. `counted`: the names of those that training changes."""
+    """The part of a client that is its arguments. `counted`: the names of those that training changes; `rules`: what of
+    them is refused."""
 
     name: str
+    rules: Sequence[Rule] = ()
     places_data = True
     counted: Sequence[str] = ("iteration",)
 
@@ -32,21 +35,13 @@ class ForkLoop:
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         """Begin each iteration right before `train_step`. Raises UnsupportedError."""
-        problems = [words for switch, words in self.refused().items() if getattr(self.arguments, switch, None)]
-        if problems:
-            raise UnsupportedError(
-                f"cannot protect this job of {self.name}: {'; '.join(problems)}. Drop the option, or the protection"
-            )
+        refuse(self.rules, OTHERWISE, self.arguments)
 
         def train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             begin()
             return original(*args, **kwargs)
 
         wrap(self._module, "train_step", train_step)
-
-    def refused(self) -> Mapping[str, str]:
-        """Arguments that switch on what cannot be followed exactly: what to say of each."""
-        return {}
 
     def iteration(self) -> int:
         return int(self.arguments.iteration)
