@@ -45,7 +45,7 @@ from ..forward_edges import follow_forwards
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
-from . import state
+from . import inner_masters, state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .stepping import MegatronStepping
@@ -117,7 +117,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         if self.sharded:
             sizes["fsdp"] = sorted({type(chunk).__name__ for chunk in self.chunks})
         kinds = {type(one).__name__ for one in (*self.optimizers, *map(layer_wise, self.optimizers)) if one}
-        inner = {type(optimizer.optimizer).__name__ for optimizer in self.optimizers if not is_stub(optimizer)}
+        inner = {inner_masters.kind(optimizer.optimizer) for optimizer in self.optimizers if not is_stub(optimizer)}
         return {
             "framework": "megatron",
             "architecture": {name: _plain(getattr(config, name)) for name in _ARCHITECTURE if name in known},
@@ -139,7 +139,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         """All state that is not a tensor. Raises UnsupportedError for state that has appeared and is not captured."""
         require_no_history(self.chunks, self.rank)
         return {
-            "groups": [groups(optimizer) for optimizer in self.optimizers],
+            "groups": [groups(inner_masters.counted(optimizer)) for optimizer in self.optimizers],
             "members": self._members,
             "scalars": state.scalars(self.optimizers, self._names),
             "scalers": [scaler.state_dict() if scaler else None for scaler in self._scalers()],
@@ -163,11 +163,12 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The small state of the first replica, as in Megatron's own checkpoints, with the scalars of all. Raises
-        ResumeError with a layer-wise optimizer, of which that is not tested."""
-        if self._is_layer_wise:
+        ResumeError where ranks have state of which no other number of them was tested."""
+        if self._keeps_its_size:
             raise ResumeError(
-                f"rank {self.rank}: with a layer-wise optimizer the number of ranks that train has to stay the same: "
-                "resume with that of the captured job, or start with --ftp-resume fresh"
+                f"rank {self.rank}: with a layer-wise optimizer, and with optimizer state in fp16, the number of ranks "
+                "that train has to stay the same: resume with that of the captured job, or start with "
+                "--ftp-resume fresh"
             )
         scalars: dict[str, Any] = {}
         for part in parts:
@@ -179,14 +180,15 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
         """Whether the global batch divides by `replicas`, as Megatron's microbatch calculator requires, and they by the
         instances of the distributed optimizer."""
         resized = replicas != self._topology.dp
-        if replicas * self._topology.cp % self._instances or (resized and self._is_layer_wise):
+        if replicas * self._topology.cp % self._instances or (resized and self._keeps_its_size):
             return False
         batch = get_current_global_batch_size()
         return batch is None or batch % (get_micro_batch_size() * replicas) == 0
 
     @property
-    def _is_layer_wise(self) -> bool:
-        return any(map(layer_wise, self.optimizers))
+    def _keeps_its_size(self) -> bool:
+        scaled = (inner_masters.scaled(one.optimizer) for one in self.optimizers if not is_stub(one))
+        return any(map(layer_wise, self.optimizers)) or any(scaled)
 
     def _scalers(self) -> list[Any]:
         return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]
@@ -204,7 +206,7 @@ class MegatronCoreHost(MegatronStepping, MegatronReduction):
 
     def _restore_optimizers(self, small: Mapping[str, Any]) -> None:
         for optimizer, captured in zip(self.optimizers, small["groups"], strict=True):
-            restore_groups(optimizer, captured)
+            restore_groups(inner_masters.counted(optimizer), captured)
         state.restore_scalars(self.optimizers, self._names, small["scalars"])
         for scaler, captured in zip(self._scalers(), small["scalers"], strict=True):
             if scaler:

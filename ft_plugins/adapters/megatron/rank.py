@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ...errors import TopologyError
 from ...model.topology import Topology
 from ..host_parts import FrameworkHost
-from . import fsdp, instances, naming, state
+from . import fsdp, inner_masters, instances, naming, state
 from .replay import MegatronReplay
 from .support import facts, flat, is_stub, layer_wise, require_supported
 
@@ -95,11 +95,16 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
 
     @torch.no_grad()
     def _rebuild_derived(self) -> None:
-        """Copy masters to model parameters, then gather the shards of the other ranks."""
+        """Copy masters to model parameters, then gather the shards of the other ranks. Parameters in mxfp8 are cast
+        from what is gathered, in the gradients' buffer."""
         gathered = False  # by the distributed optimizer
         for optimizer in self.optimizers:
             if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
-                optimizer._copy_main_params_to_model_params()
+                inner_masters.copy_back(optimizer.optimizer)
+                if getattr(optimizer.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+                    optimizer._copy_main_params_to_param_buffer()
+                else:
+                    optimizer._copy_main_params_to_model_params()
             gathered = gathered or isinstance(optimizer, DistributedOptimizer)
         for divided in dict.fromkeys(filter(None, map(layer_wise, self.optimizers))):
             if getattr(divided, "use_buffer_param_sync", False):  # its parameters are in DDP's buffers
@@ -110,4 +115,15 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
             fsdp.follow_shards(self.chunks)
         elif gathered:
             for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
+                _gather(chunk)
+
+
+def _gather(chunk: Any) -> None:
+    """Gather the parameters of a chunk. Where that overlaps the forward, a forced gather of fp8 parameters leaves out
+    what has to follow it in some versions; so it is begun and finished here."""
+    if not (chunk.ddp_config.overlap_param_gather and getattr(chunk.ddp_config, "fp8_param_gather", False)):
+        chunk.start_param_sync(force_sync=True)
+        return
+    chunk.start_param_sync(force_dispatch=True)
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -26,7 +26,7 @@ from ...errors import UnsupportedError
 from ...model.inventory import Inventory
 from ..host_parts import StateItem, groups
 from ..rules import findings, line
-from ..rules.megatron import DIVIDED, LAYER_WISE, ONE_INSTANCE, OTHERWISE
+from ..rules.megatron import COMPARED, OTHERWISE
 from ..script.script_hooks import wrap
 from . import state
 from .rank import MegatronRank
@@ -91,7 +91,7 @@ class MegatronStepping(MegatronRank):
     def _require_replicas(self) -> None:
         """Raises UnsupportedError unless replicas can be compared and repaired."""
         job = {"num_distributed_optimizer_instances": self._instances, **self.built}
-        if problem := line(findings((ONE_INSTANCE, DIVIDED, LAYER_WISE), job, systems=("paft",)), OTHERWISE):
+        if problem := line(findings(COMPARED, job, systems=("paft",)), OTHERWISE):
             raise UnsupportedError(f"rank {self.rank}: {problem}")
 
     def derive(self) -> None:
