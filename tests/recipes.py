@@ -2,6 +2,7 @@
 
 Invariant: nothing of a recipe is executed. A recipe of Megatron-LM is read by the parser of its own checkout, in a
 process of its own; options of a shell script whose values only the shell knows are left out. Inference is not counted.
+A configuration that the installed DeepSpeed refuses itself, because it no longer has what that asks for, counts apart.
 
     python tests/recipes.py ROOT...                      checkouts: Megatron-LM's, or any with DeepSpeed configurations
     python tests/recipes.py --system baft ROOT...        with another system than REFT
@@ -23,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from typing import Any
 import yaml
 
 from ft_plugins.adapters.rules import DEEPSPEED, MEGATRON, findings, refused
+from ft_plugins.adapters.rules.rule import at
 from ft_plugins.errors import FtError
 
 _TRAINS = re.compile(r"--(train-iters|train-samples|lr)\b")
@@ -45,10 +48,11 @@ _OPTION = re.compile(r"(?<![\w-])(--[A-Za-z][\w-]*)((?:[ \t=]+[^\s\-()|;&<>][^\s
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe and the rules that refuse it: name and phrase."""
+    """A recipe and the rules that refuse it: name and phrase. `outdated`: why its framework refuses it itself."""
 
     path: str
     refused: tuple[tuple[str, str], ...]
+    outdated: str = ""
 
 
 # ---- Megatron-LM
@@ -137,7 +141,7 @@ def deepspeed_settings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             bodies = [text]
         for body in bodies:
-            settings = _as_yaml(body) if path.suffix in (".yml", ".yaml") else _as_json(body)
+            settings = _as_yaml(body) if is_neox(name) else _as_json(body)
             if isinstance(settings, dict) and any(key in settings for key in _SETTINGS):
                 yield name, settings
 
@@ -161,7 +165,29 @@ def _as_yaml(text: str) -> Any:
 
 def read_deepspeed(root: Path, systems: Sequence[str]) -> Iterator[Recipe]:
     for name, settings in deepspeed_settings(root):
-        yield Recipe(name, _refused(findings(DEEPSPEED, settings, systems=systems)))
+        yield Recipe(name, _refused(findings(DEEPSPEED, settings, systems=systems)), outdated(settings, is_neox(name)))
+
+
+def is_neox(name: str) -> bool:
+    """Whether a file is one of gpt-neox, which makes the optimizer itself."""
+    return name.endswith((".yml", ".yaml"))
+
+
+def outdated(settings: dict[str, Any], own_optimizer: bool = False) -> str:
+    """Why the installed DeepSpeed refuses a configuration, by its own table of what it no longer has and its own names
+    of optimizers; '' if it takes it, or there is none."""
+    if find_spec("deepspeed") is None:
+        return ""
+    import torch
+    from deepspeed.runtime import config as installed
+
+    try:
+        getattr(installed, "_reject_removed_config_keys", lambda settings: None)(settings)
+    except installed.DeepSpeedConfigError as error:
+        return str(error)
+    kind = "Adam" if own_optimizer else str(at(settings, "optimizer.type") or "Adam")
+    known = kind.lower() in installed.DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind)
+    return "" if known else f"it has no optimizer {kind}"
 
 
 # ---- counting
@@ -186,12 +212,16 @@ def recipes_of(root: Path, systems: Sequence[str]) -> list[Recipe]:
 
 def table(name: str, recipes: Sequence[Recipe]) -> Iterator[str]:
     """How many are refused, by which rule alone or with others, the most frequent first."""
-    stopped = [one for one in recipes if one.refused]
-    yield f"{name}: {len(stopped)} of {len(recipes)} recipes are refused"
+    apart = [one for one in recipes if one.outdated]
+    stopped = [one for one in recipes if one.refused and not one.outdated]
+    yield f"{name}: {len(stopped)} of {len(recipes) - len(apart)} recipes are refused"
     counts = Counter(rule for one in stopped for rule in {name for name, _ in one.refused})
     alone = Counter(one.refused[0][0] for one in stopped if len(one.refused) == 1)
     for rule, count in counts.most_common():
         yield f"  {count:4} {alone[rule]:4} alone  {rule}"
+    if apart:
+        ours = sum(bool(one.refused) for one in apart)
+        yield f"  {len(apart):4} more the installed DeepSpeed refuses itself, {ours} of which would be refused here too"
 
 
 def main() -> int:
@@ -213,7 +243,9 @@ def main() -> int:
         if args.which:
             print(
                 "\n".join(
-                    f"    {one.path}: {'; '.join(text for _, text in one.refused)}" for one in recipes if one.refused
+                    f"    {one.path}: {one.outdated or '; '.join(text for _, text in one.refused)}"
+                    for one in recipes
+                    if one.refused or one.outdated
                 )
             )
         everything += recipes

@@ -161,8 +161,11 @@ def first_step(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tenso
 
 
 def groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The values of the parameter groups (lr, weight decay, betas, FusedAdam's 'step'), without the parameters."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    """The values of the parameter groups (lr, weight decay, betas, FusedAdam's 'step'); no parameters, no classes."""
+    return [
+        {k: v for k, v in group.items() if k != "params" and not isinstance(v, type)}
+        for group in optimizer.param_groups
+    ]
 
 
 def restore_groups(

@@ -97,8 +97,10 @@ def check_megatron(folder: Path, words: Sequence[str], systems: Sequence[str], r
             "parameters are counted as if all stages held as many as the largest of "
             f"{values.pipeline_model_parallel_size} stages: give --parameters if embeddings are a large part"
         )
+    usual = not at(values, "use_precision_aware_optimizer")  # which keeps masters and moments in many forms
+    each = _MOMENTS.get(str(at(values, "optimizer")).lower()) if usual else None
     size = ModelSize(
-        read.parameters, _MOMENTS.get(str(at(values, "optimizer")).lower()), values.tensor_model_parallel_size,
+        read.parameters, each, values.tensor_model_parallel_size,
         values.pipeline_model_parallel_size, read.ranks,
         bool(values.use_distributed_optimizer or at(values, "use_torch_fsdp2") or layer_wise(values)),
     )  # fmt: skip

@@ -73,7 +73,7 @@ def multi_tensor_adam(
     decoupled: int, corrects: int, decay: float,
 ) -> None:  # fmt: skip
     for gradient, parameter, first, second in zip(*lists, strict=True):
-        update = _adam(
+        update = adam(
             gradient, parameter, first, second, beta1, beta2, 1 - beta1, eps, step, decoupled, corrects, decay
         )
         parameter.sub_(rate * update)
@@ -87,13 +87,13 @@ def multi_tensor_lamb(
     for gradient, parameter, first, second in zip(*lists, strict=True):
         share = 1 - beta1 if averages else 1.0
         clipped = gradient / clip
-        update = _adam(clipped, parameter, first, second, beta1, beta2, share, eps, step, decoupled, corrects, decay)
+        update = adam(clipped, parameter, first, second, beta1, beta2, share, eps, step, decoupled, corrects, decay)
         norms = parameter.norm(), update.norm()
         ratio = norms[0] / norms[1] if (always or decay) and all(norms) else 1.0
         parameter.sub_(rate * ratio * update)
 
 
-def _adam(
+def adam(
     gradient: torch.Tensor, parameter: torch.Tensor, first: torch.Tensor, second: torch.Tensor, beta1: float,
     beta2: float, share: float, eps: float, step: int, decoupled: int, corrects: int, decay: float,
 ) -> torch.Tensor:  # fmt: skip

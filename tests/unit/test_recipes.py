@@ -6,8 +6,9 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from ft_plugins.adapters.rules import DEEPSPEED
+import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "recipes.py"
 spec = importlib.util.spec_from_file_location("recipes", FILE)
@@ -77,13 +78,31 @@ def test_configurations_are_found_in_json_templates_scripts_and_yml(tmp_path: Pa
 
 
 def test_each_recipe_counts_once_for_a_rule_the_most_frequent_first(tmp_path: Path) -> None:
-    lamb, eigen = {"optimizer": {"type": "OneBitLamb"}}, {"eigenvalue": {"enabled": True}}
-    for number, settings in enumerate(({}, eigen, eigen | lamb)):
+    muon, hybrid = {"optimizer": {"type": "Muon"}}, {"hybrid_engine": {"enabled": True}}
+    for number, settings in enumerate(({}, hybrid, hybrid | muon)):
         (tmp_path / f"{number}.json").write_text(json.dumps({"train_batch_size": 1, **settings}))
     read = recipes.recipes_of(tmp_path, ["reft"])
     first, *rows = recipes.table("here", read)
     assert first == "here: 2 of 3 recipes are refused"
     assert [row.split() for row in rows] == [
-        ["2", "1", "alone", "eigenvalues", "(eigenvalue)"],
-        ["1", "0", "alone", *f"{DEEPSPEED[0].name} ({DEEPSPEED[0].option})".split()],
+        ["2", "1", "alone", "the", "hybrid", "engine", "(hybrid_engine)"],
+        ["1", "0", "alone", *"Muon (optimizer.type)".split()],
     ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
+def test_what_the_installed_deepspeed_refuses_itself_counts_apart() -> None:
+    from deepspeed.runtime import config
+
+    if not hasattr(config, "_reject_removed_config_keys"):
+        pytest.skip("this DeepSpeed still takes all of these")
+    gone = ({"eigenvalue": {"enabled": True}}, {"elasticity": {}}, {"optimizer": {"type": "OneBitLamb"}})
+    usual: tuple[dict[str, Any], ...] = ({}, {"optimizer": {"type": "AdamW"}}, {"optimizer": {"type": "NAdam"}})
+    assert all(map(recipes.outdated, gone)) and not any(map(recipes.outdated, usual))
+    assert not recipes.outdated(gone[2], own_optimizer=True)
+    refused = (("a rule", "its phrase"),)
+    apart = [recipes.Recipe("one", refused, "gone"), recipes.Recipe("two", (), "gone")]
+    lines = list(recipes.table("here", [recipes.Recipe("three", refused), recipes.Recipe("four", ()), *apart]))
+    assert lines[0] == "here: 1 of 2 recipes are refused"
+    assert lines[1].split() == ["1", "1", "alone", "a", "rule"]
+    assert "2 more the installed DeepSpeed refuses itself, 1 of which" in lines[2]

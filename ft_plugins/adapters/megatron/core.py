@@ -45,7 +45,7 @@ from ..forward_edges import follow_forwards
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
-from . import state
+from . import inner_masters, state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .support import is_stub, layer_wise, require_no_history
@@ -116,7 +116,7 @@ class MegatronCoreHost(MegatronReduction):
         if self.sharded:
             sizes["fsdp"] = sorted({type(chunk).__name__ for chunk in self.chunks})
         kinds = {type(one).__name__ for one in (*self.optimizers, *map(layer_wise, self.optimizers)) if one}
-        inner = {type(optimizer.optimizer).__name__ for optimizer in self.optimizers if not is_stub(optimizer)}
+        inner = {inner_masters.kind(optimizer.optimizer) for optimizer in self.optimizers if not is_stub(optimizer)}
         return {
             "framework": "megatron",
             "architecture": {name: _plain(getattr(config, name)) for name in _ARCHITECTURE if name in known},
@@ -138,7 +138,7 @@ class MegatronCoreHost(MegatronReduction):
         """All state that is not a tensor. Raises UnsupportedError for state that has appeared and is not captured."""
         require_no_history(self.chunks, self.rank)
         return {
-            "groups": [groups(optimizer) for optimizer in self.optimizers],
+            "groups": [groups(inner_masters.counted(optimizer)) for optimizer in self.optimizers],
             "members": self._members,
             "scalars": state.scalars(self.optimizers, self._names),
             "scalers": [scaler.state_dict() if scaler else None for scaler in self._scalers()],
@@ -186,8 +186,13 @@ class MegatronCoreHost(MegatronReduction):
     @property
     def _of_one_size(self) -> str:
         """What of this job was not tested at another number of ranks; '' if all was."""
-        divided = "a layer-wise optimizer" if any(map(layer_wise, self.optimizers)) else ""
-        return "parameters that FSDP divides" if self.sharded else divided
+        inner = [one.optimizer for one in self.optimizers if not is_stub(one)]
+        facts = {
+            "parameters that FSDP divides": self.sharded,
+            "a layer-wise optimizer": any(map(layer_wise, self.optimizers)),
+            "optimizer state in fp16": any(map(inner_masters.scaled, inner)),
+        }
+        return next((name for name, holds in facts.items() if holds), "")
 
     def _scalers(self) -> list[Any]:
         return [getattr(optimizer, "grad_scaler", None) for optimizer in self.optimizers]
@@ -205,7 +210,7 @@ class MegatronCoreHost(MegatronReduction):
 
     def _restore_optimizers(self, small: Mapping[str, Any]) -> None:
         for optimizer, captured in zip(self.optimizers, small["groups"], strict=True):
-            restore_groups(optimizer, captured)
+            restore_groups(inner_masters.counted(optimizer), captured)
         state.restore_scalars(self.optimizers, self._names, small["scalars"])
         for scaler, captured in zip(self._scalers(), small["scalers"], strict=True):
             if scaler:

@@ -36,10 +36,15 @@ from ...snapshot.capture import codec
 from . import state
 from .export import arguments_to_plain
 from .state import Replicas
-from .support import is_stub, layer_wise
+from .support import facts, is_stub
 
 _OBJECT_BYTES = 1 << 16
 _PREFIX = "optimizer.state"
+_UNTESTED = {  # by what the optimizers show
+    "layer_wise": "a layer-wise optimizer",
+    "masters": "an optimizer that keeps masters",
+    "fp8_parameters": "fp8 parameters",
+}
 
 
 def names(
@@ -50,9 +55,9 @@ def names(
     arguments: argparse.Namespace | None,
 ) -> dict[str, Any]:
     """See above. Raises UnsupportedError for state that cannot be described, and what Megatron itself raises."""
-    if any(map(layer_wise, optimizers)):
-        raise UnsupportedError("what a layer-wise optimizer saves is not tested")
-    sharded = _ShardedState(chunks, optimizers, rank, replicas)
+    sharded, built = _ShardedState(chunks, optimizers, rank, replicas), facts(optimizers)
+    if untested := [phrase for fact, phrase in _UNTESTED.items() if built[fact]]:
+        raise UnsupportedError(f"what a job with {' and '.join(untested)} saves is not tested")
     tensors = [*sharded.parameters(), *sharded.buffers(), *sharded.optimizer_state()]
     return {
         "framework": "megatron",

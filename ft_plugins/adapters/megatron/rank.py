@@ -39,9 +39,9 @@ from ...model.inventory import Inventory
 from ...model.topology import Topology
 from ..host_parts import FrameworkHost, StateItem, groups
 from ..rules import refuse
-from ..rules.megatron import DIVIDED, LAYER_WISE, ONE_INSTANCE, OTHERWISE
+from ..rules.megatron import COMPARED, OTHERWISE
 from ..script.script_hooks import wrap
-from . import fsdp, naming, state
+from . import fsdp, inner_masters, naming, state
 from .replay import MegatronReplay
 from .support import facts, flat, is_stub, layer_wise, require_supported
 
@@ -121,11 +121,16 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
 
     @torch.no_grad()
     def _rebuild_derived(self) -> None:
-        """Copy masters to model parameters, then gather the shards of the other ranks."""
+        """Copy masters to model parameters, then gather the shards of the other ranks. Parameters in mxfp8 are cast
+        from what is gathered, in the gradients' buffer."""
         gathered = False  # by the distributed optimizer
         for optimizer in self.optimizers:
             if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
-                optimizer._copy_main_params_to_model_params()
+                inner_masters.copy_back(optimizer.optimizer)
+                if getattr(optimizer.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+                    optimizer._copy_main_params_to_param_buffer()
+                else:
+                    optimizer._copy_main_params_to_model_params()
             gathered = gathered or isinstance(optimizer, DistributedOptimizer)
         for divided in dict.fromkeys(filter(None, map(layer_wise, self.optimizers))):
             if getattr(divided, "use_buffer_param_sync", False):  # its parameters are in DDP's buffers
@@ -136,7 +141,7 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
             fsdp.follow_shards(self.chunks)
         elif gathered:
             for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
+                _gather(chunk)
 
     # ---- replica operations ----
 
@@ -192,7 +197,7 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     def _require_replicas(self) -> None:
         """Raises UnsupportedError unless replicas can be compared and repaired."""
         job = {"num_distributed_optimizer_instances": self._instances, **self.built}
-        refuse((ONE_INSTANCE, DIVIDED, LAYER_WISE), OTHERWISE, job, systems=("paft",), who=f"rank {self.rank}: ")
+        refuse(COMPARED, OTHERWISE, job, systems=("paft",), who=f"rank {self.rank}: ")
 
     def derive(self) -> None:
         self._rebuild_derived()
@@ -267,3 +272,14 @@ def require_megatrons_instances(
                 f"{list(ranks)}, expected {wanted}: drop --num-distributed-optimizer-instances, or use the order "
                 "tp-cp-ep-dp-pp"
             )
+
+
+def _gather(chunk: Any) -> None:
+    """Gather the parameters of a chunk. Where that overlaps the forward, a forced gather of fp8 parameters leaves out
+    what has to follow it in some versions; so it is begun and finished here."""
+    if not (chunk.ddp_config.overlap_param_gather and getattr(chunk.ddp_config, "fp8_param_gather", False)):
+        chunk.start_param_sync(force_sync=True)
+        return
+    chunk.start_param_sync(force_dispatch=True)
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -8,6 +8,8 @@ that it gathers (the shard of the owning rank is the item). Gradients are zeroed
     Float16Optimizer...             fp32 master, moments              the same
     DistributedOptimizer            shard of the fp32 master or of    over its instances; not replicated if there
                                     the fp32 parameter, moments       is one (see `instances`)
+    the same, whose inner one       shard of the parameter or of the  the same
+    keeps masters (`inner_masters`) copy of it, masters, moments
     sharded by FSDP (see `fsdp`)    shard of the above                not replicated
     those that a layer-wise one     the same as without it, of the    not replicated: each parameter is updated
     (Muon's) chains                 parameters it gave to this rank   on one rank, and gathered on the others
@@ -25,7 +27,7 @@ In: model chunks, optimizers, functions from a parameter to its replica set and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -39,7 +41,7 @@ from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from ..optimizer_state import create_state
-from . import fsdp
+from . import fsdp, inner_masters
 from .support import is_stub, layer_wise
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
@@ -52,9 +54,10 @@ class TrainedParameter:
     name: str
     parameter: torch.nn.Parameter  # the model's
     main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
-    state: Mapping[str, Any]  # the inner optimizer's, of `main`
+    state: dict[str, Any]  # the inner optimizer's, of `main`
     # (start, stop, total) in elements of the flattened parameter, if other replicas do not update the same
     piece: tuple[int, int, int] | None = None
+    scales: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of state in fp16, by key
 
     @property
     def item(self) -> str:
@@ -79,6 +82,9 @@ def create_optimizer_state(optimizer: Any) -> None:
     if is_stub(optimizer):
         return
     inner = optimizer.optimizer
+    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+        inner_masters.create(inner)  # Megatron's own function for it fails with newer versions of its FusedAdam
+        return
     if optimizer.init_state_fn is not None:
         optimizer.init_state_fn(inner, optimizer.config)
     if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
@@ -93,14 +99,16 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
     """The parameters that `optimizer` updates on this rank. Raises InventoryError for one that the model lacks."""
     if is_stub(optimizer):
         return
-    for parameter, main in _pairs(optimizer):
+    inner = optimizer.optimizer
+    for parameter, held in _pairs(optimizer):
         if parameter not in names:
             raise InventoryError(
                 f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that no model chunk has; "
                 "pass the host all chunks of this rank"
             )
+        main, scales = inner_masters.updated(inner, held), inner_masters.scales(inner, held)
         piece = _piece(optimizer, parameter)
-        yield TrainedParameter(names[parameter], parameter, main, optimizer.optimizer.state[main], piece)
+        yield TrainedParameter(names[parameter], parameter, main, inner.state[held], piece, scales)
 
 
 def _piece(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, int, int] | None:
@@ -115,11 +123,14 @@ def _piece(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, int, int
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Pairs of a model parameter and the tensor that the inner optimizer updates for it."""
+    """Pairs of a model parameter and the tensor that the inner optimizer's groups have for it."""
     match optimizer:
         case DistributedOptimizer() if not fsdp.is_megatrons(optimizer):
+            both = zip(optimizer.shard_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+            # no master where the inner optimizer keeps it
+            held = [[half if main is None else main for half, main in zip(*pair, strict=True)] for pair in both]
             groups = (
-                (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+                (optimizer.model_float16_groups, held),
                 (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
             )
         case Float16OptimizerWithFloat16Params():
@@ -139,9 +150,9 @@ def grouped(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> list[lis
     """The names of the parameters in each group; with the distributed optimizer those that this rank has a shard of."""
     if is_stub(optimizer):
         return []
-    updated = {id(one.main): one.name for one in trained(optimizer, names)}
+    named = {id(held): names[parameter] for parameter, held in _pairs(optimizer)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
-    return [[updated[id(main)] for main in mains if id(main) in updated] for mains in groups]
+    return [[named[id(held)] for held in group if id(held) in named] for group in groups]
 
 
 def covered(optimizer: Any) -> Iterator[torch.nn.Parameter]:
@@ -207,9 +218,11 @@ def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mappin
     role = Role.PARAMETER if one.main is one.parameter else Role.MAIN_PARAMETER
     yield state_item(one.item, role, replicas, layer, UPDATE, one.main.detach, piece, in_norm)
     for key, value in one.state.items():
-        if is_item(value):
+        if is_item(value) and value is not one.main:
             read = lambda state=one.state, key=key: state[key]  # noqa: E731
             yield state_item(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, in_norm)
+    for key, scale in one.scales.items():
+        yield state_item(f"{one.name}:{key}:scale", Role.MOMENT, replicas, layer, UPDATE, scale.detach, None, in_norm)
 
 
 def _in_norm(parameter: torch.nn.Parameter) -> bool:
@@ -251,7 +264,7 @@ def restore_scalars(
                     "model and optimizer of the captured job, or start with --ftp-resume fresh"
                 )
             for key, value in saved[one.name].items():
-                optimizer.optimizer.state[one.main][key] = own_copy(value, one.state.get(key))
+                one.state[key] = own_copy(value, one.state.get(key))
 
 
 # names

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from ...errors import UnsupportedError
 from ..rules import MEGATRON, refuse
 from ..rules.megatron import OTHERWISE
+from . import inner_masters
 
 _SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _META, _HISTORY = "fp8_meta", "amax_history"  # TransformerEngine's names
@@ -61,11 +62,15 @@ def _configurations(chunks: Sequence[Any], optimizers: Sequence[Any]) -> Iterato
 def facts(optimizers: Sequence[Any]) -> dict[str, Any]:
     """What only the optimizers themselves show."""
     known = [one for one in optimizers if isinstance(one, _SUPPORTED)]
-    groups = [group for one in known if not is_stub(one) for group in one.optimizer.param_groups]
+    inner = [one.optimizer for one in known if not is_stub(one)]
+    groups = [group for one in inner for group in one.param_groups]
+    configurations = [getattr(one, "ddp_config", None) for one in known]
     return {
         "optimizers": sorted({type(one).__name__ for one in optimizers if not isinstance(one, _SUPPORTED)}),
         "layer_wise": any(layer_wise(one) for one in optimizers),
         "amsgrad": any(group.get("amsgrad") for group in groups),
+        "masters": any(map(inner_masters.keeps, inner)),
+        "fp8_parameters": any(getattr(one, "fp8_param_gather", False) for one in configurations),
     }
 
 

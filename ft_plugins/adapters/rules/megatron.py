@@ -42,6 +42,10 @@ def _graphs(*kinds: str) -> Predicate:
     return lambda settings: cuda_graphs(settings) in kinds
 
 
+def _in_fp8(key: str) -> Predicate:
+    return lambda settings: str(at(settings, key)) in ("fp8", "torch.uint8")
+
+
 def _named(key: str, name: str, reason: str, option: str = "", **more: Any) -> Rule:
     """A rule about an option that is on."""
     return Rule(name, (key,), on(key), reason, option or f"--{key.replace('_', '-')}", **more)
@@ -75,6 +79,20 @@ COMBINED = _named(
 )  # fmt: skip
 
 _FSDP = on("use_megatron_fsdp")
+_FP8_PARAMETERS = some(on("fp8_param_gather"), on("fp8_param"))
+KEPT = Rule(
+    "an optimizer that keeps masters", ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
+    some(on("built.masters"), on("use_precision_aware_optimizer"), on("optimizer_cpu_offload")),
+    "replicas of them were neither compared nor averaged yet",
+    "--use-precision-aware-optimizer, --optimizer-cpu-offload",
+    remedy="drop it, or drop --paft and --sync-policy", systems=("paft", "sync"),
+)  # fmt: skip
+QUANTIZED = Rule(
+    "fp8 parameters", ("fp8_param_gather", "fp8_param"),
+    some(on("built.fp8_parameters"), every(on("fp8"), _FP8_PARAMETERS)),
+    "replicas of them were neither compared nor averaged yet", "--fp8-param-gather",
+    remedy="drop it, or drop --paft and --sync-policy", systems=("paft", "sync"),
+)  # fmt: skip
 DIVIDED = Rule(
     "parameters that FSDP divides", ("built.fsdp",),
     some(_FSDP, on("use_torch_fsdp2"), on("built.fsdp")), "no rank repeats what another updates",
@@ -82,9 +100,13 @@ DIVIDED = Rule(
     systems=("paft", "sync"),
 )  # fmt: skip
 
+COMPARED = (ONE_INSTANCE, DIVIDED, LAYER_WISE, KEPT, QUANTIZED)  # what ends an audit
+
 _REFUSED = (
     COMBINED,
     DIVIDED,
+    KEPT,
+    QUANTIZED,
     Rule(
         "copies in bubbles with FSDP", ("built.fsdp",), DIVIDED.applies, "no job of both was run yet",
         "--use-megatron-fsdp, --use-torch-fsdp2", remedy="drop it, or drop --baft", systems=("baft",),
@@ -100,8 +122,8 @@ _REFUSED = (
         remedy="choose --fp8-recipe tensorwise, blockwise or mxfp8",
     ),
     Rule(
-        "fp8 parameters", ("fp8_param_gather", "fp8_param"),
-        every(on("fp8"), some(on("fp8_param_gather"), on("fp8_param"))),
+        "fp8 parameters that FSDP divides", ("fp8_param_gather", "fp8_param"),
+        every(some(_FSDP, on("use_torch_fsdp2")), _FP8_PARAMETERS),
         "a restore that casts them from masters is not tested", "--fp8-param-gather",
     ),
     Rule(
@@ -131,10 +153,11 @@ _REFUSED = (
         "its shards are masters already, which is untested",
         "--use-precision-aware-optimizer, --optimizer-cpu-offload",
     ),
-    _named(
-        "use_precision_aware_optimizer", "the precision-aware optimizer", "it keeps its masters inside FusedAdam",
+    Rule(
+        "optimizer state in fp8", ("exp_avg_dtype", "exp_avg_sq_dtype"),
+        every(on("use_precision_aware_optimizer"), some(*map(_in_fp8, ("exp_avg_dtype", "exp_avg_sq_dtype")))),
+        "it is scaled by quantizers, which are not captured", "--exp-avg-dtype, --exp-avg-sq-dtype", "fp8",
     ),
-    _named("optimizer_cpu_offload", "optimizer CPU offload", "it keeps its own masters"),
     Rule(
         "a layer-wise optimizer other than Muon", ("optimizer",),
         every(layer_wise, equals("optimizer", *_UNTESTED)), "its state is untested", "--optimizer",
@@ -187,7 +210,19 @@ _FOLLOWED = (
         "fp8 scaled by the current tensor (not yet run on a GPU)", ("fp8_recipe",), every(on("fp8"), _current_scaling),
         "no state outlives an iteration", "--fp8-recipe", "tensorwise, blockwise, mxfp8",
     ),
+    Rule(
+        "fp8 parameters (not yet run on a GPU)", ("fp8_param_gather",), every(on("fp8"), _FP8_PARAMETERS),
+        "masters are captured, parameters are cast from them", "--fp8-param-gather",
+    ),
     _named("use_distributed_optimizer", "the distributed optimizer", "each rank captures its shards"),
+    _named(
+        "use_precision_aware_optimizer", "the precision-aware optimizer (not yet run on a GPU)",
+        "masters are captured where it keeps them",
+    ),
+    _named(
+        "optimizer_cpu_offload", "optimizer CPU offload (not yet run on a GPU)",
+        "its copies are captured where they are",
+    ),
     _named("use_megatron_fsdp", "Megatron FSDP", "each rank captures the shards that its optimizer updates"),
     _named("use_torch_fsdp2", "torch's FSDP2", "each rank captures its shards"),
     _named("bf16", "bf16", "masters are captured, parameters are cast from them"),

@@ -55,7 +55,7 @@ OF_OBJECTS = {
     },
     "optimizer.distrib_optimizer": {
         *("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups"),
-        *("_get_model_param_range_map", "_copy_main_params_to_model_params", "buffers"),
+        *("_get_model_param_range_map", "_copy_main_params_to_model_params", "buffers", "shard_float16_groups"),
     },
     "distributed.distributed_data_parallel": {
         *("start_param_sync", "finish_grad_sync", "zero_grad_buffer", "ddp_config"),
@@ -125,9 +125,9 @@ OF_LOCAL_STEPS = (
     Option("moe_router_load_balancing_type", "0.14", ["aux_loss", "global_aux_loss"], "global auxiliary loss"),
     Option("mtp_num_layers", "0.14", 1, "--mtp-num-layers"),
 )
-OF_OPTIMIZER = (
-    Option("use_precision_aware_optimizer", "0.14", True, "precision-aware optimizer"),
-    Option("optimizer_cpu_offload", "0.14", True, "optimizer CPU offload"),
+OF_OPTIMIZER = (  # refused where replicas are compared or averaged
+    Option("use_precision_aware_optimizer", "0.14", True, "an optimizer that keeps masters"),
+    Option("optimizer_cpu_offload", "0.14", True, "an optimizer that keeps masters"),
 )
 USUAL = {"moe_router_load_balancing_type": "aux_loss", "error_injection_rate": 0}
 
@@ -259,7 +259,7 @@ def test_what_the_arguments_show_is_refused_before_a_model_is_built(version: str
     for option in (*OF_MODEL, *OF_OPTIMIZER):
         if option.within(version):
             with pytest.raises(UnsupportedError, match=f"{re.escape(option.said)}.*, or run without protection"):
-                require_followed(configured(version, (option,), **{option.name: option.value}), REFT)
+                require_followed(configured(version, (option,), **{option.name: option.value}), (*REFT, "paft"))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -287,7 +287,7 @@ def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(versio
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("options", "systems"),
-    [(OF_MODEL, ()), (OF_OPTIMIZER, ()), (OF_LOCAL_STEPS, ("sync",)), (OF_SCHEDULE, ("baft",))],
+    [(OF_MODEL, ()), (OF_OPTIMIZER, ("paft",)), (OF_LOCAL_STEPS, ("sync",)), (OF_SCHEDULE, ("baft",))],
     ids=["model", "optimizer", "local steps", "schedule"],
 )
 def test_each_field_of_a_configuration_is_refused_by_name(
@@ -319,6 +319,7 @@ FSDP_REFUSED = [
     ({"num_distributed_optimizer_instances": 2}, "over several instances"),
     ({"use_precision_aware_optimizer": True}, "an optimizer that keeps masters"),
     ({"optimizer_cpu_offload": True}, "an optimizer that keeps masters"),
+    ({"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}, "fp8 parameters that FSDP divides"),
 ]
 
 
@@ -338,8 +339,7 @@ def test_fsdp_is_followed_with_reft_where_ranks_divide_what_they_update() -> Non
 FP8_REFUSED = [
     ({"fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
     ({"fp8_recipe": "custom"}, "--fp8-recipe custom"),
-    ({"fp8_recipe": "mxfp8", "fp8_param_gather": True}, "--fp8-param-gather"),
-    ({"fp8_recipe": "tensorwise", "fp8_param": True}, "fp8 parameters"),
+    ({"fp8_recipe": "tensorwise", "fp8_param_gather": True, "use_torch_fsdp2": True}, "that FSDP divides"),
     ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "fp8 in attention"),
 ]
 
@@ -350,6 +350,11 @@ def test_fp8_is_followed_where_no_state_of_it_outlives_an_iteration() -> None:
         require_followed(settings, REFT)
         [found] = findings(MEGATRON, settings)
         assert found.rule.treatment is Treatment.FOLLOWED and f"--fp8-recipe {recipe}" in found.text
+        settings.fp8_param_gather = True
+        require_followed(settings, ("reft", "baft"))
+        for system in ("paft", "sync"):
+            with pytest.raises(UnsupportedError, match="fp8 parameters .*drop --paft and --sync-policy"):
+                require_followed(settings, ("reft", system))
     for more, said in FP8_REFUSED:
         with pytest.raises(UnsupportedError, match=said):
             require_followed(argparse.Namespace(fp8="hybrid", **more), REFT)
@@ -381,6 +386,16 @@ def test_a_history_of_maxima_that_appears_next_to_another_recipe_is_refused_by_i
         require_no_history([chunk], 3)
     chunk.config.fp8 = None  # another use of the name
     require_no_history([chunk], 3)
+
+
+def test_a_precision_aware_optimizer_is_followed_unless_quantizers_scale_its_state() -> None:
+    """The dtypes as Megatron-LM's options name them, and as its validation leaves them."""
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        for followed in ("bf16", torch.float16, torch.float32):
+            require_followed(argparse.Namespace(use_precision_aware_optimizer=True, **{key: followed}), REFT)
+        for refused_dtype in ("fp8", torch.uint8):
+            with pytest.raises(UnsupportedError, match="optimizer state in fp8"):
+                require_followed(argparse.Namespace(use_precision_aware_optimizer=True, **{key: refused_dtype}), REFT)
 
 
 LAYER_WISE = (
