@@ -17,8 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ....model.host import ScalarWriter
 from ....patches import MegatronPackage, package_in
 from ...rng import process_state, set_process_state
+from ...scalar_writers import of_megatron
 from ...schedulers import DIFFICULTY
 from ...script.script_hooks import replace_in_deepspeed
 from . import EngineClients
@@ -35,6 +37,10 @@ class MegatronDeepSpeed(ForkLoop):
 
     name = MegatronPackage.MEGATRON_DEEPSPEED.value
     counted = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
+
+    @property
+    def write_scalars(self) -> ScalarWriter | None:
+        return of_megatron(self._module)
 
     def refused(self) -> Mapping[str, str]:
         return {
