@@ -18,6 +18,7 @@ EXTRAS = {
         "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis",
         "ruff", "mypy", "import-linter", "build", "setuptools",
         "kubernetes-validate", "kubeflow-trainer-api", "pyyaml",  # the schemas of launch/kubernetes
+        "tensorboard",  # what a job writes with, and what reads it
     ],  # fmt: skip
 }
 

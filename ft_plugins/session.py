@@ -30,6 +30,7 @@ from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft.carried import CarryingHost
 from .systems.reft.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
 from .systems.reft.reft import DEGRADED, PeerDegraded, Reft
+from .systems.scalar_report import ScalarReport, scalar_report
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
 from .systems.transcript import Transcript
@@ -53,6 +54,7 @@ class Session:
             self._events.subscribe(file_sink(context.run_dir / "events.jsonl"))
         self._events.subscribe(log_sink())
         self._start: StartRecord | None = StartRecord(context, self._events)  # until the first completed iteration
+        self._scalars: ScalarReport | None = None  # from then on
         self._collective = join_ranks(config, context, self._events)
         self._require_reached_faults()
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
@@ -288,6 +290,9 @@ class Session:
         if self._start is not None:
             self._start.completed(step)
             self._start = None
+            self._scalars = scalar_report(self._host, self._config, self._context.run_dir, self._events)
+        if self._scalars is not None:
+            self._scalars.completed(step)
         self.progress.words.end(step)
         self._ended += 1
         if self._ended == imported.AFTER_ITERATIONS:
@@ -341,6 +346,8 @@ class Session:
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
         self.progress.end()
+        if self._scalars is not None:
+            self._scalars.close()
         self.ledger.summarize()
         if self._sync is not None:
             self._wait_for_capture()  # the synchronizer may change tensors

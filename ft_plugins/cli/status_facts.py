@@ -20,7 +20,8 @@ from ..smp.serve.node_facts import facts_of as facts_of_node
 from ..smp.watch import liveness
 
 ASK_SECONDS = 5.0  # timeout for an SMP's answer; a live one answers within milliseconds
-OTHERS_SECONDS = 1.0  # for the SMPs of other nodes to answer
+OTHER_SECONDS = 1.0  # for the SMP of another node to answer
+OTHERS_SECONDS = 10.0  # for those of all other nodes
 
 
 def run_directories(job: str | None, node: str | None) -> list[Path]:
@@ -56,7 +57,7 @@ def _facts(run_dir: Path, others: bool) -> Facts:
             with LocalConnection(run_dir, ASK_SECONDS) as connection:
                 reply = connection.status()
                 if others:
-                    named = connection.other_nodes(OTHERS_SECONDS)
+                    named = connection.other_nodes(OTHER_SECONDS, OTHERS_SECONDS)
                     elsewhere = [each for each in named if not (run_dir.parent / each["node"]).is_dir()]
         except FtError as problem:
             error = str(problem)

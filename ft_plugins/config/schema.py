@@ -134,6 +134,13 @@ class Config(Block):
         "unless an address is given too; unset: nowhere",
         json_schema_extra=more(expected="PORT or ADDRESS:PORT", needs_system=True),
     )
+    scalar_seconds: float = Field(
+        10.0,
+        ge=0,
+        description="where the framework writes scalars, for TensorBoard, W&B or others, write some of the metrics "
+        "too, as ft/..., this often; 0: never",
+        json_schema_extra=more("seconds", needs_system=True),
+    )
     preload: Literal["auto", "off"] = Field(
         "auto",
         description="under ft-run, fork ranks from one process of the node that has imported what they import; off: "

@@ -280,6 +280,10 @@ METRICS_FAILED = EventType(
     "Give --ftp-metrics an address of this node and a port that is free on it, and restart the job when convenient.",
     reason=_REASON,
 )  # fmt: skip
+SCALARS_FAILED = EventType(
+    "scalars.failed", WARNING, "The framework's writer took no scalars of ft_plugins; it gets none any more.",
+    "Look at the writer, as for TensorBoard, or give --ftp-scalar-seconds 0.", reason=_REASON,
+)  # fmt: skip
 REQUEST_REJECTED = EventType(
     "request.rejected", WARNING, "The SMP rejected a request.", "If training was affected, its own error says how.",
     request=Field("str", "request", optional=True), reason=_REASON,

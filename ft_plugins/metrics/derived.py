@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..events import catalogue
+from .scalars import SCALARS, tag_of
 from .table import ALARMS, METRICS, Metric
 
 _HEAD = """\
@@ -50,7 +51,8 @@ def page() -> str:
         f"{each.meaning} |"
         for each in METRICS
     )
-    return "\n".join([_HEAD, *rows, ""])
+    tags = ", ".join(f"`{tag_of(metric)}`" for metric in SCALARS)
+    return "\n".join([_HEAD, *rows, "", f"As [scalars of a framework](operating.md#scalars): {tags}.", ""])
 
 
 def alerts() -> str:

@@ -186,6 +186,10 @@ METRICS: tuple[Metric, ...] = (
         _fact("history", "downtime_seconds"),
     ),
     Metric("ftp_down_seconds", "Seconds of the present outage.", _fact("history", "down_for_seconds")),
+    _counted(
+        "ftp_lost_iterations_total", "Iterations that were lost at restarts, and computed again.",
+        catalogue.STATE_RESTORED, "lost", ranks=True,
+    ),
     Metric("ftp_version_iteration", "The newest version, by tier: process, node or storage.", _tiers("iteration"),
            ("tier",)),
     Metric(

@@ -210,6 +210,16 @@ class Lacking(Protocol):
     checkpoint_lacks: str  # what they lack; '' for nothing
 
 
+ScalarWriter = Callable[[Mapping[str, float], int], None]  # scalars by tag; the iteration that is completed
+
+
+@runtime_checkable
+class Writing(Protocol):
+    """What a host has in addition if its framework writes scalars, as for TensorBoard."""
+
+    write_scalars: ScalarWriter | None  # next to those of the framework; None on ranks, and in jobs, without a writer
+
+
 @runtime_checkable
 class Checking(Protocol):
     """What a host may offer in addition, if its loop could change tensors at a wrong time."""

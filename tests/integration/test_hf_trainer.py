@@ -91,6 +91,7 @@ def configuration(folder: Path, stage: int, protected: bool, accumulate: int | s
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": "auto",
         "zero_optimization": {"stage": stage},
+        "csv_monitor": {"enabled": True, "output_path": str(folder / f"csv-{protected}"), "job_name": "job"},
     }
     if protected:
         settings["ft_plugins"] = {"reft": {"interval": 1}}
@@ -116,6 +117,14 @@ def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_env
     job = ["--ftp-job", f"hf-{name}-{os.getpid()}"]
     killed = run(folder / "k", FT_RUN, TRAINER, [*words, *protected, *job, *kills])
     require_exact(folder / "k", killed, golden, case.restored)
+    if case.stage is not None:
+        require_scalars(folder / "csv-True" / "job", restarts=len(case.kills))
+
+
+def require_scalars(folder: Path, restarts: int) -> None:
+    """Raises AssertionError unless DeepSpeed's monitor has written its scalars and ours, the last ones at the end."""
+    own, ours = ((folder / f"{name}.csv").read_text().split() for name in ("Train_Samples_lr", "ft_restarts"))
+    assert ours[0] == "step,restarts" and ours[-1] == f"{own[-1].partition(',')[0]},{float(restarts)}", (own, ours)
 
 
 def require_exact(folder: Path, killed: list[Any], golden: list[Any], iterations: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ft_plugins.errors import EXIT_REFUSED
 from harness.megatron_checkpoints import differences, read
@@ -97,7 +98,7 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
 
     killed = ft_run(
         *(script, tmp_path, "--save", tmp_path, "--load", tmp_path),
-        *(*case.protected, "--ftp-faults", kill, "--ftp-orphan-seconds", 30),
+        *(*case.protected, "--ftp-faults", kill, "--ftp-orphan-seconds", 30, "--tensorboard-dir", tmp_path / "events"),
         job=f"killed-{case.name}",
     )
 
@@ -109,6 +110,12 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
     sealed, older = ("process", case.iteration - 1), ("process", case.iteration - 2)
     assert versions in ({sealed}, {older}), versions
     assert differences(final_state(unfailed.saved), final_state(tmp_path)) == []
+    assert not killed.events("resume.differed"), "scalars change nothing that is compared"
+    written = EventAccumulator(str(tmp_path / "events")).Reload()
+    last = {tag: written.Scalars(tag)[-1] for tag in written.Tags()["scalars"]}
+    assert last["lm loss"].step == last["ft/restarts"].step == ITERATIONS and last["ft/restarts"].value == 1
+    lost = case.iteration - 1 - next(iter(versions))[1]
+    assert last["ft/lost_iterations"].value == lost and last["ft/version_age_seconds/process"].value >= 0
 
 
 def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(

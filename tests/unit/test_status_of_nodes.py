@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from ft_plugins.cli import status_command, status_facts
+from ft_plugins.errors import ProtocolError
 from ft_plugins.events import Events, catalogue, file_sink
+from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.tree import other_nodes
+from ft_plugins.smp.tree.node import NodeTier
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, slots_for
@@ -52,6 +57,7 @@ def protected(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (here / names[0]).symlink_to(made[0].run_dir)
         here.parent.chmod(0o700)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        monkeypatch.setattr(status_facts, "OTHER_SECONDS", ANSWERS)
         monkeypatch.setattr(status_facts, "OTHERS_SECONDS", ANSWERS)
         return made
 
@@ -76,7 +82,7 @@ def test_status_shows_the_other_nodes_and_which_of_them_gives_no_answer(
     events.subscribe(file_sink(b.run_dir / "events.jsonl"))
     events.emit(catalogue.CHECKPOINT_FAILED, lineage=1, iteration=20, reason="No space left \x1b[31mon device")
     with monkeypatch.context() as bounded:
-        bounded.setattr(status_facts, "OTHERS_SECONDS", 0.3)
+        bounded.setattr(status_facts, "OTHER_SECONDS", 0.3)
         os.kill(c.pids[-1], signal.SIGSTOP)
         assert " 0.3 s" in others(capsys)["c"]["error"], "it holds up nothing"
     c.kill()
@@ -102,6 +108,9 @@ def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:
         def ask(self, name: str) -> tuple[Any, None]:
             return {"facts": self.facts}, None
 
+        def drop(self) -> None:
+            pass
+
         def close(self) -> None:
             self.closed = True
 
@@ -115,6 +124,56 @@ def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:
     assert a["error"].startswith("status: ") and "ranks" in b["error"] and b["state"] is None
     assert (c["error"], c["iteration"]) == ("", 7) and c["headline"].startswith("all \\x1b[31m")
     assert len(c["headline"]) < 700 and all(peer.closed for peer in peers.values())
+
+
+class Silent:
+    """A peer that answers when it is closed, or not at all; `most`: so many were asked at once."""
+
+    asked: ClassVar[set[Any]] = set()
+    most = 0
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+
+    def ask(self, name: str) -> Any:
+        self.asked.add(self)
+        Silent.most = max(Silent.most, len(self.asked))
+        assert self._closed.wait(ANSWERS)
+        raise ProtocolError("this side has hung up")
+
+    def drop(self) -> None:
+        self.asked.discard(self)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def test_silent_nodes_take_a_bounded_time_together_and_those_that_were_not_asked_say_so() -> None:
+    count, seconds = 3 * other_nodes.AT_ONCE, 0.2
+    answers = other_nodes.ask({f"n{at}": cast(Any, Silent()) for at in range(count)}, seconds)
+    assert [each["node"] for each in answers] == [f"n{at}" for at in range(count)]
+    asked, others = answers[: other_nodes.AT_ONCE], answers[other_nodes.AT_ONCE :]
+    assert {each["error"] for each in asked} == {f"none within the {seconds:g} s for all nodes"}
+    assert {each["error"] for each in others} == {f"not asked: others took the {seconds:g} s for all nodes"}
+    assert Silent.most == other_nodes.AT_ONCE
+
+
+def test_the_answers_of_many_nodes_come_in_pages_and_are_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"n{at}" for at in range(other_nodes.PAGE + 3)]
+    asked: list[list[str]] = []
+    monkeypatch.setattr(other_nodes, "ask", lambda peers, seconds: asked.append(list(peers)) or list(peers))
+    tier = NodeTier(NodeContext.of(tmp_path, "job", "n1", Events("n1"), {}))
+    assert tier.other_nodes(0, 1.0, 1.0) == ([], None), "no job is protected"
+    monkeypatch.setattr(tier, "peer", lambda where, seconds, node: None)
+    plan, endpoints = SimpleNamespace(nodes=names), [("::1", at) for at in range(len(names))]
+    tier._protection = cast(Any, SimpleNamespace(plan=lambda: plan, endpoints=endpoints))
+    first, following = tier.other_nodes(0, 1.0, 1.0)
+    assert following == other_nodes.PAGE
+    rest, end = tier.other_nodes(following, 1.0, 1.0)
+    names.remove("n1")
+    assert [*first, *rest] == names and end is None and asked == [[], names]
 
 
 WELL: dict[str, Any] = {"state": "TRAINING", "alarm": "", "error": "", "headline": "all", "remedy": "nothing to do"}

@@ -24,7 +24,7 @@ import xxhash
 from ...base import faults
 from ...errors import ResumeError
 from ...events import say
-from ...model.host import Edges, Hooks
+from ...model.host import Edges, Hooks, ScalarWriter
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...snapshot.capture import codec
@@ -76,6 +76,7 @@ class DeepSpeedHost(DeepSpeedStepping):
     fault_points = dict.fromkeys(("iteration.forward", "update.begin", "update.middle", "update.end"), ())
     _trains = False  # whether an update was made
     _members = ""
+    write_scalars: ScalarWriter | None = None  # set by the loop
     _own: dict[str, Any] | None = None  # the script's schedulers; None: not searched yet
     _client: EngineClient | None = None
 

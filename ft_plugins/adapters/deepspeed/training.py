@@ -32,6 +32,7 @@ from ...errors import ResumeError, UnsupportedError
 from ...events import say
 from ...session import Session, attach
 from ..rng import numbers_drawn
+from ..scalar_writers import of_engine
 from ..script.script_hooks import replace_in_deepspeed as replace
 from ..script.undeclared_search import ignored_names
 from .clients import EngineClient, EngineClients
@@ -155,6 +156,7 @@ class DeepSpeedLoop:
         if config.sync is not None:
             require_local(engine, torch.distributed.get_rank())
         self._host = DeepSpeedHost(engine, positions, shards, client)
+        self._host.write_scalars = getattr(client, "write_scalars", None) or of_engine(engine)
         self._captured = config.capture is not None
         self._session: Session = attach(self._host, config, context)
         self._reads = IterationReads()

@@ -16,6 +16,7 @@ import torch
 from ...config import Config, LaunchContext
 from ...session import Session, attach
 from ..host_parts import local_part
+from ..scalar_writers import of_trainer
 from ..script.undeclared import Undeclared
 from ..torch.fsdp import FsdpHost
 from ..torch.torch_loop import TorchHost
@@ -55,6 +56,7 @@ class TorchTrainer:
             **(mesh or {}),
         )  # fmt: skip
         host.of_a_library(LACKING, remedy)
+        host.write_scalars = of_trainer(trainer)
         self._host = host
         self._session = attach(host, self._config, self._context)
         self._begun = self._completed = self._session.resume(run.iteration)

@@ -35,7 +35,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from ...base import faults
 from ...errors import ResumeError
-from ...model.host import Edges, Hooks
+from ...model.host import Edges, Hooks, ScalarWriter
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
@@ -79,6 +79,7 @@ class MegatronCoreHost(MegatronReduction):
     """
 
     checkpoint_lacks = ""  # set by a loop that keeps more than Megatron saves
+    write_scalars: ScalarWriter | None = None  # set by a loop that has a writer
     fault_points = {"iteration.forward": (), "update.begin": ("inf",), "update.middle": (), "update.end": ()}
 
     def __init__(

@@ -41,6 +41,7 @@ from ...errors import ConfigError, ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
 from ..forward_edges import Saving
+from ..scalar_writers import of_megatron
 from ..script.script_hooks import replace_in_megatron as replace
 from .arguments import require_followed, resolve
 from .external_data import LACKED, ExternalData
@@ -153,6 +154,7 @@ class MegatronLoop:
             arguments=self.args,
         )
         self._host.checkpoint_lacks = LACKED if self._external else ""
+        self._host.write_scalars = of_megatron(module)
         context = launch_context()
         self._session: Session = attach(self._host, resolve(self.args, context), context)
         if self._session.progress.written:

@@ -41,7 +41,7 @@ from ...base import faults
 from ...config import launch_context
 from ...errors import ConfigError, StateChangedError
 from ...events import say
-from ...model.host import Hooks
+from ...model.host import Hooks, ScalarWriter
 from ...model.inventory import Inventory, Item, Role
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
@@ -81,6 +81,7 @@ class TorchHost(PlainLoop, ReducingHost):
 
     fault_points = {"update.begin": (), "update.end": ()}
     checkpoint_lacks = ""
+    write_scalars: ScalarWriter | None = None
 
     def __init__(
         self,

@@ -94,12 +94,13 @@ class LocalConnection:
         """pid, job, node, token, watched_pid and the segments with their slots."""
         return self._ask("status")
 
-    def other_nodes(self, seconds: float) -> list[dict[str, Any]]:
-        """What is known of the job on its other nodes (`other_nodes.ask`); each page of them is given `seconds`."""
+    def other_nodes(self, each: float, every: float) -> list[dict[str, Any]]:
+        """What is known of the job on its other nodes (`other_nodes.ask`); `each` of them is given so many seconds,
+        `every` one together."""
         found: list[dict[str, Any]] = []
         first: int | None = 0
         while first is not None:
-            reply = self._ask("nodes", extra_seconds=seconds, first=first, seconds=seconds)
+            reply = self._ask("nodes", extra_seconds=every, first=first, each=each, every=every)
             found += reply["nodes"]
             first = reply["next"]
         return found

@@ -183,7 +183,7 @@ class SnapshotProcess:
         return reported(facts_of(self._run_dir, status))
 
     def _nodes(self, request: requests.OtherNodes) -> dict[str, Any]:
-        nodes, following = self._tier.other_nodes(request.first, request.seconds)
+        nodes, following = self._tier.other_nodes(request.first, request.each, request.every)
         return {"nodes": nodes, "next": following}
 
     def _watch(self, request: requests.WatchProcess) -> dict[str, Any]:

@@ -190,10 +190,11 @@ class WriteCheckpoint:
 
 @dataclass(frozen=True)
 class OtherNodes:
-    """Ask the other nodes of the job, from position `first` on, what is known of it there, for up to `seconds`."""
+    """What is known of the job on its other nodes, from the answer `first` on. See `Node.other_nodes`."""
 
     first: Count
-    seconds: Seconds
+    each: Seconds
+    every: Seconds
 
 
 LOCAL: Mapping[str, type[Any]] = {

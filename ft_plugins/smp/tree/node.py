@@ -76,7 +76,7 @@ class NodeTier:
         self._spare_handler: SpareHandler | None = None
         self._status_handler: StatusHandler | None = None
         self._asking = threading.Lock()  # so that threads and connections do not grow with the people who ask
-        self._asked: dict[int, tuple[list[dict[str, Any]], float]] = {}  # by page: the last answers, and since when
+        self._asked: tuple[list[dict[str, Any]], float] = [], 0.0  # the last answers, and since when
         self._released = _number(run_dir / _RELEASED)
         self._pinned = PinnedVersions(run_dir, segments)
         self._protection: Protection | None = None  # of the job that is, or was last, protected
@@ -289,23 +289,20 @@ class NodeTier:
             raise ProtocolError(f"node {self._node} is still starting")
         return self._status_handler()
 
-    def other_nodes(self, first: int, seconds: float) -> tuple[list[dict[str, Any]], int | None]:
-        """What `other_nodes.ask` finds of the job's other nodes, of a page of positions from `first` on; and the
-        position at which the next page begins, None for none. Those who wait for another one's answers share them."""
+    def other_nodes(self, first: int, each: float, every: float) -> tuple[list[dict[str, Any]], int | None]:
+        """A page of what `other_nodes.ask` finds of the job's other nodes, from the answer `first` on; and the answer
+        with which the next page begins, None for none. All are asked for the first page, each of them for up to `each`
+        seconds, `every` one together. Those who wait for another one's answers share them."""
         came = time.monotonic()
         with self._asking:
-            with self._lock:
-                if self._protection is None:
-                    return [], None
-                nodes, where = self._protection.plan().nodes, self._protection.endpoints
-                page = range(first, min(first + other_nodes.PAGE, len(nodes)))
-                if not page:
-                    return [], None
-                others = [position for position in page if nodes[position] != self._node]
-                peers = {nodes[position]: self.peer(where[position], seconds, nodes[position]) for position in others}
-            if self._asked.get(first, ([], 0.0))[1] < came:
-                self._asked[first] = other_nodes.ask(peers, seconds), time.monotonic()
-            return self._asked[first][0], page.stop if page.stop < len(nodes) else None
+            if not first and self._asked[1] < came:
+                with self._lock:
+                    of = self._protection
+                    places = [] if of is None else list(zip(of.plan().nodes, of.endpoints, strict=True))
+                peers = {node: self.peer(where, each, node) for node, where in places if node != self._node}
+                self._asked = other_nodes.ask(peers, every), time.monotonic()
+            answers, following = self._asked[0], first + other_nodes.PAGE
+            return answers[first:following], following if following < len(answers) else None
 
     # ---- a node that has no part in the job ----
 

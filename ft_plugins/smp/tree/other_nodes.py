@@ -21,7 +21,8 @@ from ...errors import FtError
 from ...transport.calls import Peer
 from ...transport.protocol import legible
 
-PAGE = 64  # nodes that are asked at once
+AT_ONCE = 64  # nodes that are asked: so many threads and descriptors
+PAGE = 64  # answers in one reply
 _WORDS = 600  # characters of a text
 
 Words = Annotated[Text, AfterValidator(lambda text: legible(text, _WORDS))]
@@ -56,24 +57,32 @@ def reported(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def ask(peers: Mapping[str, Peer], seconds: float) -> list[dict[str, Any]]:
     """By name of the node: `node`, `error` ('' for none), and the fields of `OtherNode`, None where it did not answer.
-    Returns after `seconds` at the latest, and has hung up then."""
+    AT_ONCE are asked at a time. Returns after `seconds` at the latest, and has hung up then."""
     found: dict[str, dict[str, Any]] = {}
+    until, left = time.monotonic() + seconds, iter(list(peers.items()))
+
+    def work() -> None:
+        for node, peer in left:  # which no other thread gets
+            if time.monotonic() < until:
+                one(node, peer)
 
     def one(node: str, peer: Peer) -> None:
+        found[node] = {"node": node, "error": f"none within the {seconds:g} s for all nodes", **_UNKNOWN}
         try:
             known = parsed(OtherNode, peer.ask("status")[0].get("facts"), "status")
             found[node] = {"node": node, "error": "", **asdict(known)}
         except FtError as error:
             found[node] = {"node": node, "error": str(error), **_UNKNOWN}
+        finally:
+            peer.drop()
 
-    threads = [threading.Thread(target=one, args=each, name="smp-others", daemon=True) for each in peers.items()]
-    until = time.monotonic() + seconds
+    threads = [threading.Thread(target=work, name="smp-others", daemon=True) for _ in range(min(AT_ONCE, len(peers)))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    late = {"error": f"none within {seconds:g} s", **_UNKNOWN}
-    answers = [found.get(node, {"node": node, **late}) for node in peers]
+    unasked = {"error": f"not asked: others took the {seconds:g} s for all nodes", **_UNKNOWN}
+    answers = [found.get(node, {"node": node, **unasked}) for node in peers]
     for peer in peers.values():  # which ends the threads that still wait
         peer.close()
     return answers

@@ -23,8 +23,9 @@ their stages, or of all if none is, it is one that works alone while the others 
 stopped is always it. If none is found, all wait in the same place.
 
 A rank is slow if, over the last KEPT iterations, its median computing time is SLOW times the median of the other ranks
-of its stage on its node, and what it computes longer is SLOW_SHARE of an iteration. What the host sees counts: where a
-device computes, that is how long its work takes to be submitted. It is slow until it has come half way back.
+of its stage on its node, and what it computes longer is SLOW_SHARE of an iteration, and SLOW_SECONDS. What the host
+sees counts: where a device computes, that is how long its work takes to be submitted. It is slow until it has come half
+way back.
 
 In: `RankProgress` of the ranks of a node, times in seconds; `Signs` of work. Out: `HangVerdict`; `Stall`s, of nodes and
 of the job; `SlowRank`s.
@@ -51,6 +52,7 @@ GROWTH = 4.0
 BUSY_SHARE = 0.05  # of a processor; the threads of a rank that only waits use less
 SLOW = 1.5
 SLOW_SHARE = 0.1
+SLOW_SECONDS = 0.05  # of an iteration: what processes on one machine take from each other, which moves between ranks
 _NEVER: Mapping[int, float] = MappingProxyType({})
 
 
@@ -230,7 +232,7 @@ def slow_ranks(ranks: Collection[RankProgress], before: Collection[int] = ()) ->
             continue
         own, usual = statistics.median(rank.computed), statistics.median(others)
         part = 0.5 if rank.rank in before else 1.0
-        least = SLOW_SHARE * statistics.median(rank.seconds)
+        least = max(SLOW_SHARE * statistics.median(rank.seconds), SLOW_SECONDS)
         if own - usual > part * (SLOW - 1.0) * usual and own - usual >= part * least:
             slow.append(SlowRank(rank.rank, own / usual if usual else float("inf"), own - usual))
     return tuple(slow)

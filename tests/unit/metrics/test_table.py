@@ -15,6 +15,7 @@ from ft_plugins.events import Severity, catalogue
 from ft_plugins.metrics.derived import KINDS, rule_name
 from ft_plugins.metrics.event_counts import Counts
 from ft_plugins.metrics.exposition import text_of
+from ft_plugins.metrics.scalars import SCALARS, scalars_of, tag_of
 from ft_plugins.metrics.table import ALARMS, METRICS, Node
 
 ROOT = Path(__file__).parents[3]
@@ -95,6 +96,17 @@ def test_events_are_summed_over_the_node_or_shown_by_rank() -> None:
     assert found['ftp_alarm_standing{alarm="smp.lost"}'] == "1"
 
 
+def test_some_metrics_are_scalars_without_a_label_for_the_rank() -> None:
+    counts = Counts({("fence.waited", "seconds", 0): 0.5, ("fence.waited", "seconds", 1): 2.5})
+    assert scalars_of(Node("j", "a", STATUS, counts)) == {
+        "ft/restarts": 1.0, "ft/downtime_seconds": 24.5, "ft/version_age_seconds/process": 0.5,
+        "ft/version_age_seconds/node": 4.0, "ft/memory_claimed_bytes": 157.0, "ft/fence_wait_seconds": 2.5,
+        "ft/snapshots_skipped": 0.0, "ft/exchange_backlog_iterations": 4.0, "ft/bubble_fill_ratio": 0.75,
+    }  # fmt: skip
+    assert scalars_of(Node("j", "a", None, NOTHING)) == {"ft/snapshots_skipped": 0.0}, "nothing unknown is 0"
+    assert all(f"`{tag_of(metric)}`" in KINDS["page"]() for metric in SCALARS)
+
+
 def test_a_count_begins_at_zero_so_that_the_first_event_is_an_increase() -> None:
     before, after = shown(), shown(counts=Counts({("snapshot.skipped", "", 1): 1}))
     assert [found["ftp_snapshots_skipped_total"] for found in (before, after)] == ["0", "1"]
@@ -108,7 +120,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert each.counts is None or each.counts[0] in catalogue.EVENTS
         if each.counts and each.counts[1]:
             kind = catalogue.EVENTS[each.counts[0]].fields[each.counts[1]]
-            assert each.unit == {"s": "seconds", "bytes": "bytes"}[kind.unit], each.name
+            assert each.unit == {"s": "seconds"}.get(kind.unit, kind.unit), each.name
 
 
 def test_a_rank_that_alone_computes_is_infinitely_slow() -> None:

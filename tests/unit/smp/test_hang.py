@@ -302,6 +302,7 @@ def test_a_rank_that_computes_much_longer_than_its_peers_is_slow() -> None:
         compared(0.01, 0.01, 0.1, 0.01),  # too little of an iteration
         compared(0.2, 0.2, 0.5, 0.2, of=KEPT - 1),  # too few iterations
         compared(0.5),
+        [replace(one, seconds=(0.03,) * KEPT) for one in compared(0.01, 0.01, 0.05, 0.01)],  # too short to matter
     ],
 )
 def test_other_ranks_are_not_slow(some: list[RankProgress]) -> None:

@@ -24,8 +24,10 @@ from typing import Any
 
 from ....config.deepspeed_json import BLOCK
 from ....errors import ResumeError, UnsupportedError
+from ....model.host import ScalarWriter
 from ....patches import MegatronPackage, package_in
 from ...rules.megatron_forks import GPT_NEOX
+from ...scalar_writers import of_neox
 from ...script.script_hooks import replace_in_deepspeed, replaced
 from . import EngineClients
 from .megatron_loop import ForkLoop, follow_setup
@@ -49,6 +51,10 @@ class GptNeox(ForkLoop):
         super().follow(engine, begin)
         replace_in_deepspeed(self._module, "shift_and_wrap_data_loaders", self._wrapping)
         replace_in_deepspeed(self._module, "evaluate", self._evaluating)
+
+    @property
+    def write_scalars(self) -> ScalarWriter | None:
+        return of_neox(self.arguments)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "validation": self._read}

@@ -13,9 +13,11 @@ from typing import Any
 
 from ....config import launch_context
 from ....config.deepspeed_json import BLOCK
+from ....model.host import ScalarWriter
 from ...hf import follow as follow_trainers
 from ...hf.own_checkpoint import LACKING
 from ...hf.trainer_run import TrainerRun
+from ...scalar_writers import of_trainer
 from ...schedulers import SchedulerRestore
 from ...script.script_state import optimizer_tensors
 from .. import state
@@ -81,6 +83,10 @@ class TrainerClient:
         self._load_scheduler(saved)
 
     # ---- of an engine ----
+
+    @property
+    def write_scalars(self) -> ScalarWriter | None:
+        return None if self._run is None else of_trainer(self._run.trainer)
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         self._engine, self._begin = engine, begin

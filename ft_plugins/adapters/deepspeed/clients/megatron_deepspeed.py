@@ -17,9 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ....model.host import ScalarWriter
 from ....patches import MegatronPackage, package_in
 from ...rng import process_state, set_process_state
 from ...rules.megatron_forks import MEGATRON_DEEPSPEED
+from ...scalar_writers import of_megatron
 from ...schedulers import DIFFICULTY
 from ...script.script_hooks import replace_in_deepspeed
 from . import EngineClients
@@ -32,6 +34,10 @@ class MegatronDeepSpeed(ForkLoop):
     name = MegatronPackage.MEGATRON_DEEPSPEED.value
     rules = MEGATRON_DEEPSPEED
     counted = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
+
+    @property
+    def write_scalars(self) -> ScalarWriter | None:
+        return of_megatron(self._module)
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         super().follow(engine, begin)
