@@ -82,7 +82,7 @@ class ModuleNumbers:
             if built is now or built == now:
                 continue
             part = self._module.get_submodule(name)
-            lost = [key for key in built.keys() - now.keys() - one.shape.keys() if _is_unread(part, key, built[key])]
+            lost = [key for key in built.keys() - now.keys() if _is_unread(part, key, built[key], key in one.shape)]
             unread += [_path(name, key) for key in lost]
             different = {key: value for key, value in now.items() if key not in built or built[key] != value}
             if different and _tensors(part) == self._caches.get(name):
@@ -107,11 +107,11 @@ def _path(name: str, key: str) -> str:
     return f"{name}.{key}".lstrip(".")
 
 
-def _is_unread(part: torch.nn.Module, key: str, built: Any) -> bool:
+def _is_unread(part: torch.nn.Module, key: str, built: Any, compared: bool) -> bool:
     """Whether the module still has what was `built`, or a container, in place of what could be read."""
     present = vars(part).get(key, _ABSENT)
     was_encoded = type(built) is tuple and built[:1] in ((ENCODED,), (GENERATOR,))
-    return type(present) in CONTAINERS or (was_encoded and present is not _ABSENT)
+    return type(present) in CONTAINERS or (was_encoded and present is not _ABSENT and not compared)
 
 
 def _set(part: torch.nn.Module, name: str, key: str, now: Any, captured: Any) -> None:

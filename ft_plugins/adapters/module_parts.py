@@ -3,29 +3,24 @@
     values   what can be set again: plain values in attributes, also in lists, tuples and dicts; states of random number
              generators, also in these, and small objects that the codec knows, both encoded
     shape    what can only be compared, as text: the class, its forward, hooks of the module and of its parameters'
-             gradients, functions in attributes, sets, objects with their plain values but whole numbers
+             gradients, functions in attributes, and what other objects hold, but their whole numbers
+    counts   these, by path: most change in each iteration
 
 Invariant: a module is not read again only if its class, hooks and attributes are the very objects that they were, and
 what can change in itself has the same contents. Tensors are left out, and hooks that a library makes in every start.
 Nothing of the script is called.
 
-In: a module. Out: a `ModulePart` for each of its modules, by path.
+In: a module. Out: a `ModulePart` for each of its modules, by path; counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import functools
 import random
-import sys
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,16 +30,17 @@ from torch.nn.modules import module as torchs_modules
 
 from ..snapshot.capture import codec
 from .data.data_parts import GENERATORS
-from .data.loader_values import encoding, mark_of
+from .data.loader_values import encoding
 from .data.loaders import state_of
-from .script.loop_values import attribute, attributes, comparable, is_a
+from .held_objects import PLAIN, UNCHANGING, Reading, held_by, name_of, text_of
+from .script.loop_values import attribute, container_of, is_a
 from .script.script_names import is_of_library
+from .script.suspended import Values
 
 ENCODED, GENERATOR = "__ft_encoded__", "__ft_generator__"  # first of a tuple whose second is encoded
 CONTAINERS = (list, tuple, dict)
 MOST = 256  # values of a list, tuple or dict that are read
 _LIMIT = 4 << 10  # bytes of an object that is
-_PLAIN = (int, float, bool, str, type(None))
 _SCALARS = (np.number, np.bool_)  # as `np.maximum` of two numbers
 _TORCHS = frozenset(vars(torch.nn.Module()))  # attributes of every module: parameters, hooks, `training`
 _COUNTING = ("deepspeed.", "torch.nn.parallel.")  # packages whose modules count for themselves
@@ -53,10 +49,8 @@ _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 _OF_ALL = tuple(f"_global{name}" for name in _OF_MODULES)
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_HOOKED_BY = ("transformers", "accelerate", "megatron")  # libraries whose hooks are the same in every start
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, functools.partial)
-_CONSTANTS = (bytes, complex, torch.dtype, torch.device, torch.Size)
 Shape = Mapping[str, str]
+_Contents = bytes | dict[str, str]  # of an object: encoded, or texts
 
 
 @dataclass(frozen=True)
@@ -74,13 +68,13 @@ class ModulePart:
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """`mark`: ids of what `part` was read from, which `held` keeps from becoming those of others. `objects` can change
-    in themselves; `steady`: nothing else can."""
+    """`mark`: ids of what `part` was read from, which `kept` keeps from becoming those of others. `objects` can change
+    in themselves, by attribute; `steady`: nothing else can."""
 
     part: ModulePart
     mark: list[int]
-    held: list[Any]
-    objects: list[tuple[weakref.ref[Any], bytes | str]]
+    kept: list[Any]
+    objects: dict[str, _Contents]
     steady: bool
 
 
@@ -93,11 +87,16 @@ class ModuleParts:
         self._names: list[str] = []
         self._seen: list[_Seen] = []
         self._present: Mapping[str, ModulePart] = {}
-        self._contents: dict[int, bytes | str] = {}  # of the objects that the present reading has met
+        self.counts: Values = {}  # whole numbers of objects in modules, by quoted path, as read last
+        self.moved: set[str] = set()  # the paths of those that have changed
+        self._contents: dict[int, _Contents] = {}  # of the objects that the present reading has met
+        self._earlier = self._contents  # of the reading before
+        self._reading = Reading()
 
     def read(self) -> Mapping[str, ModulePart]:
         """All parts, in the order of `named_modules`; the very mapping of the last time if nothing has changed."""
-        self._contents, self.modules = {}, parts_of(self.module)
+        self._earlier, self._contents, self._reading = self._contents, {}, Reading(self._reading)
+        self.modules = parts_of(self.module)
         same = [name for name, _ in self.modules] == self._names
         before: Sequence[_Seen | None] = self._seen if same else len(self.modules) * [None]
         self._seen = [self._read(*one, seen) for one, seen in zip(self.modules, before, strict=True)]
@@ -114,10 +113,12 @@ class ModuleParts:
         for _, found in hooks:
             mark += found
         if seen is None or seen.mark != mark:
-            return self._described(module, mark, hooks)
-        if seen.steady and (not seen.objects or all(map(self._is_same, seen.objects))):
+            return self._described(name, module, mark, hooks)
+        if seen.steady and (
+            not seen.objects or all(self._is_same(name, key, own.get(key), one) for key, one in seen.objects.items())
+        ):
             return seen
-        now = self._described(module, mark, hooks)
+        now = self._described(name, module, mark, hooks)
         return seen if seen.part == now.part else now
 
     def _hooks_of_root(self) -> Iterator[tuple[str, Mapping[int, Any]]]:
@@ -125,17 +126,19 @@ class ModuleParts:
         for one in self._optimizers:
             yield from ((name, found) for name in _OF_OPTIMIZERS if (found := vars(one).get(name)))
 
-    def _described(self, module: torch.nn.Module, mark: list[int], hooks: list[tuple[str, Mapping[int, Any]]]) -> _Seen:
+    def _described(
+        self, name: str, module: torch.nn.Module, mark: list[int], hooks: list[tuple[str, Mapping[int, Any]]]
+    ) -> _Seen:
         kind = type(module)
-        shape = {"class": _name_of(kind)}
-        if not (forward := _name_of(attribute(kind, "forward"))).endswith(".forward"):  # of none of its classes
+        shape = {"class": name_of(kind)}
+        if not (forward := name_of(attribute(kind, "forward"))).endswith(".forward"):  # of none of its classes
             shape["forward"] = forward
-        for name, found in hooks:
-            names = [one for each in found.values() if (one := _name_of(each, hook=True))]
+        for of, found in hooks:
+            names = [one for each in found.values() if (one := name_of(each, hook=True))]
             if names:
-                shape[name] = ", ".join([shape[name], *names] if name in shape else names)
+                shape[of] = ", ".join([shape[of], *names] if of in shape else names)
         values: dict[str, Any] = {}
-        objects: list[tuple[weakref.ref[Any], bytes | str]] = []
+        objects: dict[str, _Contents] = {}
         steady, counts = True, f"{kind.__module__}.".startswith(_COUNTING)
         own = [(key, one) for key, one in vars(module).items() if key not in _TORCHS]
         for key, value in own:
@@ -146,55 +149,50 @@ class ModuleParts:
                 steady = steady and type(value) not in (list, dict) and _is_flat(value)
             elif drawing := generators_in(value):
                 values[key], steady = (GENERATOR, codec.encode([*map(state_of, drawing)])), False
-            elif is_a(value, *_FUNCTIONS):
-                shape[key] = _name_of(value)
-            elif is_a(value, Enum):  # not its `repr`: that of its value may have an address
-                shape[key] = f"{_name_of(type(value))}.{value._name_ or value._value_}"
-            elif is_a(value, *_CONSTANTS):
-                shape[key] = repr(value)
-            elif contents := self._contents_of(value):
-                if type(value).__weakrefoffset__:
-                    objects.append((weakref.ref(value), contents))
-                else:
-                    steady = False
+            elif is_a(value, *UNCHANGING):
+                shape[key] = str(text_of(value))
+            else:
+                contents = self._contents_of(name, key, value)
                 if isinstance(contents, bytes):
                     values[key] = (ENCODED, contents)
                 else:
-                    shape[key] = contents
-        held = [one for _, one in own if is_a(one, *_PLAIN, *_SCALARS, *_FUNCTIONS, Enum, *_CONSTANTS, tuple)]
-        held += [kind, kind.__dict__.get("forward")]
-        return _Seen(ModulePart.of(values, shape), mark, held, objects, steady)
+                    shape.update((key + path, text) for path, text in contents.items())
+                if contents or container_of(value):
+                    objects[key] = contents
+        kept = [one for _, one in own if is_a(one, *PLAIN, *_SCALARS, *UNCHANGING, tuple)]
+        kept += [kind, kind.__dict__.get("forward")]
+        return _Seen(ModulePart.of(values, shape), mark, kept, objects, steady)
 
-    def _is_same(self, known: tuple[weakref.ref[Any], bytes | str]) -> bool:
-        value = known[0]()
-        return value is not None and self._contents_of(value) == known[1]
+    def _is_same(self, name: str, key: str, value: Any, known: _Contents) -> bool:
+        contents = self._contents_of(name, key, value)
+        return contents is known or contents == known
 
-    def _contents_of(self, value: Any) -> bytes | str:
-        """A small object, encoded; else its class and plain values as text; '' for what cannot be compared."""
+    def _contents_of(self, name: str, key: str, value: Any) -> _Contents:
+        """A small object, encoded, or else what it holds. `name` and `key`: of the module, and of its attribute."""
         known = self._contents.get(id(value))
         if known is None:
-            known = self._contents[id(value)] = _contents_of(value)
+            place = f"{name}.{key}".lstrip(".")
+            known = _contents_of(value, self._reading, lambda path, number: self._count(f"`{place}{path}`", number))
+            if (earlier := self._earlier.get(id(value))) == known:
+                known = earlier  # of which modules know that it is the same
+            self._contents[id(value)] = known
         return known
 
+    def _count(self, path: str, number: int) -> None:
+        if self.counts.get(path, number) != number:
+            self.moved.add(path)
+        self.counts[path] = number
 
-def _contents_of(value: Any) -> bytes | str:
+
+def _contents_of(value: Any, reading: Reading, counted: Callable[[str, int], None]) -> _Contents:
     kind = type(value)
-    if is_of_library(kind.__module__) or kind in CONTAINERS or kind in weakref.ProxyTypes:
-        return ""
     with suppress(Exception):  # its class may compute what is asked for, and fail
-        if encoded := encoding(value, _LIMIT):
+        known_kind = kind in CONTAINERS or kind in weakref.ProxyTypes or is_of_library(kind.__module__)
+        if not known_kind and (encoded := encoding(value, _LIMIT)):
             return encoded
-    if kind in (set, frozenset, deque):
-        return str(comparable(value))
-    if kind is np.ndarray:
-        return f"an array ({xxhash.xxh3_64_hexdigest(repr(mark_of(value)[1:]).encode())[:8]})"
-    python = kind.__module__.partition(".")[0] in sys.stdlib_module_names  # a logger fills a cache in its first line
-    if python and kind not in (SimpleNamespace, argparse.Namespace):
-        return ""
-    items = list(attributes(value).items())  # at once: another thread may add to them
-    others = [(key, each) for key, each in items if type(each) is not int]  # arguments of a program count steps
-    plain = [(key, one) for key, each in others if (one := comparable(each)) is not None]
-    return f"{_name_of(kind)} ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
+    with suppress(Exception):
+        return held_by(value, reading, counted)
+    return {}
 
 
 def generators_in(value: Any, depth: int = _DEPTH) -> list[Any]:
@@ -210,7 +208,7 @@ def generators_in(value: Any, depth: int = _DEPTH) -> list[Any]:
 def is_plain(value: Any) -> bool:
     return (
         is_a(value, *_SCALARS)
-        or type(value) in _PLAIN
+        or type(value) in PLAIN
         or (type(value) in CONTAINERS and _plain_values(value, _DEPTH) <= MOST)
     )
 
@@ -221,7 +219,7 @@ def _is_flat(value: Any) -> bool:
 
 def _plain_values(value: Any, depth: int) -> int:
     """How many plain values `value` has; more than `MOST` if there are others, or if it is nested too deep."""
-    if type(value) in _PLAIN or is_a(value, *_SCALARS):
+    if type(value) in PLAIN or is_a(value, *_SCALARS):
         return 1
     if type(value) not in CONTAINERS or len(value) > MOST or not depth:
         return MOST + 1
@@ -242,28 +240,6 @@ def _hooks_of(own: Mapping[str, Any]) -> list[tuple[str, Mapping[int, Any]]]:
         if one is not None and (one._backward_hooks or one._post_accumulate_grad_hooks):
             hooks += [(f"{name} of {key}", found) for name in _OF_TENSORS if (found := getattr(one, name))]
     return hooks
-
-
-def _name_of(value: Any, hook: bool = False) -> str:
-    """How a function or class is called, with a digest of its code if it has no name of its own; '' for a `hook` that
-    is a library's."""
-    if isinstance(value, functools.partial):
-        given = [one for one in (*value.args, *value.keywords.values()) if type(one) in _PLAIN]
-        inner = _name_of(value.func, hook)
-        return inner and f"{inner} with {given}"
-    function = getattr(value, "__func__", value)
-    function = function if hasattr(function, "__qualname__") else type(function)
-    module = str(getattr(function, "__module__", None) or "")
-    if hook and (is_of_library(module) or module.partition(".")[0] in _HOOKED_BY):
-        return ""
-    code = getattr(function, "__code__", None)
-    nameless = f" ({_digest_of(code)})" if code is not None and "<" in function.__qualname__ else ""
-    return f"{module}.{function.__qualname__}{nameless}".removeprefix("torch.nn.modules.")
-
-
-def _digest_of(code: CodeType) -> str:
-    constants = [one for one in code.co_consts if type(one) in _PLAIN]
-    return xxhash.xxh3_64_hexdigest(code.co_code + repr((constants, code.co_names)).encode())[:8]
 
 
 def encoded_bytes(parts: Mapping[str, ModulePart]) -> int:

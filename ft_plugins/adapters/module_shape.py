@@ -4,7 +4,8 @@ A script may swap an activation, or add a hook, in iteration 10. A restart build
 that, and nothing fails: only the numbers are others. So it is named where it happens, and again where a restored model
 is not what it was. The restored model is compared when its first forward in training begins: what the script decides by
 the iteration (`if step >= 10`) is done by then. Attributes that it lacks are looked for once more at the next version
-point, and those that the first iteration makes are not named: a module may make them in its forward.
+point, and those that the first iteration makes are not named: a module may make them in its forward. Whole numbers of
+objects are compared at that version point alone.
 
 In: `ModulePart`s at version points. Out: plain values for a version; lines in the log.
 """
@@ -21,9 +22,14 @@ from ..model.digest import WALL_TIMES as NOT_COMPARED
 from .forward_edges import Hook, with_hooks
 from .module_modes import ModuleNumbers
 from .module_parts import ModulePart, Shape, encoded_bytes
+from .object_counts import ObjectCounts
 
 _ROOM, _MOST, _SHOWN = 8 << 10, 32, 8  # bytes of a version, and how many parts; differences in a message
 _NOTHING = "nothing"
+_COUNTS_ADVICE = (
+    "if training depends on it, results differ: keep it in an attribute of the module itself, which is restored, or "
+    "compute it from the iteration"
+)
 _ADVICE = (
     "no snapshot can put that back, so a restart has it as the script builds it, and results differ: decide it in each "
     "iteration before the forward (`if step >= 10`, not `if step == 10`)"
@@ -37,9 +43,10 @@ class ModuleShape:
         self._numbers, self._speaks = numbers, speaks
         self._begun: Mapping[str, ModulePart] | None = None  # at the first forward of this incarnation
         self._last: Mapping[str, ModulePart] = {}
-        self._captured: dict[str, Any] = {}  # at the last version point
+        self._changed: Mapping[str, Shape] = {}  # at the last version point
         self._expected: Mapping[str, Any] | None = None
         self._unmade: Mapping[str, Any] | None = None  # what a restored version has, until the next version point
+        self._counts = ObjectCounts()
         self._first = True  # no version point since training began
         self._said: set[str] = set()
 
@@ -54,7 +61,7 @@ class ModuleShape:
 
     def _begin(self, now: Mapping[str, ModulePart]) -> None:
         self._begun = self._last = now
-        self._captured = {"digests": _digests(now), NOT_COMPARED: {}}
+        self._changed = {}
         self._unmade, self._expected, self._first = self._expected, None, True
         if self._unmade is not None:
             self._say_lost(words for words, made in _lost(self._unmade, now) if not made)
@@ -67,7 +74,8 @@ class ModuleShape:
         """After `numbers.captured`: what a version has. What has changed since the last one is said once."""
         now = self._numbers.present
         if not iteration:
-            return {"digests": _digests(now), NOT_COMPARED: {"": {"": (_ROOM + encoded_bytes(now)) * "-"}}}
+            reserve = {"": {"": (_ROOM + encoded_bytes(now)) * "-"}}
+            return {"digests": _digests(now), NOT_COMPARED: {"shapes": reserve, "counts": self._counts.reserved()}}
         if self._begun is None:
             self._begin(now)
         assert self._begun is not None
@@ -79,12 +87,18 @@ class ModuleShape:
         if last is not now:
             if (found := [*_differences(last, now, self._said, first)]) and self._speaks:
                 say(f"iteration {iteration}: {_joined(found)} before: {_ADVICE}", alarm=True)
-            self._captured = {"digests": _digests(now), NOT_COMPARED: _that_fit(self._begun, now)}
-        return self._captured
+            self._changed = _that_fit(self._begun, now)
+        counts, words = self._counts.captured(self._numbers.parts.counts, self._numbers.parts.moved)
+        if words and self._speaks:
+            say(f"{words}: {_COUNTS_ADVICE}", alarm=True)
+        return {"digests": _digests(now), NOT_COMPARED: {"shapes": self._changed, "counts": counts}}
 
     def restored(self, saved: Mapping[str, Any] | None) -> None:
         """Compare with what a version has when the first forward begins; None: it has nothing."""
-        self._expected, self._begun = saved, None
+        self._expected = saved if saved and "counts" in saved[NOT_COMPARED] else None  # else of an earlier version
+        self._begun = None
+        if self._expected is not None:
+            self._counts.restored(self._expected[NOT_COMPARED]["counts"])
 
 
 def _digests(parts: Mapping[str, ModulePart]) -> bytes:
@@ -123,7 +137,7 @@ def _lost(saved: Mapping[str, Any], now: Mapping[str, ModulePart]) -> Iterator[t
     for number, (name, one) in enumerate(now.items()):
         size = len(one.digest)
         if digests[number * size : (number + 1) * size] != one.digest:
-            known = saved[NOT_COMPARED].get(name)
+            known = saved[NOT_COMPARED]["shapes"].get(name)
             if known is None:
                 yield f"{_of('what the script builds', name)} is not what it was", True  # or does not fit
             else:

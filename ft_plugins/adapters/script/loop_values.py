@@ -4,7 +4,8 @@ Invariant: attributes are read from an object's own dictionary, its slots or its
 Python's own containers; a property, a module's function, or an object of unknown kind has no value here.
 
     int                      itself
-    other plain values       as text: floats, strings, True, None, a tensor of one element on the CPU
+    other plain values       as text: floats, strings, True, None, a tensor of one element on the CPU; arrays of bytes
+                             and of numbers; a sample of long ones, and of long strings
     containers of those      as text: kind, length, and a digest if they are small; so are objects with such attributes
     random number generators as text: kind, and a digest of their state
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 import ast
 import gc
 import operator
+import re
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
@@ -36,8 +39,13 @@ Spaces = tuple[Mapping[str, Any], ...]  # namespaces, the innermost first
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MOST = 256  # values of a container that are compared
-_SMALL = 4096  # bytes of a tensor in one that is
+_SMALL = 4096  # bytes of a tensor in one that is; characters of a text that is read as it is
 _SHOWN = 40  # characters of a text
+_SEQUENCES = (str, bytes, bytearray, array)
+_WHOLE, _PIECES, _PIECE = 64 << 10, 32, 512  # elements of one that is read; pieces of a larger one, and theirs
+_UUID = re.compile(  # another one in each start
+    r"[0-9a-f]{8}(-?)[0-9a-f]{4}\1[1-8][0-9a-f]{3}\1[89ab][0-9a-f]{3}\1[0-9a-f]{12}"
+)
 NOTHING: Any = object()  # there is no value, or it cannot be read
 _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -116,6 +124,8 @@ def comparable(value: Any) -> int | str | None:
     """The object as a value that a version can hold."""
     if type(value) is int:
         return value
+    if kind := _sequence_of(value):
+        return _short(_sampled(kind, value))
     if type(value) in _PLAIN:
         return _short(repr(value))
     if is_a(value, torch.Tensor):
@@ -125,7 +135,7 @@ def comparable(value: Any) -> int | str | None:
         return _drawing(value)
     if is_a(value, np.generic):
         return repr(value.item())
-    if container := _container(value):
+    if container := container_of(value):
         plain = _leaves(value)
         digest = "" if plain is None else f" ({xxhash.xxh3_64_hexdigest(repr(plain).encode())[:8]})"
         return f"a {type(value).__name__} of {container.__len__(value)}{digest}"
@@ -145,14 +155,14 @@ def unread(value: Any) -> str | None:
         return type(value).__name__ if comparable(value) is None else None
     if type(value).__module__ == "itertools" and not _is_over_data(value):
         return type(value).__name__
-    container = _container(value)
+    container = container_of(value)
     own = value if container else dict(attributes(value))
     if not own or is_a(value, type, torch.nn.Module) or is_of_library(type(value).__module__):
         return None
     if attribute(type(value), "__next__") is not NOTHING and not is_stateful(value) and comparable(value) is None:
         return type(value).__name__
     size = f" of {container.__len__(value)}" if container else ""
-    return f"{type(value).__name__}{size}, with tensors" if _has_tensors(own) and _leaves(own) is None else None
+    return f"{type(value).__name__}{size}, with tensors" if has_tensors(own) and _leaves(own) is None else None
 
 
 def _is_over_data(iterator: Any, depth: int = 3) -> bool:
@@ -162,13 +172,14 @@ def _is_over_data(iterator: Any, depth: int = 3) -> bool:
     return depth > 0 and any(_is_over_data(one, depth - 1) for one in gc.get_referents(iterator))
 
 
-def _has_tensors(value: Any, depth: int = 3) -> bool:
+def has_tensors(value: Any, depth: int = 3) -> bool:
     """Whether a tensor is among the first parts of a container."""
     if is_a(value, torch.Tensor):
         return True
-    kind = _container(value) if depth else None
-    inside = list(islice(_parts(kind, value), _MOST)) if kind else []
-    return any(_has_tensors(one, depth - 1) for one in inside)
+    kind = container_of(value) if depth else None
+    parts = () if kind is None else dict.values(value) if kind is dict else kind.__iter__(value)
+    inside = [*islice(parts, _MOST)]
+    return any(has_tensors(one, depth - 1) for one in inside)
 
 
 def is_a(value: Any, *kinds: type) -> bool:
@@ -178,11 +189,11 @@ def is_a(value: Any, *kinds: type) -> bool:
 
 def length_of(value: Any) -> int | None:
     """The length of a list or tuple; None for what is none."""
-    kind = _container(value)
+    kind = container_of(value)
     return kind.__len__(value) if kind in (list, tuple) else None
 
 
-def _container(value: Any) -> Any:
+def container_of(value: Any) -> Any:
     """Which of Python's own containers it is, whose methods read it whatever a class of the script overrides."""
     return next((kind for kind in _CONTAINERS if is_a(value, kind)), None)
 
@@ -197,14 +208,16 @@ def _leaves(value: Any) -> list[Any] | None:
     pending = [iter([value])]
     while pending:
         for one in pending[-1]:
-            if type(one) in _PLAIN:
+            if kind := _sequence_of(one):
+                found.append(_sampled(kind, one))
+            elif type(one) in _PLAIN:
                 found.append(one)
             elif is_a(one, *GENERATORS):
                 found.append(_drawing(one))
             elif _is_small(one):
                 bytes_of = one.detach().contiguous().view(-1).view(torch.uint8)
                 found.append(f"{one.dtype} {tuple(one.shape)} {xxhash.xxh3_64_hexdigest(bytes_of.numpy())}")
-            elif (kind := _container(one)) and kind.__len__(one) <= _MOST and len(found) <= _MOST:
+            elif (kind := container_of(one)) and kind.__len__(one) <= _MOST and len(found) <= _MOST:
                 found.append(type(one).__name__)
                 pending.append(_parts(kind, one))
                 break
@@ -215,6 +228,27 @@ def _leaves(value: Any) -> list[Any] | None:
         else:
             pending.pop()
     return found
+
+
+def _sequence_of(value: Any) -> Any:
+    """Which of Python's own texts and arrays of numbers a value is."""
+    return next((kind for kind in _SEQUENCES if type(value) is kind), None)
+
+
+def _sampled(kind: Any, value: Any) -> str:
+    """A text that is not long; else length and digest, of pieces at equal distances if it is large. By copies: while
+    another object refers to the memory of an array, the script cannot extend it."""
+    size = kind.__len__(value)
+    if kind is str and _UUID.fullmatch(value):
+        return "a UUID"
+    if kind in (str, bytes) and size <= _SMALL:
+        return repr(value)
+    starts, piece = ((0,), size) if size <= _WHOLE else ((*range(0, size, size // _PIECES), size - _PIECE), _PIECE)
+    digest = xxhash.xxh3_64()
+    for at in starts:
+        part = kind.__getitem__(value, slice(at, at + piece))
+        digest.update(part.encode(errors="surrogatepass") if kind is str else bytes(part))
+    return f"a {kind.__name__} of {size} ({digest.hexdigest()[:8]})"
 
 
 def _drawing(generator: Any) -> str:
@@ -265,7 +299,7 @@ def _element(container: Any, key: Any) -> Any:
         if is_a(container, dict) and type(key) in _PLAIN:
             plain = set(map(type, dict.keys(container))) <= _PLAIN  # others are compared by the script
             return dict.get(container, key, NOTHING) if plain else NOTHING
-        if (kind := _container(container)) in (list, tuple) and type(key) is int:
+        if (kind := container_of(container)) in (list, tuple) and type(key) is int:
             return kind.__getitem__(container, key)
     except IndexError:
         pass

@@ -35,7 +35,7 @@ from .script_names import stack, variables_of
 
 _PYTHONS = ("builtins", "itertools")
 _MOST, _DEPTH = 32, 3  # values of a version; generators in generators
-_ROOM = 8 << 10  # bytes of them, twice
+ROOM = 8 << 10  # bytes of them, twice
 _EACH = 16  # bytes of one, but for its name and value
 _OF_NO_VARIABLE = "for ... in "
 Values = dict[str, int | str]
@@ -54,10 +54,10 @@ class SuspendedValues:
     def captured(self, first: bool) -> dict[str, Any]:
         """At the version point: what a version has of them. `first`: only the size is asked for."""
         if first:
-            return {"first": {}, "last": {}, "reserve": bytes(2 * _ROOM)}
+            return {"first": {}, "last": {}, "reserve": bytes(2 * ROOM)}
         now = suspended_values()
         more = {name: value for name, value in now.items() if name not in self._first}
-        self._first = _that_fit({**self._first, **more})
+        self._first = that_fit({**self._first, **more})
         known = {name: self._expected.pop(name) for name in list(self._expected) if name in now}
         self.remark = begun_again(self._first, known, now, self._ignored)
         return {"first": self._first, "last": now}
@@ -104,14 +104,14 @@ def suspended_values() -> Values:
         found.update(_passes(variables, place))
     for frame, variables in stack():
         found.update(_passes(variables, f"{frame.f_code.co_name}()"))
-    return _that_fit(found)
+    return that_fit(found)
 
 
-def _that_fit(found: Values) -> Values:
+def that_fit(found: Values, most: int = _MOST) -> Values:
     """The first of them, no more than a version has room for."""
     kept: Values = {}
-    left = _ROOM
-    for name, value in islice(found.items(), _MOST):
+    left = ROOM
+    for name, value in islice(found.items(), most):
         left -= len(name.encode()) + len(str(value).encode()) + _EACH
         if left >= 0:
             kept[name] = value

@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import threading
+import tracemalloc
+import uuid
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum
@@ -173,7 +177,9 @@ def test_a_module_is_read_again_only_if_something_of_it_has_changed(monkeypatch:
     parts, read = ModuleParts(model), []
     parts.read()
     of = ModuleParts._described
-    monkeypatch.setattr(ModuleParts, "_described", lambda self, one, *rest: read.append(one) or of(self, one, *rest))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        ModuleParts, "_described", lambda self, name, one, *rest: read.append(one) or of(self, name, one, *rest)
+    )  # type: ignore[func-returns-value]
     del model[0].drawing  # a generator is read each time
     parts.read()
     assert read == [model[0]]
@@ -260,27 +266,162 @@ def test_a_generator_that_a_forward_makes_later_is_named_after_a_restore(capsys:
     assert "after the restore 'drawing' has 0 random number generators, and had 1" in capsys.readouterr().err
 
 
+class Slotted:
+    __slots__ = ("unset", "rate", "step")
+
+    def __init__(self) -> None:
+        self.rate, self.step = 0.1, 0
+
+
+class Holding:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a namespace": (lambda: SimpleNamespace(rate=0.1), lambda kept: setattr(kept, "rate", 0.5)),
     "a set": (lambda: {1, 2}, lambda kept: kept.add(3)),
     "a large array": (lambda: np.zeros(4096), lambda kept: kept.fill(1.0)),
+    "an element of an array": (lambda: np.zeros(4096), lambda kept: kept.__setitem__(77, 1.0)),
     "a deque that grows": (deque, lambda kept: kept.extend(range(4096))),
     "a dict that grows": (OrderedDict, lambda kept: kept.update(enumerate(range(4096)))),
+    "an object in a list": (lambda: [Configured()], lambda kept: setattr(kept[0], "kind", "flash")),
+    "an object in a dict in a tuple": (lambda: ({"a": Slotted()},), lambda kept: setattr(kept[0]["a"], "rate", 0.5)),
+    "an object with slots": (Slotted, lambda kept: setattr(kept, "rate", 0.5)),
+    "an object in an object": (lambda: Holding(Configured()), lambda kept: setattr(kept.held, "kind", "flash")),
+    "a number next to a tensor": (lambda: {"m": torch.ones(2), "rate": 0.1}, lambda kept: kept.update(rate=0.5)),
+    "bytes that change": (lambda: bytearray(8), lambda kept: kept.__setitem__(3, 1)),
+    "an array of Python": (lambda: array("d", [0.0] * 8), lambda kept: kept.__setitem__(3, 1.0)),
+    "bytes in a list": (lambda: [bytearray(8)], lambda kept: kept[0].extend(b"more")),
+    "a list that was long": (lambda: [0.0] * 1000, lambda kept: kept.reverse() or kept.append(1.0)),
+    "a function in a list": (lambda: [torch.relu], lambda kept: kept.append(torch.tanh)),
 }
 
 
-@pytest.mark.parametrize("kind", KEPT)
-def test_what_changes_and_is_not_captured_is_named(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    make, change = KEPT[kind]
-    module = torch.nn.Linear(2, 2)
-    module.kept = make()
+def recorded(module: torch.nn.Module, iterations: int, each: Callable[[], None], saved: Any = None) -> Any:
+    """What the last version point of a module that is trained has, from `saved` on."""
     numbers = ModuleNumbers(module)
     shape = ModuleShape(numbers, speaks=True)
-    for iteration in (1, 2):
+    shape.install([module])
+    shape.restored(saved)
+    for iteration in range(iterations):
+        module(torch.ones(2, 2)).sum().backward()
         numbers.captured(True)
-        shape.captured(iteration)
-        assert iteration == 1 or "kept" in "".join(capsys.readouterr())
-        change(module.kept)
+        saved = codec.decode(codec.encode(shape.captured(iteration + 1)))
+        each()
+    return saved
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_changes_and_is_not_captured_is_named_where_it_happens_and_after_a_restore(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, change = KEPT[kind]
+
+    def built() -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+        module.kept = make()
+        return module
+
+    trained = built()
+    saved = recorded(trained, 2, lambda: change(trained.kept))
+    assert "kept" in "".join(capsys.readouterr())
+    recorded(built(), 1, lambda: None, saved)
+    assert "after the restore kept" in capsys.readouterr().err
+    trained = built()
+    change(trained.kept)  # before training
+    saved = recorded(trained, 2, lambda: None)
+    again = built()
+    change(again.kept)
+    recorded(again, 2, lambda: None, saved)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda counting: counting, "1.kept.step"),
+        (lambda counting: [None, counting], "1.kept[1].step"),
+        (lambda counting: {"a": counting, "m": torch.ones(2)}, "1.kept['a'].step"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Configured, Slotted])
+def test_a_whole_number_of_an_object_that_begins_again_is_named_after_a_restore(
+    kind: type, make: Callable[[Any], Any], path: str, continues: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(begin: int, saved: Any = None) -> Any:
+        counting: Any = kind()
+        counting.step = begin
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Identity())
+        module[1].kept = make(counting)
+        return recorded(module, 4, lambda: setattr(counting, "step", counting.step + 1), saved)
+
+    saved = run(1)
+    run(5 if continues else 1, saved)
+    said = capsys.readouterr().err
+    named = f"after the restore `{path}` is 1, and was 4 when that version was captured" in said
+    assert named == (not continues) and bool(said) == named, said
+
+
+def test_numbers_for_which_a_version_has_no_room_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.kept = counting = Configured()
+    vars(counting).update({f"n{number}": 0 for number in range(300)})
+    recorded(module, 3, lambda: vars(counting).update({f"n{number}": counting.n1 + 1 for number in range(300)}))  # type: ignore[attr-defined]
+    said = capsys.readouterr().err
+    assert said.count("300 whole numbers of objects in modules change") == 1
+
+
+def test_an_attribute_of_a_hundred_megabytes_is_read_by_samples() -> None:
+    module, size = torch.nn.Linear(2, 2), 100 << 20
+    module.bytes, module.constant, module.array = bytearray(size), bytes(size), np.zeros(size, np.uint8)  # type: ignore[assignment]
+    module.items, module.held = [0.5] * (size // 8), Holding(["x" * size])  # type: ignore[assignment]
+    parts = ModuleParts(module)
+    first = parts.read()
+    tracemalloc.start()
+    try:
+        assert parts.read() is first
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    module.bytes[-1] = 1  # type: ignore[operator, index]
+    assert parts.read() is not first
+
+
+def test_what_differs_in_each_process_or_is_a_cache_is_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(logging.LoggerAdapter):  # type: ignore[type-arg]
+        pass
+
+    class Traps:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+        def __len__(self) -> int:
+            raise RuntimeError("len")
+
+    def built() -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+        gone = Configured()
+        kept: dict[str, Any] = {
+            "run": Holding(str(uuid.uuid4())), "runs": [uuid.uuid4(), Holding({"id": uuid.uuid4().hex})],
+            "logged": [logging.getLogger(uuid.uuid4().hex), Own(logging.getLogger("of_a_module"))],
+            "refs": [weakref.ref(gone), weakref.proxy(gone)], "objects": np.array([object(), None]),
+            "masks": {}, "holding": Holding({}), "trap": [Traps()], "lock": Holding(threading.Lock()),
+        }  # fmt: skip
+        vars(module).update(kept)
+        kept["loop"] = kept["trap"].append(kept["trap"])
+        return module
+
+    def fill(module: torch.nn.Module) -> None:
+        for cache in (module.masks, module.holding.held):
+            cache[(2, len(cache))] = torch.ones(2), 3  # type: ignore[operator, arg-type]
+        module.logged[1].debug("")  # type: ignore[index, union-attr]
+
+    trained, again = built(), built()
+    saved = recorded(trained, 3, lambda: fill(trained))
+    recorded(again, 1, lambda: None, saved)
+    assert capsys.readouterr().err == ""
 
 
 def test_objects_that_cannot_be_read_end_nothing() -> None:
