@@ -44,6 +44,11 @@ class PendingGather:
     count: int
     own: bytes
 
+    @property
+    def refused(self) -> bool:
+        """Asked when it was just started: whether it was not, so that no rank will have a result."""
+        return self.call is not None and self.call.over.is_set() and bool(self.call.reason)
+
     def result(self) -> list[bytes]:
         """Every rank's payload, by rank; waits until all have arrived. Raises ProtocolError."""
         if self.switch is None or self.call is None:

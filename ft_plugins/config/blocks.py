@@ -68,7 +68,12 @@ class SystemConfig(Block):
 class ReftConfig(SystemConfig):
     """REFT: snapshots of each rank's share of the training state in the memory of its node."""
 
-    interval: int = Field(1, ge=1, description="interval between two snapshots", json_schema_extra=more("iterations"))
+    interval: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1,
+        description="interval between two snapshots; auto: begins with 1, and becomes what costs least by the times "
+        "that the job measures and its failures",
+        json_schema_extra=more("iterations", "an integer >= 1, or auto"),
+    )
     versions: Literal["sync", "every"] | None = Field(
         None,
         description="with local SGD: take snapshots at synchronisations, where replicas share them out (sync); or also "
@@ -123,11 +128,26 @@ class ReftConfig(SystemConfig):
         "none",
         json_schema_extra=more(expected="a folder that all nodes share"),
     )
-    checkpoint_interval: int = Field(
+    checkpoint_interval: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         100,
+        description="interval between two checkpoints; 0: only on request and when protection ends; auto: begins with "
+        "100, and is chosen as that of snapshots with auto, for failures that memory does not survive",
+        json_schema_extra=more("iterations", "an integer >= 0, or auto", needs="checkpoint_dir"),
+    )
+    hw_rate: float | None = Field(
+        None,
         ge=0,
-        description="interval between two checkpoints; 0: only on request and when protection ends",
-        json_schema_extra=more("iterations", needs="checkpoint_dir"),
+        le=100,
+        description="with an interval of auto: hardware failures of a node, per day; unset: 0 if sw_rate is given, "
+        "else all failures of the job are observed, and taken for lost nodes",
+        json_schema_extra=more("per day", "a number >= 0 and <= 100"),
+    )
+    sw_rate: float | None = Field(
+        None,
+        ge=0,
+        le=100,
+        description="the same of its software failures, which leave the memory of the node",
+        json_schema_extra=more("per day", "a number >= 0 and <= 100"),
     )
     checkpoint_keep: int = Field(
         2, ge=1, description="how many newest checkpoints to keep", json_schema_extra=more(needs="checkpoint_dir")
@@ -138,6 +158,12 @@ class ReftConfig(SystemConfig):
         description="how long ft-run, when the job ends in order, waits for a checkpoint that is due",
         json_schema_extra=more("seconds", needs="checkpoint_dir"),
     )
+
+    @property
+    def begins_with(self) -> tuple[int, int]:
+        """The intervals between snapshots, and between checkpoints, until the job has chosen others."""
+        interval, checkpoints = self.interval, self.checkpoint_interval
+        return 1 if interval == "auto" else interval, 100 if checkpoints == "auto" else checkpoints
 
 
 class BaftConfig(SystemConfig):

@@ -95,6 +95,30 @@ def require_parity_for_groups(config: Config, spell: Spell) -> None:
         )
 
 
+def require_possible_auto(config: Config, spell: Spell) -> None:
+    """Raises ConfigError for an interval that the job cannot choose, or a rate without effect. The configuration is
+    whole."""
+    reft, paft = config.reft, config.paft
+    chosen = [name for name in ("interval", "checkpoint_interval") if getattr(reft, name, None) == "auto"]
+    for name in chosen:
+        captured = name == "interval"
+        for system, contradicts, reason in (
+            ("sync", config.sync, "takes snapshots at synchronisations"),
+            ("baft", captured and config.baft, "plans bubbles for snapshots at a fixed interval"),
+            ("paft", captured and paft and paft.audits_every, "compares replicas of snapshots at a fixed interval"),
+        ):
+            if contradicts:
+                raise ConfigError(
+                    f"{spell(('reft', name))}: auto contradicts {spell((system,))}, which {reason}; give a number"
+                )
+    for name in ("hw_rate", "sw_rate"):
+        if not chosen and getattr(reft, name, None) is not None:
+            raise ConfigError(
+                f"{spell(('reft', name))}: has no effect unless {spell(('reft', 'interval'))} or "
+                f"{spell(('reft', 'checkpoint_interval'))} is auto; drop it"
+            )
+
+
 def require_effective_faults(config: Config, spell: Spell) -> None:
     """Raises ConfigError for a fault that this configuration never reaches. The configuration is whole."""
     capture = config.capture

@@ -237,7 +237,7 @@ class Config(Block):
         reft = self.reft or ReftConfig()
         default = "raim5" if self.baft is None else "neighbour"
         interval = reft.interval
-        if self.sync is not None and reft.versions != "every" and self.sync.period is None:
+        if interval != "auto" and self.sync is not None and reft.versions != "every" and self.sync.period is None:
             interval = math.ceil(interval / self.sync.tau) * self.sync.tau
         return reft.model_copy(update={"redundancy": reft.redundancy or default, "interval": interval})
 
@@ -377,6 +377,7 @@ def _build(values: sources.Values, spell: Spelling, whole: bool) -> Config:
         _require_effect(config, spell)
         checks.require_effective_faults(config, by_path)
         checks.require_parity_for_groups(config, by_path)
+        checks.require_possible_auto(config, by_path)
         checks.require_consistent_paft(config, by_path)
         checks.require_consistent_sync(config, by_path)
     return config

@@ -320,6 +320,12 @@ VERSION_COMMITTED = EventType(
     position=Field("int", "position of the node in the exchange plan"), **_PACE,
     filled=Field("list", "rank, bubble and bytes of copies, for the fullest bubbles"),
 )  # fmt: skip
+INTERVAL_CHANGED = EventType(
+    "interval.changed", NOTICE, "The job chose other intervals for its snapshots or checkpoints, by what they cost.",
+    interval=Field("int", "between two snapshots", "iterations"),
+    checkpoint_interval=Field("int", "between two checkpoints", "iterations"),
+    iteration=Field("int", "first training iteration at which they apply"), reason=_REASON,
+)  # fmt: skip
 EXCHANGE_SLOWED = EventType(
     "exchange.slowed", ALARM, "Versions are committed less often than planned: a lost node costs more iterations.",
     "Links carry less than planned, or bubbles have become shorter: see `ft-plugins status`.", **_PACE,

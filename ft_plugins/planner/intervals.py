@@ -174,11 +174,18 @@ def snapshot_interval(costs: Costs, losses: int) -> int:
     return iterations(seconds, costs)
 
 
-def cheapest_snapshots(cluster: Cluster, costs: Costs, losses: int) -> int:
+def cheapest_snapshots(failures: float, costs: Costs, losses: int) -> int:
     """Iterations between snapshots at which saving and lost work together cost least, within the limits of
-    `snapshot_interval`."""
-    shortest, best = snapshot_interval(costs, losses), young(costs.snapshot_seconds, failures_per_day(cluster))
+    `snapshot_interval`, if the job has so many failures a day."""
+    shortest, best = snapshot_interval(costs, losses), young(costs.snapshot_seconds, failures)
     return shortest if math.isinf(best) else max(shortest, iterations(best, costs))
+
+
+def cheapest_checkpoints(beyond: float, costs: Costs, nodes: int, snapshots: int) -> int | None:
+    """Iterations between checkpoints of `nodes`, a multiple of those between snapshots; None if none of the failures
+    is `beyond` memory: so many a day are."""
+    write = nodes * costs.state_gib / costs.storage_gib_per_second
+    return _whole(max(young(costs.snapshot_seconds, beyond), write), snapshots, costs)
 
 
 def failures_per_day(cluster: Cluster) -> float:
@@ -250,8 +257,8 @@ def _reft(cluster: Cluster, costs: Costs, scheme: Scheme) -> SchemePlan:
     cost of a snapshot (REFT Eq. 11), although that snapshot is taken anyway."""
     software = mean_rate(cluster.sw_rate, cluster.shape)
     beyond, write = storage_rate(cluster, costs, scheme), _write_seconds(cluster, costs)
-    snapshots = cheapest_snapshots(cluster, costs, scheme.losses)
-    checkpoints = _whole(max(young(costs.snapshot_seconds, beyond), write), snapshots, costs)
+    snapshots = cheapest_snapshots(failures_per_day(cluster), costs, scheme.losses)
+    checkpoints = cheapest_checkpoints(beyond, costs, cluster.nodes, snapshots)
     tiers = (
         _tier("process", cluster.nodes * software, snapshots, costs.snapshot_seconds, 0.0, costs),
         _tier("node", lost_per_day(cluster) - beyond, snapshots, 0.0, exchange_seconds(costs, scheme.losses), costs),

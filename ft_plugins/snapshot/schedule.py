@@ -1,6 +1,9 @@
 """When versions are captured, exchanged and compared: at multiples of intervals, so iterations decide. Pure. When they
 are stored is in `capture.retention`.
 
+Intervals that a job chooses itself (`auto`) change at an iteration that all ranks know before they reach it. Iterations
+decide then too, so a restart goes through the same ones.
+
 Invariant: ranks and SMPs derive the same iterations from the same intervals without communicating. A version that is
 exchanged or compared is one that is captured.
 
@@ -10,17 +13,69 @@ In: intervals, iterations. Out: iterations.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
+
+_PACKED = struct.Struct("<7I4x")  # of `ChosenSchedule`
+PACKED = _PACKED.size
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """`captured`: one of so many of the versions that are captured as configured, of each iteration with `auto`;
+    `stored`: iterations between two that are stored (0: none are)."""
+
+    captured: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class ChosenSchedule:
+    """Intervals that the job chooses: those of `now` from iteration `since` on, those of `before` until then. `began`:
+    when it first chose, in whole seconds since the epoch; it has restarted `restarts` times since."""
+
+    since: int
+    now: Intervals
+    before: Intervals
+    began: int
+    restarts: int = 0
+
+    def at(self, iteration: int) -> Intervals:
+        """The intervals for the version of an iteration."""
+        return self.now if iteration >= self.since else self.before
+
+    def due(self, after: int, every: int) -> int:
+        """The first iteration after `after` that is due, if one of `every` iterations is as configured."""
+        turn = next_due(after, every * self.before.captured)
+        return turn if turn < self.since else next_due(max(after, self.since - 1), every * self.now.captured)
+
+    def pack(self) -> bytes:
+        """As PACKED bytes."""
+        now, before = self.now, self.before
+        values = (self.since, self.restarts, now.captured, now.stored, before.captured, before.stored, self.began)
+        return _PACKED.pack(*values)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> ChosenSchedule | None:
+        """From PACKED bytes; None from zeros."""
+        since, restarts, now, stored, before, stored_before, began = _PACKED.unpack(packed)
+        intervals = Intervals(now, stored), Intervals(before, stored_before)
+        return cls(since, *intervals, began, restarts) if now and before else None
+
+    def changed(self, since: int, now: Intervals) -> ChosenSchedule:
+        """With the intervals `now` from iteration `since` on, the last change being past by then."""
+        return replace(self, since=since, now=now, before=self.at(since))
 
 
 @dataclass(frozen=True)
 class SnapshotSchedule:
     """Iterations between two versions that are `captured`, `exchanged` with other nodes, and whose replicas are
-    `compared` (0: none are)."""
+    `compared` (0: none are). Of those captured as configured, `chosen` leaves out some."""
 
     captured: int
     exchanged: int
     compared: int
+    chosen: ChosenSchedule | None = None
 
     @classmethod
     def of(cls, interval: int, exchange_interval: int, audits: int) -> SnapshotSchedule:
@@ -33,7 +88,8 @@ class SnapshotSchedule:
 
     def captures(self, iteration: int) -> bool:
         """Whether a version is captured at the end of `iteration`."""
-        return iteration > 0 and iteration % self.captured == 0
+        captured = self.chosen.at(iteration).captured if self.chosen else 1
+        return iteration > 0 and iteration % (self.captured * captured) == 0
 
 
 def next_due(after: int, interval: int) -> int:

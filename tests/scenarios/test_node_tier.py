@@ -41,9 +41,9 @@ class Nodes(MultiNodeJob):
         super().__init__(jobs, run, 3, places)
         self.journal, self._places = run.journal, list(places)
 
-    def begin(self, name: str, faults: str = "", mbps: int = 80, detect: int = 10) -> RunningJob:
+    def begin(self, name: str, faults: str = "", mbps: int = 80, detect: int = 10, *more: str) -> RunningJob:
         """Start a node at the next address."""
-        flags = (DETECT, str(detect), "--reft-exchange-mbps", str(mbps))
+        flags = (DETECT, str(detect), "--reft-exchange-mbps", str(mbps), *more)
         return self.start(name, self._places.pop(0), *flags, faults=faults)
 
     def counted(self, name: str) -> int:
@@ -197,6 +197,32 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
     found = story.restored(6)
     # what was being exchanged is taken if the nodes that are left have all of it, though nobody had heard so yet
     assert {entry["restored"] for entry in found[3:]} in ({counted}, {under_way})
+    story.end()
+
+
+def test_a_job_that_chooses_its_interval_leaves_time_for_the_exchange_and_rebuilds_a_lost_node(
+    job: Callable[..., Nodes],
+) -> None:
+    """An exchange takes at least 1.6 s here, and an iteration 0.05 s; no failure is expected."""
+    story = job()
+    auto = ("--reft-interval", "auto", "--reft-hw-rate", "0", "--reft-sw-rate", "0")
+    for name in ("n0", "n1", "n2"):
+        story.begin(name, "", 40, 10, *auto)
+    (change,) = _named(story.nodes["n0"], "interval.changed", 1)
+    since, interval = change["iteration"], change["interval"]
+    assert interval > 1, change
+    story.until_committed(since + 2 * interval)
+    story.destroy("n1")
+    counted = story.counted("n0")
+    assert counted % interval == 0, "what ranks do not capture is not waited for"
+    story.begin("s1", "", 40, 10, *auto)
+    found = story.restored(6)
+    assert {entry["restored"] for entry in found[3:]} <= {counted, counted + interval}
+    after = max(entry["restored"] for entry in found[3:])
+    story.until_committed(after + 2 * interval)
+    own = [event.fields["iteration"] for event in story.nodes["s1"].events("snapshot.sealed")]
+    changes = [event.fields for event in story.nodes["n0"].events("interval.changed")[1:]]
+    assert changes or all(iteration % interval == 0 for iteration in own), "a substitute captures as all others do"
     story.end()
 
 

@@ -199,7 +199,7 @@ def test_a_key_of_storage_without_a_folder_has_no_effect_and_says_so(name: str) 
     ("words", "expected"),
     [
         (["--reft-checkpoint-keep", "0"], "an integer >= 1"),
-        (["--reft-checkpoint-interval", "-1"], "an integer >= 0"),
+        (["--reft-checkpoint-interval", "-1"], "an integer >= 0, or auto"),
         (["--reft-checkpoint-dir="], "a folder that all nodes share"),
         (["--reft-checkpoint-seconds", "soon"], "a number >= 0"),
     ],
@@ -218,9 +218,9 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
         ({"interval": 1}, "ft_plugins.interval: unknown key; did you mean ft_plugins.reft.interval?"),
         ({"Resume": "auto"}, "ft_plugins.Resume: unknown key; did you mean ft_plugins.resume?"),
         ({"raft": {}}, "ft_plugins.raft: unknown key; did you mean ft_plugins.reft?"),
-        ({"reft": {"interval": 0}}, "ft_plugins.reft.interval: expected an integer >= 1, found 0"),
-        ({"reft": {"interval": "1"}}, "ft_plugins.reft.interval: expected an integer >= 1, found '1'"),
-        ({"reft": {"interval": True}}, "ft_plugins.reft.interval: expected an integer >= 1, found True"),
+        ({"reft": {"interval": 0}}, "ft_plugins.reft.interval: expected an integer >= 1, or auto, found 0"),
+        ({"reft": {"interval": "1"}}, "ft_plugins.reft.interval: expected an integer >= 1, or auto, found '1'"),
+        ({"reft": {"interval": True}}, "ft_plugins.reft.interval: expected an integer >= 1, or auto, found True"),
         ({"reft": {"bucket_mib": 2e3}}, "ft_plugins.reft.bucket_mib: expected an integer >= 1 and <= 1024, found 2000"),
         (
             {"reft": {"group_nodes": 1}},
@@ -239,6 +239,26 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
             {"reft": {"group_nodes": 3, "redundancy": "raim6"}},
             "ft_plugins.reft.group_nodes: 3 contradicts ft_plugins.re",
         ),
+        ({"reft": {"interval": 0}}, "ft_plugins.reft.interval: expected an integer >= 1, or auto, found 0"),
+        ({"reft": {"interval": "often"}}, "ft_plugins.reft.interval: expected an integer >= 1, or auto, found"),
+        (
+            {"reft": {"interval": "auto"}, "baft": True},
+            "ft_plugins.reft.interval: auto contradicts ft_plugins.baft, whi",
+        ),
+        (
+            {"reft": {"interval": "auto"}, "paft": {"mode": "audit"}},
+            "ft_plugins.reft.interval: auto contradicts ft_plugins.paft, which compares replicas of snapshots at a fix",
+        ),
+        (
+            {"reft": {"checkpoint_interval": "auto", "checkpoint_dir": "/ck"}, "sync": {"policy": "diloco"}},
+            "ft_plugins.reft.checkpoint_interval: auto contradicts ft_plugins.sync, which takes snapshots at synch",
+        ),
+        ({"reft": {"checkpoint_interval": "auto"}}, "ft_plugins.reft.checkpoint_interval: has no effect while ft_plug"),
+        ({"reft": {"hw_rate": 0.1}}, "ft_plugins.reft.hw_rate: has no effect unless ft_plugins.reft.interval or ft_pl"),
+        (
+            {"reft": {"interval": "auto", "sw_rate": 101.0}},
+            "ft_plugins.reft.sw_rate: expected a number >= 0 and <= 100",
+        ),
         ({"failure_domain": "rack"}, "ft_plugins.failure_domain: has no effect while no system that protects state"),
         ({"reft": 3}, "ft_plugins.reft: expected an object, true or false, found 3"),
         ({"reft": {}, "resume": "disk"}, "ft_plugins.resume: expected one of auto, memory, storage, fresh, bef"),
@@ -251,6 +271,20 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
 )
 def test_a_json_block_is_refused_with_key_expected_and_found(block: Any, line: str) -> None:
     assert refusal(Config.from_json, block).startswith(line)
+
+
+def test_intervals_that_the_job_chooses_begin_with_the_defaults_and_go_with_what_has_no_part_in_them() -> None:
+    flags = ["--reft", "--reft-interval", "auto", "--reft-checkpoint-interval=auto", "--reft-checkpoint-dir", "/ck"]
+    config, _ = Config.from_flags([*flags, "--reft-hw-rate", "0.01", "--paft"])
+    assert config.capture is not None and config.capture.begins_with == (1, 100)
+    assert (config.capture.interval, config.capture.hw_rate, config.capture.sw_rate) == ("auto", 0.01, None)
+    assert Config.from_json(config.block()) == config == Config.from_flags(config.flags())[0]
+    audited = {
+        "reft": {"checkpoint_interval": "auto", "checkpoint_dir": "/ck"},
+        "paft": {"mode": "audit"},
+        "baft": True,
+    }
+    assert Config.from_json(audited).capture is not None, "checkpoints alone are chosen"
 
 
 @pytest.mark.parametrize(
@@ -335,10 +369,10 @@ def test_a_text_that_only_begins_like_a_flag_of_ours_belongs_to_the_script() -> 
         ("--ftp-node x", "--ftp-node: unknown flag; did you mean --ftp-node-name?"),
         ("--ftp-xyz=1", "--ftp-xyz: unknown flag; known: --ftp-job --ftp-node-name"),
         ("--reft=1", "--reft: expected no value, found '1'"),
-        ("--reft --reft-interval", "--reft-interval: expected an integer >= 1, found nothing"),
-        ("--reft --reft-interval --lr 1", "--reft-interval: expected an integer >= 1, found '--lr'"),
-        ("--reft --reft-interval -3", "--reft-interval: expected an integer >= 1, found '-3'"),
-        ("--reft --reft-interval=often", "--reft-interval: expected an integer >= 1, found 'often'"),
+        ("--reft --reft-interval", "--reft-interval: expected an integer >= 1, or auto, found nothing"),
+        ("--reft --reft-interval --lr 1", "--reft-interval: expected an integer >= 1, or auto, found '--lr'"),
+        ("--reft --reft-interval -3", "--reft-interval: expected an integer >= 1, or auto, found '-3'"),
+        ("--reft --reft-interval=often", "--reft-interval: expected an integer >= 1, or auto, found 'often'"),
         ("--reft --reft-interval 1 --reft-interval 2", "--reft-interval: given as 1 and as 2; give it once"),
         ("--ftp-job a/b", "--ftp-job: expected 1 to 48 letters, digits, '.', '_' or '-'"),
         ("--ftp-faults nowhere", "--ftp-faults: fault 'nowhere' cannot be read: expected point@fact=value,...:action"),
@@ -378,7 +412,7 @@ def test_an_abbreviated_option_of_the_script_never_becomes_ours(capsys: pytest.C
 def test_argparse_refuses_in_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser_of_a_script().parse_args(["--reft", "--reft-interval", "0"])
-    assert "argument --reft-interval: expected an integer >= 1, found '0'" in capsys.readouterr().err
+    assert "argument --reft-interval: expected an integer >= 1, or auto, found '0'" in capsys.readouterr().err
 
 
 def test_help_lists_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

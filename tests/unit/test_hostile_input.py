@@ -116,7 +116,7 @@ def test_a_port_is_made_of_ascii_digits(words: str) -> None:
 @pytest.mark.parametrize(
     ("block", "line"),
     [
-        ({"reft": {"interval": True}}, "ft_plugins.reft.interval: expected an integer >= 1, found True"),
+        ({"reft": {"interval": True}}, "ft_plugins.reft.interval: expected an integer >= 1, or auto, found True"),
         ({"reft": {"interval": 10**10}}, "maximum 1,000,000,000, found 10000000000"),
         ({"reft": {"wait_seconds": 1e300}}, "maximum 1,000,000,000, found 1e+300"),
         ({"reft": {"wait_seconds": float("nan")}}, "ft_plugins.reft.wait_seconds: expected a number >= 0, found nan"),

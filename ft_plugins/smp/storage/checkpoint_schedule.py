@@ -210,7 +210,8 @@ class CheckpointSchedule:
             rate = self._rate(time.monotonic(), seen.completed, _MEASURED_SECONDS)
             if rate is None:
                 return None
-            call.target = self._wanted = retention.to_announce(seen.lineage, seen.completed, storage.step, rate)
+            step = storage.at(seen.completed + 1).step
+            call.target = self._wanted = retention.to_announce(seen.lineage, seen.completed, step, rate)
             Notices(folder, self._node).want(call.target)
         return call.target if call.target in (seen.good if storage.audits else seen.held) else None
 

@@ -89,6 +89,7 @@ class Checkpoints:
         self.writing: Version | None = None
         self.last: Version | None = None  # the newest that was written or abandoned
         self.done: tuple[Version, Path] | None = None  # the newest complete one
+        self.seconds = 0.0  # that it took
         self.failed = ""  # why the last one is not complete
         self.kept: frozenset[Version] = frozenset()  # known checkpoints that retention never removes
 
@@ -222,8 +223,9 @@ class Checkpoints:
         if item in self.unfinished:
             self.unfinished.remove(item)
             item.unpin()
+            self.seconds = time.monotonic() - item.begun
             self._events.emit(
-                catalogue.CHECKPOINT_COMPLETED, **facts_of(item.version), seconds=time.monotonic() - item.begun,
+                catalogue.CHECKPOINT_COMPLETED, **facts_of(item.version), seconds=self.seconds,
                 bytes=item.nbytes, path=str(path),
             )  # fmt: skip
         notices = Notices(path.parent, self._node)

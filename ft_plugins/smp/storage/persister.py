@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ...base.intake import read_json
 from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint.checkpoint import Origin
+from ...snapshot.segment.header import newest_chosen
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Pin, Version
 from ..serve.node_context import NodeContext
@@ -195,10 +196,13 @@ class Persister:
         if storage is None or not segments:
             self._answer_all("nothing")
             return FAR_SECONDS
+        storage = replace(storage, chosen=newest_chosen(segment.header for segment in segments.values()))
         base = Path(storage.folder) / self._job
         waiting = list(self._calls)  # before the slots are read: a later call is for what is not seen here
         for item in list(self._checkpoints.unfinished):
             self._checkpoints.complete(storage, base, item)
+            for segment in segments.values() if self._checkpoints.seconds else ():
+                segment.header.stored_ms = round(1e3 * self._checkpoints.seconds)
         if not (self._schedule.may_be_due(storage, segments, self._checkpoints.last) or waiting):
             return self._schedule.pause
         seen = view(segments, storage.world_size)

@@ -14,7 +14,8 @@ announced, the next one is announced further ahead, by half of the iterations si
 reports take, after a few attempts a version is announced in time. Without a committed one it is FURTHER at most, or
 twice of those by which it was late; the first announcement of all is a guess: ranks may continue from any iteration of
 the framework's own checkpoint. After a recovery the restored
-version is exchanged first, because its redundancy was lost.
+version is exchanged first, because its redundancy was lost. A version that was announced before the ranks chose other
+intervals, by which they do not capture it, is given up for a later one at once.
 
 What other nodes report is bounded first (`Bounds`), by the lineage and by what ranks can have begun. Ranks are never
 more than one captured version apart, because the reduction of an iteration needs all of them. So what this node's ranks
@@ -31,7 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ...snapshot.schedule import next_due
+from ...snapshot.schedule import ChosenSchedule, next_due
 from ...snapshot.segment.slots import Version
 from ..watch.hang import Stall
 from ..watch.hang import merged as merged_stall
@@ -61,7 +62,21 @@ class ExchangeEpoch:
     lineage: int
     base: Version | None
     nodes: int
-    interval: int  # minimum number of iterations between two exchanged versions
+    interval: int  # minimum number of iterations between two exchanged versions, as configured
+    chosen: ChosenSchedule | None = None  # as this node knows; the same on all soon
+
+    @property
+    def distance(self) -> int:
+        """Minimum number of iterations between two exchanged versions."""
+        return self.interval * (self.chosen.now.captured if self.chosen else 1)
+
+    def due(self, after: int) -> int:
+        """The first iteration after `after` whose version may be exchanged."""
+        return self.chosen.due(after, self.interval) if self.chosen else next_due(after, self.interval)
+
+    def gives_up(self, version: Version) -> bool:
+        """Whether ranks have chosen not to capture a version that was announced."""
+        return self.chosen is not None and version != self.base and self.due(version.iteration - 1) != version.iteration
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,7 @@ class NodeReport:
     `encoded`: all receivers have taken what this node sent of that version, and what it stores of it is complete.
     `stall`: its ranks make no progress, and where they are.
     `behind`: what its exchange lacks, if that takes long.
+    `chosen`: the intervals that its ranks chose; known to every node by itself, and not sent.
     """
 
     begun: int
@@ -84,6 +100,7 @@ class NodeReport:
     late: Version | None = None
     stall: Stall | None = None
     behind: Behind | None = None
+    chosen: ChosenSchedule | None = None
 
 
 @dataclass(frozen=True)
@@ -169,8 +186,8 @@ def decide(epoch: ExchangeEpoch, before: ExchangeDecision, summary: Summary) -> 
         return ExchangeDecision(exchange, committed)
     if exchange is not None and summary.least_encoded == summary.newest_encoded == exchange:
         committed, exchange = exchange, None
-    elif exchange is not None and summary.missed == exchange:
-        exchange = None
+    elif exchange is not None and (summary.missed == exchange or epoch.gives_up(exchange)):
+        summary, exchange = replace(summary, missed=exchange), None
     if exchange is None:
         exchange = _next(epoch, committed, summary)
     return ExchangeDecision(exchange, committed)
@@ -189,9 +206,9 @@ def _next(epoch: ExchangeEpoch, committed: Version | None, summary: Summary) -> 
         since = committed if committed is not None and committed.lineage == epoch.lineage else base
         if since is not None:
             begun += (begun - since.iteration) // 2
-        elif missed.lineage == epoch.lineage and missed.iteration > epoch.interval:  # else it was a guess
+        elif missed.lineage == epoch.lineage and missed.iteration > epoch.distance:  # else it was a guess
             begun += max(2 * (begun - missed.iteration), min(begun // 2, FURTHER))
-    return Version(epoch.lineage, next_due(begun, epoch.interval))
+    return Version(epoch.lineage, epoch.due(begun))
 
 
 def newer(one: ExchangeDecision, other: ExchangeDecision) -> ExchangeDecision:
@@ -231,10 +248,10 @@ class Bounds:
         """By the newest iteration that this node's ranks have begun, and the committed version as it is known here."""
         start = epoch.base.iteration if epoch.base else 0
         least = max(begun, start)
-        most = least + AHEAD + epoch.interval
+        most = least + AHEAD + epoch.distance
         since = committed.iteration if committed is not None and committed.lineage == epoch.lineage else start
         # `agreement.decide` announces a version that was missed again by half of the iterations since the committed one
-        named = most + (most - min(since, most)) // 2 + epoch.interval
+        named = most + (most - min(since, most)) // 2 + epoch.distance
         return cls(epoch.lineage, epoch.base, most, named, least)
 
     def summary(self, position: int, summary: Summary) -> tuple[Summary, str]:

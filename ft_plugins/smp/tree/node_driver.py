@@ -26,6 +26,7 @@ from ...bubbles.gate.gate import Gate
 from ...bubbles.gate.gate_pacer import GatePacer
 from ...errors import FtError
 from ...events import Events, catalogue
+from ...snapshot.segment.header import newest_chosen
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Version
 from ...transport.calls import Handover, Peer
@@ -93,7 +94,7 @@ class NodeDriver:
             self._loop, place, self._peers.connect, self.wake, self._peers.disconnected, self._peers.rejected
         )
         self._exchange: ExchangeSender | None = None
-        self._switched_at = self._committed_at = now
+        self._switched_at = self._committed_at = self._exchanging_since = now
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -234,15 +235,18 @@ class NodeDriver:
         sender, begun = self._exchange, self._pinned.begun(self.protection.lineage)
         if self.pace.captured(Version(self.protection.lineage, begun)):
             self._report_pace()
+        chosen = newest_chosen(segment.header for segment in self._segments.values())
+        epoch = replace(self._state.epoch, chosen=chosen)
         protection, seconds = self.protection, time.monotonic() - self._committed_at
-        standing = Standing(self.pace.waits, seconds, self.pace.usual, protection.interval, protection.detect_seconds)
+        standing = Standing(self.pace.waits, seconds, self.pace.usual, epoch.distance, protection.detect_seconds)
         if sender is None:
-            return steps.Observation(begun, self._pinned.committed, standing=standing)
+            return steps.Observation(begun, self._pinned.committed, standing=standing, chosen=chosen)
         complete = sender.done and sender.version in self.store.versions()
         return steps.Observation(
             begun, self._pinned.committed, sender.version, complete, sender.corrupt,
             str(sender.differences[0]) if sender.differences else "",
             self._pinned.mark(sender.version) if self.protection.audited else Mark.NONE, standing, sender.target,
+            chosen,
         )  # fmt: skip
 
     def _seal_awaited(self) -> bool:
@@ -260,6 +264,8 @@ class NodeDriver:
         if not self._pinned.commit(version):
             return None  # not complete here yet: the next answer requests it again
         self._committed_at = time.monotonic()
+        for segment in self._segments.values() if version == self._state.sending else ():
+            segment.header.exchanged_ms = round(1e3 * (self._committed_at - self._exchanging_since))
         pace_changed = self.pace.committed(version)
         self._events.emit(
             catalogue.VERSION_COMMITTED, lineage=version.lineage, iteration=version.iteration,
@@ -283,6 +289,7 @@ class NodeDriver:
         return {"filled": filled} if filled else {}
 
     def _start_exchange(self, version: Version) -> None:
+        self._exchanging_since = time.monotonic()
         self._events.emit(catalogue.EXCHANGE_STARTED, lineage=version.lineage, iteration=version.iteration)
         rate = RatePacer(self.protection.exchange_mbps * 1e6 / 8)
         ranks = self.plan.ranks[self.protection.position]

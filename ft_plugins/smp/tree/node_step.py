@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...events import EventType, catalogue
+from ...snapshot.schedule import ChosenSchedule
 from ...snapshot.segment.slots import Mark, Version
 from .agreement import FURTHER, ExchangeDecision, ExchangeEpoch, NodeReport, Sealing
 from .standstill import Behind, Lack, Standing
@@ -33,6 +34,7 @@ class Observation:
     mark: Mark = Mark.NONE  # the audit's verdict on `sending`
     standing: Standing = Standing()
     target: int | None = None  # the first position that has not yet taken what this node sends of `sending`
+    chosen: ChosenSchedule | None = None  # the intervals that its ranks chose
 
 
 # ---- events ----
@@ -226,8 +228,9 @@ def _report(state: NodeState, seen: Observation) -> tuple[NodeState, tuple[Actio
     behind = None
     if exchange is not None and encoded != exchange and seen.standing.seconds > seen.standing.detect_seconds:
         behind = _behind(state, seen, exchange, missed == exchange)
-    report = NodeReport(seen.begun, exchange, missed, encoded, seen.committed, state.late, behind=behind)
-    state = replace(state, committed=seen.committed, sending=sending, missed=missed)
+    report = NodeReport(seen.begun, exchange, missed, encoded, seen.committed, state.late, None, behind, seen.chosen)
+    epoch = replace(state.epoch, chosen=seen.chosen)
+    state = replace(state, epoch=epoch, committed=seen.committed, sending=sending, missed=missed)
     if seen.standing.still and not state.still:
         # all nodes know it, so one has it printed; and one on which a version is not committed that is on others
         own = state.decision.committed is not None and state.decision.committed != seen.committed
@@ -243,7 +246,7 @@ def _behind(state: NodeState, seen: Observation, exchange: Version, missed: bool
     if seen.sending is None and exchange.lineage == epoch.lineage:
         since = max((one for one in (seen.committed, epoch.base) if one is not None), default=None)
         further = FURTHER if since is None else max(seen.begun - since.iteration, 0) // 2
-        if (ahead := exchange.iteration - seen.begun) > further + 2 * epoch.interval:
+        if (ahead := exchange.iteration - seen.begun) > further + 2 * epoch.distance:
             return Behind(Lack.AHEAD, position, ahead)
     if seen.sending is None or missed:
         return Behind(Lack.SNAPSHOT, position)

@@ -115,6 +115,7 @@ class TreeState:
 
     def report(self, report: NodeReport, now: float) -> None:
         """This node's own state, which its driver reports several times in `detect_seconds`."""
+        self._epoch = replace(self._epoch, chosen=report.chosen)
         self._take(self.position, summarize(self.position, report), now)
         if (known := self._known(self.announcement.decision)) != self.announcement.decision:
             self.announcement = replace(self.announcement, decision=known)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
 from ...base.intake import Count, Text
-from ..schedule import due_from, is_turn, next_due
+from ..schedule import ChosenSchedule, due_from, is_turn, next_due
 from ..segment.slots import Mark, Version, marks_of, recovery_order
 
 _ANNOUNCED_AHEAD_SECONDS = 3.0  # until the other nodes' SMPs, which poll once a second, have seen the announcement
@@ -29,6 +29,7 @@ class Storage:
     """A trainer's storage settings for its SMP: checkpoints go to `folder` (absolute) every `interval` iterations (0:
     only on request and at the end of protection), and the newest `keep` stay. The job has `world_size` ranks, which
     take a snapshot every `every` iterations and audit one every `audits` iterations (a multiple of `every`; 0: never).
+    `chosen`: where the job chooses its intervals.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -39,6 +40,14 @@ class Storage:
     keep: Annotated[Count, Field(ge=1)]
     world_size: Annotated[Count, Field(ge=1)]
     audits: Count = 0
+    chosen: ChosenSchedule | None = None  # never in a file
+
+    def at(self, iteration: int) -> Storage:
+        """The settings for the version of an iteration."""
+        if self.chosen is None:
+            return self
+        now = self.chosen.at(iteration)
+        return replace(self, every=self.every * now.captured, interval=now.stored, chosen=None)
 
     @property
     def step(self) -> int:
@@ -81,27 +90,32 @@ def due(
     nodes must all write the same one. In a job that audits, it is the first audited snapshot, if it is in `good`, the
     versions with a good verdict (None: any version).
     """
-    interval = storage.interval
-    step, of = (storage.every, 1) if good is None else (storage.step, storage.step)
     fresh = sorted(v for v in held if (last is None or v > last) and (good is None or v in good))
-    turns = [v for v in fresh if v == wanted or (is_turn(v.iteration, interval, step) and v.iteration % of == 0)]
+    turns = [v for v in fresh if v == wanted or _is_scheduled(v.iteration, storage, audited=good is not None)]
     if turns:
         return turns[-1]
-    if not (alone and interval and fresh):
+    if not (alone and fresh):
         return None
     newest = fresh[-1]
     return newest if is_behind(newest.iteration, storage, last) else None
 
 
+def _is_scheduled(iteration: int, storage: Storage, audited: bool) -> bool:
+    now = storage.at(iteration)
+    step, of = (now.step, now.step) if audited else (now.every, 1)
+    return is_turn(iteration, now.interval, step) and iteration % of == 0
+
+
 def is_behind(iteration: int, storage: Storage, last: Version | None) -> bool:
     """Whether a multiple of the interval lies between `last` and `iteration`."""
-    interval = storage.interval
+    interval = storage.at(iteration).interval
     return bool(interval) and iteration // interval > (last.iteration if last else 0) // interval
 
 
 def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int | None:
     """The next iteration after `completed` whose version is scheduled or announced; None for none."""
-    interval, every = storage.interval, storage.step
+    now = storage.at(completed + 1)
+    interval, every = now.interval, now.step
     multiples = [completed // interval * interval + step for step in (0, interval)] if interval else []
     turns = [turn for at in multiples if (turn := due_from(at, every)) > completed]
     if wanted is not None and wanted.iteration > completed:

@@ -8,6 +8,7 @@ process may die between two stores; that leaves the old values or the new ones.
     record      a few words that only the SMP writes: two copies, each with a number and a digest, written one after
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
+    chosen      a record too, but written by the trainer
     short, held not covered: one store of zero or one; anything but zero makes readers more careful
     gate        not covered: see `bubbles.gate.gate`
     progress    not covered: see `progress_words`
@@ -18,7 +19,7 @@ In: a mapped page. Out: values, or None if they do not match their digests.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from ...errors import CorruptHeaderError, SegmentError
+from ..schedule import PACKED, ChosenSchedule
 from .shape import PAGE, Shape
 from .slots import Version
 
@@ -44,6 +46,7 @@ _COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL +
 _RECORDS = _SEAL + 5
 # zeros: none
 _HELD_AT, _HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (5, 4, 3, 2, 1))
+_EXCHANGED_MS, _STORED_MS = (GATE // 8 - place for place in (7, 6))
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -191,6 +194,7 @@ class Header:
         self._page = page
         self._incarnation = MirroredRecord(page, _RECORDS, 4)
         self._opened = MirroredRecord(page, _RECORDS + MirroredRecord.room(4), 5)
+        self._chosen = MirroredRecord(page, _RECORDS + MirroredRecord.room(4) + MirroredRecord.room(5), PACKED // 8)
 
     def begin(self, lost: bool) -> None:
         """Write the initial values of everything that changes, into a page of zeros."""
@@ -273,7 +277,36 @@ class Header:
     def held(self, value: bool) -> None:
         self._page[_HELD] = int(value)
 
+    @property
+    def exchanged_ms(self) -> int:
+        """Milliseconds that the last committed version took from its begin to its commit; 0 if unknown."""
+        return self._value(_EXCHANGED_MS) or 0
+
+    @exchanged_ms.setter
+    def exchanged_ms(self, value: int) -> None:
+        self._page[_EXCHANGED_MS] = guarded_word(min(max(value, 1), _LIMIT - 1), _EXCHANGED_MS)
+
+    @property
+    def stored_ms(self) -> int:
+        """Milliseconds that the last complete checkpoint took; 0 if unknown."""
+        return self._value(_STORED_MS) or 0
+
+    @stored_ms.setter
+    def stored_ms(self, value: int) -> None:
+        self._page[_STORED_MS] = guarded_word(min(max(value, 1), _LIMIT - 1), _STORED_MS)
+
     # ---- words of the rank, written by its trainer ----
+
+    @property
+    def chosen(self) -> ChosenSchedule | None:
+        """The intervals that the job chose; None if it does not, or if that is not known."""
+        words = self._chosen.read()
+        return ChosenSchedule.unpack(np.array(words, dtype=np.uint64).tobytes()) if words else None
+
+    @chosen.setter
+    def chosen(self, value: ChosenSchedule | None) -> None:
+        packed = value.pack() if value else bytes(PACKED)
+        self._chosen.write(np.frombuffer(packed, dtype=np.uint64).tolist())
 
     @property
     def held_at(self) -> int:
@@ -331,6 +364,12 @@ class Header:
     @ranges.setter
     def ranges(self, value: int) -> None:
         self._page[_RANGES] = value
+
+
+def newest_chosen(headers: Iterable[Header]) -> ChosenSchedule | None:
+    """The last change that any of them has: another rank of the node may be about to write it."""
+    known = [one for one in (header.chosen for header in headers) if one is not None]
+    return max(known, key=lambda one: (one.restarts, one.since), default=None)
 
 
 def _seed_of(lineage: int) -> int:

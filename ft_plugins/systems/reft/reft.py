@@ -4,7 +4,8 @@
     recovery    agree on a version -> restore it -> open a new lineage        resume
     iteration   version point -> capture behind the next iteration -> fence   iteration_end, before_update
 
-Invariant: training waits only at the fence, `before_update`; the step path sends no message.
+Invariant: training waits only at the fence, `before_update`; the step path sends no message, but the figures by which
+ranks choose an interval (`capture_times`).
 
 In: host, collective, the SMP's run directory. Out: versions in the segment; `resume` restores one of them.
 """
@@ -41,6 +42,7 @@ from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import Shape
 from ...snapshot.segment.slots import Commit, Mark, Version, captured_after
 from ..iteration_ledger import IterationLedger
+from .capture_times import CaptureTimes
 from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
 from .reft_nodes import ReftNodes
@@ -75,6 +77,7 @@ class Reft(CaptureOwner):
         self.nodes = ReftNodes(host, config, collective, names, run_dir, token, events)
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
+        self._times = CaptureTimes(self.plan.schedule, config.capture, self.nodes.choosing, collective, events)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
         self._recovery = ReftRecovery(
             host, collective, self.plan, self.nodes, run_dir, token, self._reports, config.transcript_dir is not None
@@ -148,6 +151,7 @@ class Reft(CaptureOwner):
         recovered = self._recovery.run(segment, mode, loaded)
         plan = recovered.plan
         self.exchange = self._recovery.protect(recovered, first=not self._lineage)
+        self._times.resume(segment.header, plan.version is not None)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
         again = plan.version is not None and iteration_bound(mode) is None  # else the user wants another course
@@ -203,12 +207,13 @@ class Reft(CaptureOwner):
         self.record_completed(step)
         if self._collective.announced(DEGRADED):
             raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
-        if self._capture is not None and self.plan.schedule.captures(step):
+        if self._capture is not None and self._times.captures(step):
             state = self._host.small_state()
             self._ledger.end(step, state)
             small = self.plan.encoded(state)
             self._small_bytes = len(small)
             self._capture.start(Version(self._lineage, step), small, kept)
+            self._times.captured(step)
         else:
             self._ledger.end(step, None)
 
@@ -229,7 +234,8 @@ class Reft(CaptureOwner):
         waited = self._capture.wait() if self._capture else 0.0
         self._reports.record_wait(step, waited)
         if self._capture is not None:
-            captured = self.plan.schedule.captures(following)
+            self._times.fence(step, waited)
+            captured = self._times.captures(following)
             self._capture.run_after_update(Version(self._lineage, following) if captured else None)
         return waited
 

@@ -21,6 +21,7 @@ from ...events import Events, catalogue, say
 from ...model.host import Host
 from ...model.topology import Topology
 from ...planner.group_survival import choose_group_nodes
+from ...planner.job_intervals import MeasuredJob
 from ...recovery.nodes import JobNodes, LinkedNodes, NodeTierConfig, RankLayout, SeenNodes, describe_protection
 from ...recovery.resize import sizes
 from ...recovery.resize.previous_job import PreviousJob
@@ -47,7 +48,7 @@ def schedule_of(config: Config) -> SnapshotSchedule:
     if config.capture is None:
         raise ConfigError("REFT is not on")
     audits = config.paft.audits_every if config.paft is not None else 0
-    return SnapshotSchedule.of(config.capture.interval, config.capture.exchange_interval, audits)
+    return SnapshotSchedule.of(config.capture.begins_with[0], config.capture.exchange_interval, audits)
 
 
 class ReftNodes:
@@ -184,6 +185,16 @@ class ReftNodes:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The redundancy groups, as ranks; the sharding groups if no parity is kept."""
         return self._groups
+
+    @property
+    def choosing(self) -> MeasuredJob:
+        """What the choice of intervals depends on, and does not change."""
+        config, nodes = self._config, self._nodes
+        sizes = [len({nodes[rank] for rank in group}) for group in self._groups]
+        return MeasuredJob(
+            config.interval == "auto", config.checkpoint_interval == "auto", len(set(nodes)), max(2, *sizes),
+            self.losses, config.exchange_interval, config.hw_rate, config.sw_rate,
+        )  # fmt: skip
 
     def store_bytes(self, ranks: Sequence[RankLayout], at: Sequence[int]) -> list[int]:
         """The bytes that the nodes `at` some positions claim to protect other nodes; 0 if nodes do not protect each

@@ -46,7 +46,7 @@ class CapturePlan:
         self._losses = losses
         self._world_size = world_size
         self.schedule = schedule_of(config)
-        needed = needed_free(reft.interval, aligned=not self.schedule.compared and config.sync is None)
+        needed = needed_free(self.schedule.captured, aligned=not self.schedule.compared and config.sync is None)
         others = set(self._purposes()) - {Pin.NODE, Pin.SOURCE}
         self._free = needed if reft.slots is None else free_of(reft.slots, needed, losses > 0, others)
         self.lacking = needed - self._free  # slots, for the newest version that all ranks have to be never overwritten
@@ -76,7 +76,7 @@ class CapturePlan:
         if config.checkpoint_dir is None:
             return None
         return Storage(
-            str(Path(config.checkpoint_dir).absolute()), config.checkpoint_interval, config.interval,
+            str(Path(config.checkpoint_dir).absolute()), config.begins_with[1], self.schedule.captured,
             config.checkpoint_keep, self._world_size, self.schedule.compared,
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from ft_plugins.planner.intervals import (
     SchemePlan,
     cheapest_snapshots,
     exchange_seconds,
+    failures_per_day,
     plan_intervals,
     rebuild_seconds,
     snapshot_interval,
@@ -97,7 +98,7 @@ def test_snapshots_are_taken_as_often_as_costs_least_within_the_limits(costs: Co
         seconds = iterations * costs.iteration_seconds
         return DAY / seconds * costs.snapshot_seconds + seconds / 2 * 96 * 11e-3
 
-    found, shortest = cheapest_snapshots(CLUSTER, costs, losses), snapshot_interval(costs, losses)
+    found, shortest = cheapest_snapshots(failures_per_day(CLUSTER), costs, losses), snapshot_interval(costs, losses)
     assert found >= shortest
     assert cost(found) <= cost(found + 1) * (1 + 1e-9)
     # Young's interval is rounded up: two fewer iterations never cost less
@@ -106,7 +107,7 @@ def test_snapshots_are_taken_as_often_as_costs_least_within_the_limits(costs: Co
 
 def test_where_nothing_fails_snapshots_are_as_frequent_as_the_limits_allow() -> None:
     quiet = replace(CLUSTER, hw_rate=0.0, sw_rate=0.0)
-    assert cheapest_snapshots(quiet, replace(COSTS, snapshot_seconds=0.7), 1) == 7
+    assert cheapest_snapshots(failures_per_day(quiet), replace(COSTS, snapshot_seconds=0.7), 1) == 7
 
 
 # ------------------------------------------------------------------------------------------------ rates

@@ -43,6 +43,7 @@ from ft_plugins.smp.tree.node_step import (
     SwitchExchange,
     step,
 )
+from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals
 from ft_plugins.snapshot.segment.shape import PARITY_SLOTS
 from ft_plugins.snapshot.segment.slots import (
     SHARED,
@@ -124,6 +125,27 @@ def test_what_was_missed_before_or_is_still_being_said_of_it_does_not_end_what_i
 def test_a_missed_version_is_not_named_again_however_little_has_begun() -> None:
     missed = NodeReport(3, None, missed=v(8))
     assert decide(FRESH, ExchangeDecision(v(8)), all_of(missed, missed, missed)).exchange == v(12)
+
+
+def changed(since: int, before: int, now: int) -> ExchangeEpoch:
+    """Ranks capture every `now` iterations from `since` on; each is exchanged."""
+    return replace(FRESH, interval=1, chosen=ChosenSchedule(since, Intervals(now, 0), Intervals(before, 0), 0))
+
+
+def test_a_version_that_ranks_have_chosen_not_to_capture_is_given_up_at_once_and_never_for_an_older_one() -> None:
+    before, heard = ExchangeDecision(v(24), v(16)), NodeReport(16, v(24), committed=v(16))
+    assert decide(changed(18, 8, 50), before, all_of(heard, heard, heard)) == ExchangeDecision(v(50), v(16))
+    assert decide(changed(18, 8, 5), before, all_of(heard, heard, heard)) == ExchangeDecision(v(25), v(16))
+    assert decide(changed(25, 8, 50), before, all_of(heard, heard, heard)) == before, "it comes before the change"
+    sending = NodeReport(25, v(24), encoded=v(24), committed=v(16))
+    assert decide(changed(25, 8, 50), before, all_of(sending, sending, sending)) == ExchangeDecision(v(50), v(24))
+
+
+def test_the_restored_version_is_exchanged_whatever_was_chosen() -> None:
+    epoch = replace(changed(3, 1, 4), lineage=2, base=v(10))
+    assert decide(epoch, ExchangeDecision(), all_of(*3 * [NodeReport(0)])) == ExchangeDecision(v(10), None)
+    waiting = ExchangeDecision(v(10), None)
+    assert decide(epoch, waiting, all_of(*3 * [NodeReport(0, v(10))])) == waiting
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ft_plugins.snapshot.capture.retention import (
     surplus,
     to_announce,
 )
+from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals
 from ft_plugins.snapshot.segment.slots import Mark, Version
 
 STORAGE = Storage("/ck", interval=100, every=1, keep=2, world_size=4)
@@ -95,6 +96,26 @@ def test_every_multiple_has_one_snapshot_and_next_turn_announces_it(interval: in
     turns = [i for i in range(every, 1000, every) if due([v(i)], storage, None, None, False)]
     assert set(turns) == {i for m in range(interval, 1000, interval) if (i := -(-m // every) * every) < 1000}
     assert next_turn(completed, storage, None) == min(i for i in turns if i > completed)
+
+
+some_intervals = st.builds(Intervals, st.integers(1, 9), st.integers(1, 50))
+
+
+@given(st.integers(1, 300), some_intervals, some_intervals)
+def test_where_intervals_change_every_version_is_judged_by_those_of_its_own_iteration(
+    since: int, before: Intervals, now: Intervals
+) -> None:
+    chosen = replace(STORAGE, chosen=ChosenSchedule(since, now, before, 0))
+
+    def turns(storage: Storage, every: int, within: range) -> list[int]:
+        return [i for i in within if i % every == 0 and due([v(i)], storage, None, None, False)]
+
+    old = replace(STORAGE, interval=before.stored, every=before.captured)
+    new = replace(STORAGE, interval=now.stored, every=now.captured)
+    past, later = range(1, since), range(since, 600)
+    assert turns(chosen, before.captured, past) == turns(old, before.captured, past)
+    assert turns(chosen, now.captured, later) == turns(new, now.captured, later)
+    assert next_turn(since, chosen, None) == next_turn(since, new, None)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 50), st.floats(0, 1000))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.snapshot.schedule import SnapshotSchedule, due_from, is_turn, next_due
+from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals, SnapshotSchedule, due_from, is_turn, next_due
 
 INTERVALS = st.integers(1, 50)
+CHOSEN = st.builds(
+    ChosenSchedule, st.integers(0, 200), st.builds(Intervals, INTERVALS, INTERVALS),
+    st.builds(Intervals, INTERVALS, INTERVALS), st.just(0),
+)  # fmt: skip
 
 
 @given(INTERVALS, st.integers(1, 5), st.integers(0, 30))
@@ -41,3 +47,24 @@ def test_each_multiple_of_the_interval_has_one_turn(interval: int, step: int) ->
     turns = [iteration for iteration in versions if is_turn(iteration, interval, step)]
     expected = {due_from(at, step) for at in range(0, 20 * interval * step, interval)} - {0}
     assert turns == sorted(expected & set(versions)) and not is_turn(step, 0, step)
+
+
+@given(CHOSEN, st.integers(0, 300), st.integers(1, 4))
+def test_what_is_due_is_captured_by_the_intervals_that_hold_then(
+    chosen: ChosenSchedule, after: int, every: int
+) -> None:
+    schedule = replace(SnapshotSchedule.of(every, 1, 0), chosen=chosen)
+    due = chosen.due(after, every)
+    assert due > after and schedule.captures(due)
+    missed = [i for i in range(after + 1, due) if schedule.captures(i)]
+    assert not missed, "it is the first"
+
+
+@given(CHOSEN, st.integers(0, 100), st.builds(Intervals, INTERVALS, INTERVALS))
+def test_a_change_leaves_what_is_past_as_it_was(chosen: ChosenSchedule, later: int, now: Intervals) -> None:
+    since = chosen.since + later
+    changed = replace(SnapshotSchedule.of(1, 1, 0), chosen=chosen.changed(since, now))
+    before = replace(changed, chosen=chosen)
+    for iteration in range(chosen.since, since + 100):
+        expected = before.captures(iteration) if iteration < since else iteration > 0 and iteration % now.captured == 0
+        assert changed.captures(iteration) == expected

@@ -1,0 +1,104 @@
+"""The intervals of a running job: the planner's, from measured seconds; bounded, monotone, and changed rarely."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_plugins.planner.intervals import Costs, plan_intervals
+from ft_plugins.planner.job_intervals import MOST_CAPTURED, MOST_STORED, WORTH, Measured, MeasuredJob, choose
+from ft_plugins.planner.survival import Cluster, Scheme
+
+JOB = MeasuredJob(captured=True, stored=True, nodes=6, group_nodes=6, losses=1, hw_rate=1e-2, sw_rate=0.1)
+MEASURED = Measured(iteration=2.0, fences=0.05, exchange=7.0, storage=60.0, job=3600.0, restarts=0)
+
+seconds = st.floats(0, 1e5)
+some_measured = st.builds(
+    Measured, iteration=st.floats(1e-3, 1e3), fences=seconds, exchange=seconds, storage=seconds,
+    job=st.floats(0, 1e8), restarts=st.integers(0, 1000),
+)  # fmt: skip
+rates = st.none() | st.floats(0, 100)
+some_jobs = st.builds(
+    MeasuredJob, captured=st.booleans(), stored=st.booleans(), nodes=st.integers(1, 3000),
+    group_nodes=st.integers(4, 16), losses=st.integers(0, 2), exchange_interval=st.integers(1, 5),
+    hw_rate=rates, sw_rate=rates,
+)  # fmt: skip
+captured, stored = st.integers(1, MOST_CAPTURED), st.integers(0, MOST_STORED)
+
+
+def wanted(job: MeasuredJob, measured: Measured) -> int:
+    """What is chosen where nothing holds it back: any interval is far from 1."""
+    return choose(job, measured, 1, 1).captured
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_they_are_those_of_the_planner_for_the_same_job(losses: int) -> None:
+    state = 60.0  # GiB; the figures are the seconds that link and storage take for them
+    costs = Costs(
+        state, MEASURED.iteration, MEASURED.fences, losses * state / MEASURED.exchange, 6 * state / MEASURED.storage
+    )
+    scheme = Scheme.RAIM5 if losses == 1 else Scheme.RAIM6
+    (plan,) = (one for one in plan_intervals(Cluster(6, 6, 1e-2, 0.1), costs).schemes if one.scheme is scheme)
+    found = choose(replace(JOB, losses=losses), MEASURED, 1, 1)
+    assert found.captured == plan.tiers[0].every and found.captured > 1
+    assert found.stored == min(plan.tiers[-1].every or 0, MOST_STORED)
+
+
+@given(some_jobs, some_measured, captured, stored)
+def test_they_are_bounded_and_what_is_not_chosen_stays(
+    job: MeasuredJob, measured: Measured, before: int, kept: int
+) -> None:
+    found = choose(job, measured, before, kept)
+    assert 1 <= found.captured <= MOST_CAPTURED and 0 <= found.stored <= MOST_STORED
+    assert job.captured or found.captured == before
+    assert (job.stored and measured.storage) or found.stored == kept, "how long a checkpoint takes is not known yet"
+
+
+@given(some_jobs, some_measured, captured, stored)
+def test_a_choice_is_final_until_what_is_measured_changes_a_lot(
+    job: MeasuredJob, measured: Measured, before: int, kept: int
+) -> None:
+    found = choose(job, measured, before, kept)
+    assert choose(job, measured, found.captured, found.stored).captured == found.captured
+    for was, now in ((before, found.captured), (kept, found.stored)):
+        assert now == was or max(was, now) >= WORTH * min(was, now)
+
+
+@given(some_jobs, some_measured, st.floats(1, 1e3), st.floats(1, 1e3))
+def test_the_more_a_snapshot_costs_the_rarer_it_is(
+    job: MeasuredJob, measured: Measured, waits: float, sends: float
+) -> None:
+    dearer = replace(measured, fences=measured.fences * waits, exchange=measured.exchange * sends)
+    assert wanted(job, dearer) >= wanted(job, measured)
+
+
+@given(some_jobs, some_measured, st.floats(1, 1e3), st.integers(0, 1000))
+def test_the_more_fails_the_more_often_snapshots_are_taken(
+    job: MeasuredJob, measured: Measured, times: float, restarts: int
+) -> None:
+    hw_rate, sw_rate = (rate if rate is None else min(100.0, rate * times) for rate in (job.hw_rate, job.sw_rate))
+    worse = replace(job, hw_rate=hw_rate, sw_rate=sw_rate)
+    failed = replace(measured, restarts=measured.restarts + restarts)
+    assert wanted(worse, failed) <= wanted(job, measured)
+
+
+def test_failures_are_observed_if_none_are_given_and_all_of_them_may_have_been_nodes() -> None:
+    observed = replace(JOB, hw_rate=None, sw_rate=None, losses=0, nodes=1)
+    day = replace(MEASURED, job=86400.0, restarts=3)
+    given_rate = replace(observed, hw_rate=4.0)
+    found, expected = choose(observed, day, 1, 1), choose(given_rate, day, 1, 1)
+    assert (found.captured, found.stored) == (expected.captured, expected.stored)
+    assert "as far as observed" in found.reason and "4 failures a day as given" in expected.reason
+    assert choose(observed, replace(day, job=0.0), 1, 1).captured >= 1, "a job that has just begun"
+
+
+def test_without_a_failure_to_expect_a_snapshot_costs_at_most_its_share_and_nothing_needs_a_checkpoint() -> None:
+    quiet = replace(JOB, hw_rate=0.0, sw_rate=0.0)
+    found = choose(quiet, replace(MEASURED, fences=0.2), 1, 100)
+    assert found.captured == 10, "0.2 s are one percent of ten iterations of 2 s"
+    assert found.stored == MOST_STORED
+    assert choose(quiet, replace(MEASURED, fences=0.0), 1, 100).captured == 4, "as often as the exchange keeps up"
+    assert choose(replace(quiet, exchange_interval=2), replace(MEASURED, fences=0.0), 1, 100).captured == 2
