@@ -218,7 +218,7 @@ def _trained(
     for _ in range(_UPDATES):
         for parameter, kind in zip(parameters, kinds, strict=True):
             parameter.grad = numbers(kind)
-            parameter.grad.view(-1)[:1] = -0.0
+            parameter.grad.view(-1)[1:2] = -0.0  # not of a single element, which would never change
         _update(twin)
         bits.append(_Bits.of(twin, parameters))
     unknown = [key for key in twin.state if not any(key is one for one in parameters)]

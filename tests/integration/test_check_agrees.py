@@ -23,7 +23,8 @@ from harness.megatron_lm import SCRIPT, SETTINGS
 
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 BOUND = 400.0  # seconds for one start; ten times what it takes on two idle cores
-CHECK = ("-c", "from ft_plugins.cli import main; main()", "check", "--json", "--")
+OURS = ("-c", "from ft_plugins.cli import main; main()")
+CHECK = (*OURS, "check", "--json", "--")
 FT_RUN = ("-m", "ft_plugins.launcher.command")
 
 LOOP = """
@@ -62,7 +63,7 @@ trainer.train()
 print("trained to", trainer.state.global_step)
 """
 TRAINED = (
-    *("--output_dir", "out", "--max_steps", "2", "--per_device_train_batch_size", "2", "--use_cpu", "True"),
+    *("--output_dir", "saved", "--max_steps", "2", "--per_device_train_batch_size", "2", "--use_cpu", "True"),
     *("--report_to", "none", "--save_strategy", "no"),
 )
 TRAINING: dict[str, tuple[str, ...]] = {  # the last four are refused
@@ -140,7 +141,10 @@ def both(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> tuple
     checked = json.loads(said.splitlines()[-1])
     refused = EXIT_REFUSED if checked["refusal"] else 0
     assert status == (1 if checked["rejected"] else refused), said
-    return checked, *run(*FT_RUN, *command)
+    job = f"agrees-{os.getpid()}-{folder.name}"
+    ended = run(*FT_RUN, "--ftp-job", job, *command)
+    run(*OURS, "end", job)  # of one that failed, whose snapshots wait for the next start
+    return checked, *ended
 
 
 def require_agreement(checked: dict[str, Any], status: int, output: str) -> None:

@@ -150,3 +150,11 @@ def test_parameters_that_an_optimizer_lists_only_in_its_update_get_their_state()
         one: set(state) for one, state in golden.state.items()
     }
     assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_a_group_of_single_elements_is_one_as_any_other() -> None:
+    """As a Trainer makes of a model whose only parameter without weight decay is the bias of one output."""
+    bias = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [bias]}, {"params": [torch.nn.Parameter(torch.ones(1, 4))]}], lr=0.1)
+    create_state(optimizer)
+    assert bias.item() == 1.0
