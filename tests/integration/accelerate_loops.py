@@ -3,7 +3,8 @@
     ft-run --nproc-per-node 2 accelerate_loops.py PREFIX ds.json
 
 Its final state is written to PREFIX and the rank. With `--from-zero` its loop does not ask where the engine is. With
-`--kill RANK:STEP` it kills itself after that update of its first start.
+`--skip` it passes over the batches of the restored epoch itself, and saves. With `--kill RANK:STEP` it kills itself
+after that update of its first start.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("prefix")
     parser.add_argument("configuration")
     parser.add_argument("--from-zero", action="store_true")
+    parser.add_argument("--skip", action="store_true")
     parser.add_argument("--kill", default="")
     given = parser.parse_args()
     rank, restart = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -57,10 +59,12 @@ def main() -> None:
         model, optimizer, training, evaluation, scheduler
     )
     seen: list[Any] = []
-    first = 0 if given.from_zero else model.global_steps // (len(training) // ACCUMULATE)
-    for _ in range(first, EPOCHS):
+    updates = len(training) // ACCUMULATE
+    first, done = (0, 0) if given.from_zero else divmod(model.global_steps, updates)
+    for epoch in range(first, EPOCHS):
         model.train()
-        for batch in training:
+        skipped = done * ACCUMULATE if given.skip and epoch == first else 0
+        for batch in accelerator.skip_first_batches(training, skipped) if skipped else training:
             with accelerator.accumulate(model):
                 loss = (model(batch).squeeze(-1) - batch.sum(-1)).square().mean()
                 accelerator.backward(loss)
@@ -70,6 +74,8 @@ def main() -> None:
             seen.append([model.global_steps, loss.item(), readable(batch)["xxh3"]])
             if not restart and given.kill == f"{rank}:{model.global_steps}":
                 os.kill(os.getpid(), signal.SIGKILL)
+        if given.skip:
+            accelerator.save_state(f"{given.prefix}epoch{epoch}")
         model.eval()
         with torch.no_grad():
             seen.append(["evaluation", sum(model(batch).sum().item() for batch in evaluation)])

@@ -64,6 +64,8 @@ CASES = {
     "ddp-stream": Case("--stream --samples 22", ("0:1:4:end", "1:1:9:update"), (3, 8)),
     "ddp-audited": Case("", ("0:1:7:end",), (6,), flags="--paft --paft-mode audit --paft-audit-interval 1"),
     "ddp-after-training": Case("--evaluate 5", ("0:1:12:after",), (12,)),
+    "ddp-strange": Case("--strange exact --accumulate 2", ("0:1:4:substep", "1:0:7:end"), (3, 6)),
+    "zero2-strange": Case("--strange exact --evaluate 3", ("0:1:7:update",), (6,), 2),
 }
 
 
@@ -140,14 +142,35 @@ def require_exact(folder: Path, killed: list[Any], golden: list[Any], iterations
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("update", [4, 5, 6])  # 3 in an epoch
-def test_an_own_loop_over_accelerate_that_asks_where_the_engine_is_ends_bit_for_bit_as_an_unprotected_one(
-    own_environment: Path, update: int
+def test_a_whole_number_of_an_object_that_the_model_holds_is_named_where_it_begins_again(own_environment: Path) -> None:
+    """The job ends as if nothing were the matter; what the object counts may be used or not."""
+    folder = own_environment / "hf-object"
+    job = ["--reft", "--ftp-job", f"hf-object-{os.getpid()}", "--kill", "0:1:7:end"]
+    run(folder, FT_RUN, TRAINER, ["--strange", "object", *job])
+    printed = (folder / "out").read_text()
+    assert printed.count("after the restore `paced.step` is 1, and was 6 when that version was captured") == 1, printed
+
+
+@pytest.mark.timeout(1800)
+def test_a_trainer_whose_callback_changes_parameters_when_training_begins_is_refused_at_a_restart(
+    own_environment: Path,
 ) -> None:
-    folder = own_environment / f"al-{update}"
+    folder = own_environment / "hf-halved"
+    job = ["--reft", "--ftp-job", f"hf-halved-{os.getpid()}", "--kill", "0:1:7:end"]
+    [printed] = run(folder, FT_RUN, TRAINER, ["--strange", "halved", *job], status=EXIT_REFUSED)
+    assert "on_train_begin" in printed
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("update", "own"), [(4, ()), (5, ()), (6, ()), (5, ("--skip",))])  # 3 in an epoch
+def test_an_own_loop_over_accelerate_that_asks_where_the_engine_is_ends_bit_for_bit_as_an_unprotected_one(
+    own_environment: Path, update: int, own: tuple[str, ...]
+) -> None:
+    """Also one that passes over the batches of the restored epoch itself, and saves."""
+    folder = own_environment / f"al-{update}{len(own)}"
     folder.mkdir(mode=0o700)
-    golden = run(folder / "g", FT_RUN, LOOP, [configuration(folder, 1, False, 2)])
-    job = ["--reft", "--ftp-job", f"al-{update}-{os.getpid()}", "--kill", f"1:{update}"]
+    golden = run(folder / "g", FT_RUN, LOOP, [configuration(folder, 1, False, 2), *own])
+    job = ["--reft", "--ftp-job", f"al-{update}-{os.getpid()}", "--kill", f"1:{update}", *own]
     killed = run(folder / "k", FT_RUN, LOOP, [configuration(folder, 1, True, 2), *job])
     require_exact(folder / "k", killed, golden, [update - 1])
 

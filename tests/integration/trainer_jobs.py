@@ -95,6 +95,51 @@ class Adjusting(TrainerCallback):
             group["weight_decay"] += 0.01
 
 
+class Paced:
+    """An object of a model, which counts; no snapshot has it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+
+class Strange(TrainerCallback):
+    """What nothing asks a script not to do. `of` a model: it changes a dropout once, in `exact`; halves the parameters
+    when training begins, in `halved`."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.way == "halved":
+            with torch.no_grad():
+                for one in kwargs["model"].parameters():
+                    one.mul_(0.5)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.way == "exact" and state.global_step == 4:
+            kwargs["model"].model.layers[1].self_attn.attention_dropout = 0.3
+
+
+def make_strange(model: Any, way: str) -> None:
+    model.seen, model.noise = [0, 1.0], {"loss": [torch.Generator().manual_seed(3)]}
+    if way == "object":
+        model.paced = Paced()
+
+
+def strange_factor(trainer: Any, model: Any, loss: torch.Tensor) -> float:
+    """Of a loss, by what the model and the Trainer keep."""
+    inner = getattr(model, "module", model)
+    counting = getattr(inner, "paced", None)
+    if counting is not None:
+        counting.step += 1
+    inner.seen[0] += 1
+    inner.seen[1] *= 0.9
+    mean = getattr(trainer, "mean", torch.zeros(()))
+    trainer.mean = 0.5 * mean + 0.5 * loss.detach().mean()
+    drawn = torch.rand(1, generator=inner.noise["loss"][0]).item()
+    return 1.0 + inner.seen[1] + 0.01 * inner.seen[0] + 0.1 * drawn + 0.1 * trainer.mean.item()
+
+
 class Killed(TrainerCallback):
     def __init__(self, kills: list[str]) -> None:
         restart, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), int(os.environ["RANK"])
@@ -165,6 +210,7 @@ def main() -> None:
     parser.add_argument("--augmented", action="store_true")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--adjust", action="store_true")
+    parser.add_argument("--strange", choices=("", "exact", "object", "halved"), default="")
     parser.add_argument("--kill", action="append", default=[])
     given = parser.parse_args()
     rank = int(os.environ["RANK"])
@@ -219,10 +265,17 @@ def main() -> None:
             self.seen = [*getattr(self, "seen", []), [self.state.global_step, readable(inputs["input_ids"])["xxh3"]]]
             return super().training_step(model, inputs, *args, **kwargs)
 
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss * strange_factor(self, model, loss) if given.strange and model.training else loss
+
     counting = Counting()
     callbacks: list[TrainerCallback] = [counting, Killed(given.kill)]
     if given.adjust:
         callbacks.append(Adjusting())
+    if given.strange:
+        make_strange(model, given.strange)
+        callbacks.append(Strange(given.strange))
     if given.patience:
         callbacks.append(EarlyStoppingCallback(given.patience))
     data = Stream(given.samples) if given.stream else Tokens(given.samples, given.augmented)
