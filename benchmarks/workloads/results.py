@@ -118,10 +118,17 @@ ROWS = (
               limit=0.0),
     ResultRow("sync_overhead", "paft_dyn_of_sync", "cost of averaging in the background, over waiting for it",
               most=0.5, limit=0.0, paper="0.51"),
+    *(ResultRow("sync_overhead", f"paft_dyn_of_sync_{ranks}", f"the same, {ranks} ranks that sleep, not compute",
+                most=1.0, limit=0.0, paper=paper)
+      for ranks, paper in ((8, "0.76"), (16, "0.52"), (32, "0.51"))),
     ResultRow("sync_overhead", "audit_10", "of an iteration, an audit after every tenth", most=0.005, share=True),
     ResultRow("sdc", "order_holds", "corrupted gradients: methods are in the paper's order", least=True, paper="yes"),
     ResultRow("sdc", "audit_identical", "corrupted and audited runs end as the clean one, bit for bit", least=True),
     ResultRow("sdc", "sigma_error", "error of the estimated noise", most=0.05, limit=0.0, share=True),
+    ResultRow("sdc", "divergence_error", "squared divergence, sigma^2 up to 1: error of the corrected Lemma 3.1",
+              most=0.05, limit=0.0, paper="of the form of Lemma 3.1", share=True),
+    ResultRow("sdc", "digits_state_gain", "a small ResNet, sigma^2 1e-2: points of accuracy that averaging optimizer "
+              "state adds", paper="few, by a curve"),
     ResultRow(_LOCAL, "edit_stall_x", "stall of a synchronisation, EDiT over Post Local SGD", most=0.125,
               limit="edit_stall_x_bound", paper="0.12"),
     ResultRow(_LOCAL, "a_edit_straggler_x", "one replica of 8 always lags: A-EDiT over plain", least=1.8,
