@@ -1,6 +1,7 @@
 """Measure iteration times of DreamDDP on slow links, next to overlapped data parallelism and local SGD.
 
-    python benchmarks/dreamddp.py [--quick] [--columns NAME ...] [--parts emulated real] [--rounds N] [--output FOLDER]
+    python benchmarks/dreamddp.py [--quick] [--columns NAME ...] [--parts emulated real search] [--rounds N]
+                                  [--output FOLDER]
 
 The part `emulated`: 8 replicas of one rank, each in a network namespace with a link throttled by `tc` (needs root), as
 in `local_sgd.py`: sessions, collectives, gradients and updates are real, compute is a sleep, so that 2 cores are
@@ -24,6 +25,7 @@ whole periods; a gain is the seconds of an iteration over those of the round's d
     COLUMN_period_error         measured period over the plan's, less 1
     COLUMN_plain_of_ideal       plain over what it takes on an ideal link with the same buckets: whether it overlaps
     COLUMN_exchange_of_link     measured communication over what the link needs for the bytes
+    COLUMN_h5_planned_x, ...    a planned iteration with another H over that with 10, by the measured profile
     over_overlapped_x, ...      the smallest of all columns; period_error: the largest
 
 The part `real`: a job of 4 ranks whose compute is real: a ResNet on scikit-learn's digits, on links on which an
@@ -31,6 +33,13 @@ exchange of all parameters takes 3 times the compute (workloads/real_replica.py)
 
     real_x                      seconds of an iteration with DistributedDataParallel over those with DreamDDP
     real_over_full_x            the same of local SGD with full synchronisation
+
+The part `search`: periods planned for the shapes of all columns, at three bandwidths each, H 5, over the best of all
+contiguous sets, which brute force finds (workloads/schedule_search.py). Nothing is measured but the planning.
+
+    search_planned_x            this project's schedule, median; below 1 as its sets need not be contiguous
+    search_paper_search_x, search_equal_x     the paper's search, and equal numbers of layers; `_worst_x`: the worst
+    search_planned_200_seconds, search_paper_search_200_seconds      to plan 200 layers, the worst
 
 Claims: over_overlapped_x >= 1.73, over_full_x >= 1.16, over_enp_x >= 1.02, each or within 3% of its bound, as ratios of
 the paper allow less in some columns; period_error within 5%; real_x > 1. `stolen_share` and `others_share` are the
@@ -61,15 +70,19 @@ from workloads.dreamddp_scenarios import (
     PlannedColumn,
     holds,
     measured_profile,
+    planned_seconds,
 )
 from workloads.layer_shapes import COLUMNS
 from workloads.local_blocks import PLAIN, StepLog
 from workloads.running import PROGRESS, Figures, arguments, run, say
+from workloads.schedule_search import schedule_figures
 from workloads.sync_blocks import PolicyFigure
 
 OVERLAPPED_LEAST, FULL_LEAST, ENP_LEAST, PERIOD_MOST = 1.73, 1.16, 1.02, 0.05
+OTHER_PERIODS = (5, 15)  # H that are planned, next to the paper's
 BOUND = 500.0  # seconds for one round
-PARTS = ("emulated", "real")
+PARTS = ("emulated", "real", "search")
+QUICK_PARTS = ("emulated", "search")
 NAMES = tuple(column.name for column in COLUMNS)
 QUICK_COLUMNS = ("resnet18_8",)
 
@@ -113,6 +126,7 @@ class ColumnResult:
             "exchange_of_link": plan.communication / link,
             "plain_of_ideal": self.middle(PLAIN) / plan.seconds[PLAIN],
         }
+        values |= {f"h{h}_planned_x": planned_seconds(self.profile, h) / plan.seconds[DREAMDDP] for h in OTHER_PERIODS}
         plain = [min(row[PLAIN], self.paper_overlapped) for row in self.seconds]
         for name, baselines, policy, wanted in (
             ("over_overlapped_x", plain, PLAIN, OVERLAPPED_LEAST),
@@ -160,7 +174,8 @@ def measure_column(scenario: ColumnScenario, hosts: Sequence[EmulatedHost], seed
 def over_columns(by_column: Mapping[str, Figures]) -> Figures:
     """The figures of all columns together, and whether each claim holds in all of them."""
     values: Figures = {}
-    for name in ("over_overlapped_x", "over_ddp_x", "over_full_x", "over_enp_x", "plain_of_ideal"):
+    compared = (f"h{h}_planned_x" for h in OTHER_PERIODS)
+    for name in ("over_overlapped_x", "over_ddp_x", "over_full_x", "over_enp_x", "plain_of_ideal", *compared):
         found = [float(figures[name]) for figures in by_column.values()]
         values |= {name: min(found), f"{name}_middle": statistics.median(found), f"{name}_most": max(found)}
     values["period_error"] = max((float(figures["period_error"]) for figures in by_column.values()), key=abs)
@@ -208,7 +223,7 @@ def run_real(scale: real_replica.RealScale, hosts: Sequence[EmulatedHost], seed:
 def measure(chosen: argparse.Namespace) -> Figures:
     """All parts that are chosen."""
     columns = chosen.columns or (QUICK_COLUMNS if chosen.quick else NAMES)
-    parts = chosen.parts or (PARTS[:1] if chosen.quick else PARTS)
+    parts = chosen.parts or (QUICK_PARTS if chosen.quick else PARTS)
     scenarios = [one for one in FULL_RUN if one.name in columns]
     if chosen.smoke:
         scenarios = [replace(one, compute=0.2, parameters=1 << 18, iterations=2) for one in scenarios]
@@ -226,6 +241,9 @@ def measure(chosen: argparse.Namespace) -> Figures:
             results, values = run_emulated(scenarios, hosts, chosen.seed, chosen.output or Path(folder))
         if "real" in parts:
             values |= run_real(scale, hosts, chosen.seed)
+    if "search" in parts:
+        PROGRESS.step("schedules by brute force")
+        values |= schedule_figures(COLUMNS[:1] if chosen.smoke else COLUMNS)
     if chosen.output is not None and results:
         from workloads.dreamddp_pictures import draw_columns, draw_period
 

@@ -14,9 +14,10 @@ workloads/sdc_runs.py, the rules for the paper's order and the comparison with t
     audit_identical      with faults on one of four replicas, every run with an audit after each update ended
                          bit-identical to the clean run on every rank; the faults did act, and without audit they
                          changed the final state
+    LEARNER_state_gain   points (workloads/sdc_checks.py) that averaging the optimizer's state adds, at 1e-2, every 5
     sigma_error, divergence_error
-                         worst relative error with SGD on known noise: of the estimate of sigma, and of the squared
-                         divergence against d (M-1)/M s^2 sum(lr^2)
+                         worst relative error with SGD on known noise, of variance 1 too: of the estimate of sigma, and
+                         of the squared divergence against d (M-1)/M s^2 sum(lr^2)
 
 Claims: order_holds, audit_identical, sigma_error and divergence_error <= 0.05, divergence_after_sync = 0.
 """
@@ -37,7 +38,21 @@ from workloads import learners, sdc_checks
 from workloads.pictures import draw_learner
 from workloads.running import PROGRESS, Figures, arguments, run, say
 from workloads.sdc_checks import SCALES, TheoryErrors
-from workloads.sdc_runs import AUDIT, BURSTS, CLEAN, METHODS, NOISED, RANKS, UNAUDITED, VARIANCES, Case, cases
+from workloads.sdc_runs import (
+    ALL_STATE,
+    AUDIT,
+    BURSTS,
+    CLEAN,
+    METHODS,
+    NOISED,
+    RANKS,
+    STEADY,
+    UNAUDITED,
+    VARIANCES,
+    Case,
+    case,
+    cases,
+)
 from workloads.trained import TrainingOutcome, train
 
 ITERATIONS = {"digits": 150, "text": 240}
@@ -68,6 +83,7 @@ def chosen(names: Sequence[str], seeds: Sequence[int], quick: bool) -> Iterator[
     for name in names:
         for seed in seeds:
             count = ITERATIONS[name]
+            yield case(name, seed, count, ALL_STATE, QUICK_NOISE)
             if quick:
                 yield from cases(name, seed, count, (QUICK_NOISE,), QUICK_METHODS, (QUICK_NOISE,))
                 continue
@@ -122,6 +138,9 @@ def figures(results: Sequence[Result], names: Sequence[str], theory: Sequence[Th
                 values[f"{name}_{noise}_{method}"] = mean
         averaged = {key: by_seed for key, by_seed in scores.items() if key[1] in METHODS}
         judged = sdc_checks.judge(SCALES[name].losses(clean, averaged))
+        if all((QUICK_NOISE, method) in scores for method in (ALL_STATE, "sync_5")):
+            apart = statistics.fmean(scores[QUICK_NOISE, ALL_STATE]) - statistics.fmean(scores[QUICK_NOISE, "sync_5"])
+            values[f"{name}_state_gain"] = apart / SCALES[name].point
         values[f"order_holds_{name}"] = sdc_checks.order_holds(judged)
         say("\n  ".join([f"{name}:", *map(str, judged)]))
         verdicts += judged
@@ -161,7 +180,7 @@ def measure(options: argparse.Namespace) -> Figures:
     """All runs, and what they show."""
     names = options.learners or (NAMES[1:] if options.smoke else QUICK_LEARNERS if options.quick else NAMES)
     todo = [*chosen(names, options.seeds or ((1,) if options.quick else (1, 2, 3)), options.quick)]
-    noises = {QUICK_NOISE: VARIANCES[QUICK_NOISE]} if options.quick else VARIANCES
+    noises = STEADY | ({QUICK_NOISE: VARIANCES[QUICK_NOISE]} if options.quick else VARIANCES)
     if options.smoke:
         todo = [replace(one, run=replace(one.run, iterations=SMOKE)) for one in todo]
         noises = {}

@@ -1,6 +1,7 @@
 """Measure what PAFT costs per iteration, with links throttled so that PAFT-Sync costs as much as in the paper.
 
-    python benchmarks/sync_overhead.py [--quick] [--rounds N] [--calibrations N] [--output FOLDER]
+    python benchmarks/sync_overhead.py [--quick] [--rounds N] [--calibrations N] [--workers 8 16 32]
+                                       [--output FOLDER]
 
 4 ranks, each in a network namespace with a link throttled by `tc` (needs root); gradients, averages and digests really
 pass it. Compute is a sleep, so that 2 cores are enough; workloads/sync_cost.py lists what is real. Gradients are
@@ -16,6 +17,11 @@ with its 95% bootstrap interval.
     audit_10        digests of parameters and momentum compared after every 10 iterations
     audit_1         after every iteration
 
+With more workers (`_8`, `_16`, `_32`; the paper's table 3): one round of plain, paft_sync and paft_dyn each. As all
+share the processors, compute is longer and the link slower in proportion; the shares of an iteration stay.
+
+    paft_sync_8, paft_dyn_8, paft_dyn_of_sync_8, ...
+
 Claims: paft_sync 0.23 +- 0.03 (`calibrated`), paft_dyn_of_sync <= 0.5, audit_10 <= 0.005.
 """
 
@@ -24,6 +30,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from dataclasses import replace
 
 from harness.emulated_nodes import network
 from harness.gang import gang
@@ -38,12 +45,14 @@ TARGET, WITHIN = 0.23, 0.03  # of the claim
 CALIBRATE_WITHIN = 0.012
 CALIBRATIONS, QUICK_CALIBRATIONS = 6, 3
 ROUNDS, QUICK_ROUNDS = 16, 2
-BLOCK = 20  # iterations
+BLOCK, SMOKE_BLOCK = 20, 2  # iterations
 COMPUTE_SECONDS = 0.15  # six times the processor time of an averaging on two cores
 LAYERS, WIDTH = 4, 32768
 MBPS = 250.0  # initial rate
 NOISE = 20.0
 AUDIT_MOST = 0.005
+WORKERS, QUICK_WORKERS = (8, 16, 32), (8,)
+SCALED = ("paft_sync", "paft_dyn")
 BOUND, ROUND_BOUND = 300.0, 120.0  # seconds; a round takes half a minute on two idle cores
 MODES = {
     "paft_sync": {"mode": "sync", "h": H},
@@ -62,10 +71,19 @@ def planned(rounds: int, calibrations: int, seed: int) -> SyncPlan:
     )
 
 
-def run_plan(plan: SyncPlan, seconds: float) -> SyncMeasurement:
-    """Run the plan. Times are means over ranks, which meet in every iteration; all else is from rank 0."""
-    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, RANKS + 1)) as hosts:
-        ranks = gang(sync_cost.measure, RANKS, plan, hosts, folder, hosts=hosts, seconds=seconds)
+def scaled(plan: SyncPlan, mbps: float, ranks: int, iterations: int = BLOCK) -> SyncPlan:
+    """One round of more ranks, on links of which that of RANKS had `mbps`."""
+    modes, larger = {name: MODES[name] for name in SCALED}, ranks / RANKS
+    return replace(
+        plan, modes=modes, blocks=sync_blocks.shuffled((PLAIN, *modes), 1, ranks), iterations=iterations,
+        compute_seconds=larger * plan.compute_seconds, mbps=mbps / larger, calibrations=0,
+    )  # fmt: skip
+
+
+def run_plan(plan: SyncPlan, seconds: float, world: int = RANKS) -> SyncMeasurement:
+    """Run the plan on `world` ranks. Times are means over ranks, which meet in every iteration; the rest rank 0's."""
+    with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as folder, network(range(1, world + 1)) as hosts:
+        ranks = gang(sync_cost.measure, world, plan, hosts, folder, hosts=hosts, seconds=seconds)
     means = tuple(
         {name: statistics.mean(each[name] for each in rows) for name in rows[0]}
         for rows in zip(*(one.seconds for one in ranks), strict=True)
@@ -112,12 +130,21 @@ def measure(chosen: argparse.Namespace) -> Figures:
         from workloads.pictures import draw_costs
 
         draw_costs(costs, chosen.output / "costs.png")
-    return figures(plan, measured, costs)
+    values = figures(plan, measured, costs)
+    for ranks in chosen.workers if chosen.workers is not None else QUICK_WORKERS if chosen.quick else WORKERS:
+        PROGRESS.step(f"{ranks} workers")
+        larger = scaled(plan, measured.mbps, ranks, SMOKE_BLOCK if chosen.smoke else BLOCK)
+        one = sync_blocks.costs(run_plan(larger, BOUND + ROUND_BOUND * ranks / RANKS, ranks).seconds)
+        values |= {f"{name}_{ranks}": cost.value for name, cost in one.items()}
+        values[f"paft_dyn_of_sync_{ranks}"] = one["paft_dyn"].value / one["paft_sync"].value
+        say(f"{ranks} workers: {'   '.join(f'{name} {cost.value:.2%}' for name, cost in one.items())}")
+    return values
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__, f"{QUICK_ROUNDS} rounds and {QUICK_CALIBRATIONS} rates")
     parser.add_argument("--rounds", type=int, help=f"rounds of one block per mode (default {ROUNDS})")
     parser.add_argument("--calibrations", type=int, help=f"rates tried at most (default {CALIBRATIONS})")
+    parser.add_argument("--workers", nargs="*", type=int, help="numbers of further ranks (default 8 16 32; quick: 8)")
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks")
     run("sync_overhead", measure, parser)

@@ -48,12 +48,19 @@ def draw_period(logs: Mapping[str, Sequence[StepLog]], compute: float, path: Pat
 
 
 def draw_losses(learner: str, outcomes: OutcomesBySeed, path: Path) -> None:
-    """The loss by iteration with each policy, medians over seeds."""
-    figure = new_figure(path, 8, 5)
-    axes = figure.subplots()
+    """The loss by iteration with each policy, medians over seeds; and the divergence, of the first seed."""
+    figure = new_figure(path, 13, 5)
+    axes, apart = figure.subplots(1, 2)
     colours = {PLAIN: COLOURS[PLAIN], FULL_SYNC: "#c8322b", DREAMDDP: COLOURS[DREAMDDP]}
     for policy, by_seed in outcomes.items():
+        if policy not in colours:
+            continue
         axes.plot(*median_curve(by_seed.values()), color=colours[policy], label=policy)
+        if points := next(iter(by_seed.values())).divergences:
+            apart.plot(*zip(*points, strict=True), ".", color=colours[policy])
+    apart.set_title("squared distance from the mean", loc="left", fontweight="bold")
+    apart.set_xlabel("iteration")
+    style_axes(apart)
     axes.set_title(f"{learner}: loss of the mean of all replicas", loc="left", fontweight="bold")
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss on held-out data, median over seeds")

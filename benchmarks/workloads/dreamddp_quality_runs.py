@@ -1,6 +1,7 @@
 """Define the runs that show what DreamDDP does to the loss, next to local SGD with full synchronisation. Pure.
 
-    H             5 iterations with both policies: DreamDDP's default. Learners have a module for each of them at least
+    H             5 iterations with both policies: DreamDDP's default. Learners have a module for each of them at least.
+                  `dreamddp_h2`, `dreamddp_h3`: shorter ones (the paper's are 5 and more, for models of 18 and more)
     iterations    1200 or 600, of which the first 10% are a warm-up in which gradients are reduced over all replicas
     schedule      from a profile in which times follow from the sizes of modules (`quality_training.profile_by_size`)
     anchors       none: all modules are synchronised at once only at the end
@@ -12,6 +13,7 @@ In: learner, seed. Out: `QualityRun`s; ratios, paired by seed."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,17 +25,17 @@ COMPARED = (PLAIN, FULL_SYNC, DREAMDDP)
 LONG = {"deep_noisy_digits": QualityScale(1200, H, 40), "deep_text": QualityScale(600, H, 20)}
 SMOKE = QualityScale(50, H, 5)
 WITHIN = 0.01  # of a loss: as good
+PERIODS = {f"{DREAMDDP}_h{h}": h for h in (2, 3)}  # policies with another H
 
 OutcomesBySeed = Mapping[str, Mapping[int, QualityOutcome]]  # by policy
 
 
 def compared_run(learner: str, seed: int, policy: str, scale: QualityScale) -> QualityRun:
     """One run of a policy."""
-    sync: dict[str, Any] = {
-        PLAIN: {},
-        FULL_SYNC: {"policy": "post_local_sgd", "tau": H, "warmup": scale.warmup},
-        DREAMDDP: {"policy": "dreamddp", "h": H, "tau": scale.iterations, "warmup": scale.warmup},
-    }[policy]
+    sync: dict[str, Any] = {"policy": "dreamddp", "h": PERIODS.get(policy, H), "tau": scale.iterations}
+    if policy == FULL_SYNC:
+        sync = {"policy": "post_local_sgd", "tau": H}
+    sync = sync | {"warmup": scale.warmup} if policy != PLAIN else {}
     return QualityRun(learner, seed, policy, scale, sync, averaged=policy != PLAIN)
 
 
@@ -62,6 +64,16 @@ def iterations_to(outcome: QualityOutcome, loss: float) -> float:
             return start + (at - start) * (higher - loss) / (higher - value)
         before = (at, value)
     return float("inf")
+
+
+def divergence_ratios(outcomes: OutcomesBySeed) -> list[float]:
+    """Mean divergence of DreamDDP over that of full synchronisation, by seed; as far as it was measured."""
+    found = []
+    for seed, one in sorted(outcomes[DREAMDDP].items()):
+        ours, full = one.divergences, outcomes[FULL_SYNC][seed].divergences
+        if ours and full:
+            found.append(statistics.fmean(dict(ours).values()) / statistics.fmean(dict(full).values()))
+    return found
 
 
 def quality_ratios(outcomes: OutcomesBySeed) -> list[float]:

@@ -155,6 +155,12 @@ def measured_profile(model: LayeredModel, logs: Sequence[StepLog]) -> LayerProfi
     return LayerProfile(tuple(layers), len(logs))
 
 
+def planned_seconds(profile: LayerProfile, period: int) -> float:
+    """Seconds of an iteration as a job plans them."""
+    layers = JobLayers((tuple(layer.name for layer in profile.layers),), ())
+    return (planned_schedule(layers, profile, period).seconds or 0.0) / period
+
+
 @dataclass(frozen=True)
 class PlannedColumn:
     """What the measured profile lets expect: seconds of an iteration by policy; `least`: with any schedule."""
@@ -167,12 +173,11 @@ class PlannedColumn:
     @classmethod
     def of(cls, scenario: ColumnScenario, profile: LayerProfile) -> PlannedColumn:
         per = H * NANO
-        layers = JobLayers((tuple(layer.name for layer in profile.layers),), ())
         seconds = {
             PLAIN: scenario.overlapped(),
             FULL: unhidden_period_ns(profile, H) / per,
             ENP: period_ns(profile, equal_number(len(profile), H)) / per,
-            DREAMDDP: (planned_schedule(layers, profile, H).seconds or 0.0) / H,
+            DREAMDDP: planned_seconds(profile, H),
         }
         compute = profile.compute_ns / NANO
         least = compute + least_exposed_ns(profile, H) / per

@@ -126,12 +126,14 @@ class SynchronisationRecord:
 
 @dataclass(frozen=True)
 class QualityOutcome:
-    """The held-out losses of a run, by iteration, and its synchronisations; `modules`: what is judged apart."""
+    """The held-out losses of a run, by iteration, and its synchronisations; `modules`: what is judged apart.
+    `divergences`: mean over replicas of the squared distance from their mean, by iteration, of `averaged` runs."""
 
     run: QualityRun
     losses: tuple[tuple[int, float], ...]
     modules: int
     synchronisations: tuple[SynchronisationRecord, ...] = field(repr=False, default=())
+    divergences: tuple[tuple[int, float], ...] = field(repr=False, default=())
 
     @property
     def loss(self) -> float:

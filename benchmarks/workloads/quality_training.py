@@ -35,6 +35,7 @@ from workloads.quality_runs import RANKS, QualityOutcome, QualityRun, QualitySca
 from workloads.trained import evaluated_at, optimizer_of
 
 DREAMDDP, COMMUNICATION = "dreamddp", 3.0
+STRIDE = 11  # iterations between two measurements of divergence, no multiple of H: all parts of a period as often
 Losses = tuple[tuple[int, float], ...]
 
 
@@ -89,6 +90,16 @@ def mean_of_replicas(model: torch.nn.Module, world: int) -> Iterator[None]:
                 parameter.copy_(before)
 
 
+def divergence(model: torch.nn.Module, world: int) -> float:
+    """Mean over replicas of the squared distance of their parameters from their mean."""
+    own = torch.cat([one.detach().flatten() for one in model.parameters()]).double()
+    mean = own.clone()
+    dist.all_reduce(mean)
+    apart = (own - mean / world).square().sum()
+    dist.all_reduce(apart)
+    return apart.item() / world
+
+
 def _held_out(one: Learner, rank: int, world: int) -> float:
     """The mean loss over all held-out examples, if replicas are equal."""
     sums = torch.tensor(one.held_out(one.model, rank, world), dtype=torch.float64)
@@ -96,13 +107,13 @@ def _held_out(one: Learner, rank: int, world: int) -> float:
     return (sums[0] / sums[1]).item()
 
 
-def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses, int]:
-    """The losses, and the number of modules."""
+def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses, int, Losses]:
+    """The losses, the number of modules, the divergences."""
     one = learner(run.learner, run.seed)
     model = DistributedDataParallel(one.model)
     optimizer = optimizer_of(one.optimizer, list(one.model.parameters()))
     points = evaluated_at(run.scale.iterations, run.scale.evaluations)
-    losses = []
+    losses, divergences = [], []
     for iteration in _iterations(rank, world, run, model, optimizer, run_dir):
         for group in optimizer.param_groups:
             group["lr"] = run.rate * one.rate(iteration, run.scale.iterations)
@@ -110,23 +121,26 @@ def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses
         loss = one.garbage if run.is_garbage(iteration, rank) else one.loss
         loss(model, iteration, rank).backward()
         optimizer.step()
+        if run.averaged and iteration > run.scale.warmup and iteration % STRIDE == 0:
+            divergences.append((iteration, divergence(one.model, world)))
         if iteration in points:
             with mean_of_replicas(one.model, world) if run.averaged else nullcontext():
                 losses.append((iteration, _held_out(one, rank, world)))
-    return tuple(losses), len({module_of(name) for name, _ in one.model.named_parameters()})
+    modules = {module_of(name) for name, _ in one.model.named_parameters()}
+    return tuple(losses), len(modules), tuple(divergences)
 
 
 def train_quality(run: QualityRun, run_dir: Path, seconds: float = 600.0) -> QualityOutcome:
     """Train on forked ranks. Raises RankError, TimeoutError."""
     run_dir.mkdir(parents=True)
-    results: Sequence[tuple[Losses, int]] = gang(_train, RANKS, run, str(run_dir), seconds=seconds)
-    losses, modules = results[0]
+    results: Sequence[tuple[Losses, int, Losses]] = gang(_train, RANKS, run, str(run_dir), seconds=seconds)
+    losses, modules, divergences = results[0]
     records = [
         SynchronisationRecord(*(event.fields[name] for name in ("iteration", "left_out", "rolled_back", "clipped")))
         for event in read(run_dir / "events.jsonl")
         if event.name == catalogue.REPLICAS_SYNCHRONISED.name and event.rank == 0
     ]
-    return QualityOutcome(run, losses, modules, tuple(records))
+    return QualityOutcome(run, losses, modules, tuple(records), divergences)
 
 
 def to_line(outcome: QualityOutcome) -> str:
@@ -140,5 +154,5 @@ def from_line(line: str) -> QualityOutcome:
     run = fields["run"]
     run |= {"scale": QualityScale(**run["scale"]), "garbage": tuple(run["garbage"]) if run["garbage"] else None}
     records = tuple(SynchronisationRecord(**one) for one in fields["synchronisations"])
-    losses = tuple((at, loss) for at, loss in fields["losses"])
-    return QualityOutcome(QualityRun(**run), losses, fields["modules"], records)
+    losses, apart = (tuple((at, value) for at, value in fields.get(name, ())) for name in ("losses", "divergences"))
+    return QualityOutcome(QualityRun(**run), losses, fields["modules"], records, apart)

@@ -78,12 +78,12 @@ BENCHMARKS = {
     "recovery": Benchmark(800, 170),
     "bubble_overhead": Benchmark(9000, 175, links=True),
     "simulate": Benchmark(60, 20),
-    "sync_overhead": Benchmark(600, 140, links=True),
-    "sdc": Benchmark(1200, 150, _DIGITS),
+    "sync_overhead": Benchmark(840, 160, links=True),
+    "sdc": Benchmark(1300, 170, _DIGITS),
     "local_sgd": Benchmark(900, 160, links=True),
     "local_sgd_quality": Benchmark(1500, 150, _DIGITS),
     "dreamddp": Benchmark(3600, 160, _DIGITS, links=True),
-    "dreamddp_quality": Benchmark(1200, 150, _DIGITS),
+    "dreamddp_quality": Benchmark(2000, 150, _DIGITS),
     "scale": Benchmark(600, 120),
 }
 

@@ -7,8 +7,8 @@ Noise is Gaussian and added to each rank's gradients after their aggregation. Th
     burst_0.1, _1    variance 1e-4, and 0.1 or 1 in every 40th iteration (the paper: every 500th of far more)
 
 Methods: `clean` (nothing of the package is called), `noised` (no averaging), PAFT-Sync every 5, 10, 50 iterations,
-PAFT-Dyn with its defaults. With noise on one replica of four only: `audit` compares after each update and repairs;
-`struck` does not, which shows what the audit repaired.
+PAFT-Dyn with its defaults; `sync_5_all`: every 5, of the optimizer's state as well. With noise on one replica of four
+only: `audit` compares after each update and repairs; `struck` does not, which shows what the audit repaired.
 
 Invariant: runs of one learner and seed start from the same model and read the same data; a noise is the same for all
 methods.
@@ -31,6 +31,7 @@ CLEAN, NOISED, AUDIT, UNAUDITED = "clean", "noised", "audit", "struck"
 NEVER = 1_000_000  # iterations
 BURST_EVERY = 40
 VARIANCES = {"1e-4": 1e-4, "1e-3": 1e-3, "1e-2": 1e-2, "1e-1": 1e-1}
+STEADY = {"1": 1.0}  # no model learns with it; only its divergence is compared with theory
 BURSTS = {"burst_0.1": 0.1, "burst_1": 1.0}  # variance of a burst
 AVERAGING: Mapping[str, Mapping[str, Any]] = {
     "sync_5": {"mode": "sync", "h": 5},
@@ -39,9 +40,11 @@ AVERAGING: Mapping[str, Mapping[str, Any]] = {
     "dyn": {"mode": "dyn"},
 }
 METHODS = (NOISED, *AVERAGING)
+ALL_STATE = "sync_5_all"  # averages the optimizer's state, too
 _BLOCKS: Mapping[str, Mapping[str, Any]] = {
     NOISED: {"mode": "sync", "h": NEVER},
     **AVERAGING,
+    ALL_STATE: {**AVERAGING["sync_5"], "average_optimizer_state": True},
     UNAUDITED: {"mode": "sync", "h": NEVER},
     AUDIT: {"mode": "audit", "audit_interval": 1},
 }
@@ -62,8 +65,8 @@ class Case:
 def faults(noise: str, seed: int, rank: int | None = None) -> str:
     """The faults of a noise, on `rank` or on all ranks."""
     condition = "" if rank is None else f"rank={rank}"
-    if noise in VARIANCES:
-        return _fault((condition,), VARIANCES[noise], seed)
+    if variance := (VARIANCES | STEADY).get(noise):
+        return _fault((condition,), variance, seed)
     burst = _fault((f"iteration%{BURST_EVERY}=0", condition), BURSTS[noise], seed)
     return f"{burst};{_fault((condition,), VARIANCES['1e-4'], seed)}"
 

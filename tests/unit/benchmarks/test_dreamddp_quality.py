@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,16 +16,26 @@ from workloads.dreamddp_quality_runs import (
     DREAMDDP,
     FULL_SYNC,
     LONG,
+    PERIODS,
     SMOKE,
     H,
     by_seed,
     compared_run,
+    divergence_ratios,
     iterations_to,
     quality_ratios,
 )
 from workloads.local_blocks import PLAIN
 from workloads.quality_runs import QualityOutcome, QualityScale
-from workloads.quality_training import COMMUNICATION, from_line, mean_of_replicas, profile_by_size, to_line
+from workloads.quality_training import (
+    COMMUNICATION,
+    STRIDE,
+    divergence,
+    from_line,
+    mean_of_replicas,
+    profile_by_size,
+    to_line,
+)
 
 
 def outcome(policy: str, losses: dict[int, float], seed: int = 1) -> QualityOutcome:
@@ -94,3 +105,29 @@ def test_the_mean_is_evaluated_and_each_replica_trains_on_with_its_own_parameter
     for rank, (inside, after) in enumerate(gang(_evaluated, 2, seconds=60)):
         assert inside == pytest.approx([0.6, 0.6])
         assert after == torch.full((2,), rank + 0.1).tolist()
+
+
+def _apart(rank: int, world: int) -> float:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, float(rank))
+    return divergence(model, world)
+
+
+def test_divergence_is_the_mean_squared_distance_from_the_mean() -> None:
+    torch.set_num_threads(1)  # nothing parallel before the fork
+    assert gang(_apart, 3, seconds=60) == [pytest.approx(2 * (1 + 0 + 1) / 3)] * 3
+
+
+def test_divergences_are_compared_by_seed_and_kept_in_the_file_of_results() -> None:
+    ours, full = (
+        replace(outcome(policy, {10: 1.0}), divergences=((11, value), (22, value + 1.0)))
+        for policy, value in ((DREAMDDP, 1.0), (FULL_SYNC, 2.0))
+    )
+    assert from_line(to_line(ours)) == ours
+    assert divergence_ratios({DREAMDDP: {1: ours}, FULL_SYNC: {1: full}}) == [pytest.approx(1.5 / 2.5)]
+    assert not divergence_ratios({DREAMDDP: {1: outcome(DREAMDDP, {10: 1.0})}, FULL_SYNC: {1: full}})
+
+
+def test_all_parts_of_a_period_are_measured_as_often() -> None:
+    assert all(math.gcd(STRIDE, h) == 1 for h in (H, *PERIODS.values()))
+    assert all(scale.warmup % h == 0 for scale in LONG.values() for h in PERIODS.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import sync_overhead
 from ft_plugins.errors import FtError
 from workloads.sync_blocks import PLAIN, costs, interval, next_rate, shuffled
 
@@ -61,3 +62,12 @@ def test_no_step_is_beyond_a_factor_and_what_cannot_be_is_refused() -> None:
     assert next_rate(1e6, 0.05, 5.0, 2, 0.23, 1e6) == pytest.approx(8e6)
     with pytest.raises(FtError, match="cannot cost 23%: expected less than 20%"):
         next_rate(1e6, 0.05, 0.1, 5, 0.23, 1e6)
+
+
+@pytest.mark.parametrize("ranks", sync_overhead.WORKERS)
+def test_more_workers_have_the_ratios_of_the_calibrated_ones(ranks: int) -> None:
+    plan = sync_overhead.planned(2, 1, 1)
+    more = sync_overhead.scaled(plan, 100.0, ranks)
+    link, one = more.mbps * more.compute_seconds, 100.0 * plan.compute_seconds
+    assert link == pytest.approx(one) and more.compute_seconds > plan.compute_seconds
+    assert more.calibrations == 0 and sorted(more.blocks[0]) == sorted(("plain", *sync_overhead.SCALED))

@@ -55,6 +55,7 @@ def test_divergence_and_its_estimate_are_those_of_theory(tmp_path: Path) -> None
 def test_a_variance_is_told_as_its_root_and_bursts_come_before_what_is_between_them() -> None:
     assert faults("1e-2", 7) == "update.gradients:gauss=0.1~7"
     assert faults("1e-4", 7, rank=1) == "update.gradients@rank=1:gauss=0.01~7"
+    assert faults("1", 7) == "update.gradients:gauss=1~7"
     assert faults("burst_1", 7) == "update.gradients@iteration%40=0:gauss=1~7;update.gradients:gauss=0.01~7"
     for noise in [*VARIANCES, *BURSTS]:
         assert faults(noise, 1, 1).count("rank=1") == faults(noise, 1).count("gauss")
