@@ -82,15 +82,16 @@ class BatchesAhead:
     def __init__(self, loader: Any) -> None:
         """Follow `loader` from now on. Raises UnsupportedError if it cannot be followed."""
         self._shard, kind = loader, type(loader).__name__
-        self._loader: Any = getattr(loader, "base_dataloader", None)
+        prepared = getattr(loader, "base_dataloader", None)
         refuse_built(
             {
-                "unprepared": self._loader is None and kind,
-                "dispatched": kind == _DISPATCHER and is_sampled(self._loader),
-                "persistent": getattr(self._loader, "persistent_workers", False),
-                "stateful": is_stateful(self._loader) and type(self._loader).__name__,
+                "unprepared": prepared is None and kind,
+                "dispatched": kind == _DISPATCHER and is_sampled(prepared),
+                "persistent": getattr(prepared, "persistent_workers", False),
+                "stateful": is_stateful(prepared) and type(prepared).__name__,
             }
         )
+        self._loader = loader.base_dataloader
         self._passes = Passes(self._reading)
         self.values = LoaderValues(self._loader)
         self._taken = 0  # batches of the pass under way
