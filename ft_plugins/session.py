@@ -121,7 +121,7 @@ class Session:
         with self._collective.agreement():
             sync = synchronizer_of(self._host, self._config, self._events, self._context.run_dir)
         sync.connect(self._collective)
-        sync.on_complete = self._capture_deferred
+        sync.on_complete, sync.on_agreed = self._capture_deferred, self._replicas_agree
         self._sync = self._carrying.synchronizer = sync
         if self._first:
             say(sync.table())
@@ -226,7 +226,7 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         if not self.iteration and isinstance(self._host, Looping):
             self._host.loop_begins()
-        if self._reft is not None and self._sync is None:
+        if self._reft is not None and not self._deferred and (self._sync is None or self._sync.in_step):
             self._reft.hold()
         self.restore_position()
         self.iteration = step
@@ -342,6 +342,10 @@ class Session:
         if version and self._reft is not None:
             with self._carrying.held() as kept:
                 self._guarded(lambda reft: reft.iteration_end(version, kept))
+
+    def _replicas_agree(self, step: int) -> None:
+        if (reft := self._reft) is not None:
+            reft.agreed(step)
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""

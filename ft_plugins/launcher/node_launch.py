@@ -309,8 +309,8 @@ def _run(
 
 def _undrainable(config: Config) -> str:
     redundancy = (config.capture.redundancy if config.capture else None) or ""
-    audited = config.paft is not None and config.paft.mode == "audit"
-    return cannot_be_drained(redundancy, audited, config.sync is not None)
+    apart = config.sync is not None and config.capture is not None and config.capture.versions != "every"
+    return cannot_be_drained(redundancy, apart)
 
 
 def _forward(events: Events, event: Event) -> None:

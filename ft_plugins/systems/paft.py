@@ -49,6 +49,7 @@ class Paft:
     """PAFT on one rank, as a `Synchronizer`. Call `connect`, then `begin`, then the hooks."""
 
     name = "paft"
+    in_step = True  # gradients are reduced over all replicas
 
     def __init__(self, host: Host, config: PaftConfig, events: Events) -> None:
         """Plan, without communication. Raises ConfigError; UnsupportedError if PAFT is impossible or useless here."""
@@ -57,6 +58,7 @@ class Paft:
                 f"{host.framework}: parameters cannot be changed between two updates here; drop --paft"
             )
         self.on_complete: Callable[[], None] = lambda: None  # never called: no version is deferred
+        self.on_agreed: Callable[[int], None] = lambda step: None
         self._host: Host = host
         self._operations: ReplicaOperations = host
         self._config, self._events = config, events
@@ -116,7 +118,7 @@ class Paft:
         if self._policy.audit_interval:
             on_corruption = OnCorruption(self._config.on_corruption)
             auditing = Auditing(self._buckets, links, lambda: {**live(), **copies()}, on_corruption, self._operations)
-            self._verdicts = Verdicts(self._host.rank, auditing, background, self._events)
+            self._verdicts = Verdicts(self._host.rank, auditing, background, self._events, self._agreed)
         if self._policy.schedule is not None:
             config = self._config
             buckets = self._buckets.averaged(config.average_optimizer_state)
@@ -124,6 +126,9 @@ class Paft:
             averaging = Averaging(buckets, links, live, Aggregate(config.aggregate), config.trim, by_tensor)
             self._turns = SyncTurns(self._policy, self._policy.schedule, averaging, links, background, self._events)
             self._events.emit(catalogue.AVERAGING_PREPARED, nbytes=averaging.nbytes, buckets=len(buckets))
+
+    def _agreed(self, step: int) -> None:
+        self.on_agreed(step)
 
     # ---- state that a snapshot carries ----
 

@@ -36,6 +36,8 @@ class Synchronizer(Protocol):
 
     name: str
     on_complete: Callable[[], None]  # set by the session; called when the tensors of a deferred version are final
+    on_agreed: Callable[[int], None]  # the same; called on another thread when the replicas of an iteration are equal
+    in_step: bool  # whether no rank of the job can complete another iteration while one waits between two
 
     def connect(self, collective: Collective) -> None:
         """Create process groups and claim memory. Every rank of the job calls."""

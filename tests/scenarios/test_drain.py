@@ -26,6 +26,8 @@ from harness.shapes import JobShape
 
 SHAPE = JobShape(1, 1, 2, True, 240)
 SLOWLY = ("--reft-exchange-mbps", "8")
+AUDITED = ("--paft", "--paft-mode", "audit", "--paft-audit-interval", "1")
+EDIT = ("--sync-policy", "edit", "--sync-tau", "4", "--sync-warmup", "1", "--sync-apply", "update")
 
 
 def drain(job: MultiNodeJob, node: str) -> None:
@@ -40,16 +42,22 @@ def until_spare(job: MultiNodeJob, name: str) -> None:
 
 
 @pytest.mark.all_configurations
-@pytest.mark.parametrize("leaving", ["n1", "n0"], ids=["a-node", "the-node-that-leads"])
+@pytest.mark.parametrize(
+    ("leaving", "replicas", "flags"),
+    [("n1", (), ()), ("n0", (), ()), ("n1", (), AUDITED), ("n1", EDIT, ("--reft-versions", "every"))],
+    ids=["a-node", "the-node-that-leads", "replicas-are-audited", "replicas-differ"],
+)
 def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
     jobs: Jobs,
     golden: Goldens,
     tmp_path: Path,
     leaving: str,
+    replicas: tuple[str, ...],
+    flags: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = SHAPE.run("megatron", tmp_path / "run", SLOWLY, protected=True)
+    run = SHAPE.run("megatron", tmp_path / "run", (*SLOWLY, *replicas, *flags), protected=True)
     with MultiNodeJob(jobs, run, 2, LOOPBACK[:2]) as job:
         job.start_all()
         job.until_committed(4)
@@ -75,7 +83,7 @@ def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
         assert [event.fields["lost"] for event in stayed.events(catalogue.STATE_RESTORED.name)] == [0]
         [resumed] = spare.events(catalogue.RANKS_RESUMED.name)
         assert resumed.fields["iteration"] == at + 1, "no iteration is computed again"
-    assert_identical(run, golden(SHAPE.run("megatron")), run.ranks)
+    assert_identical(run, golden(SHAPE.run("megatron", flags=replicas)), run.ranks)
 
 
 @pytest.mark.all_configurations

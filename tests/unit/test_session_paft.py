@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -121,6 +122,32 @@ def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is
     for rank in range(2):
         assert second[rank][0] == 3
         assert {step: clean[rank][1][step] for step in range(4, 9)} == second[rank][1]
+
+
+def _until_agreed(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, first: str) -> None:
+    """Until the last version is sealed and its replicas are compared, in either order, but no fence has come."""
+    one = Incarnation(replicas.Training(rank, world), block, run_dir, token)
+    reft, held = one.session._reft, threading.Event()
+    if first == "compared":
+        sealed = reft.sealed
+        reft.sealed = lambda commit: (commit.version.iteration < 3 or held.wait(60)) and sealed(commit)
+    one.run(3)
+    if first == "sealed":
+        reft.wait_for_capture()
+    one.session._sync._verdicts.under_way.wait()
+    held.set()
+    reft.wait_for_capture()
+
+
+@pytest.mark.parametrize("first", ["sealed", "compared"])
+def test_a_version_is_certified_as_soon_as_it_is_sealed_and_compared_so_that_a_node_may_leave_at_it(
+    node: Node, ranks: Ranks, first: str
+) -> None:
+    node.start()
+    block = {"paft": AUDIT, "reft": {}, "node_name": "n"}
+    ranks(_until_agreed, 2, block, node.run_dir, node.fence(), first)
+    for segment in node.status()["segments"]:
+        assert {slot["iteration"]: slot.get("mark") for slot in segment["slots"]}[3] == "certified"
 
 
 EVERY = 5  # iterations between two audits: more than there are slots for

@@ -387,7 +387,9 @@ class ProgressAgent(LocalElasticAgent):
     def _new_departure(self) -> Departure | None:
         if self._watcher is None or self._job is None:
             return None
-        return Departure(self._watcher, self._events, longest_wait(self._job.config.hang_seconds))
+        sync = self._job.config.sync
+        timeout = (sync.timeout,) if sync is not None else ()
+        return Departure(self._watcher, self._events, longest_wait(self._job.config.hang_seconds, *timeout))
 
     def _leave_if_drained(self) -> None:
         """Raises NodeDrained."""

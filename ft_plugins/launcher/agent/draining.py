@@ -40,9 +40,11 @@ class DrainStep:
     give_up: str = ""
 
 
-def longest_wait(hang_seconds: float | Literal["auto"]) -> float:
-    """Seconds for which ranks are held: they must not be taken for a hang by a limit that was given. Pure."""
-    return MOST_SECONDS if hang_seconds == "auto" or not hang_seconds else min(MOST_SECONDS, hang_seconds / 2)
+def longest_wait(hang_seconds: float | Literal["auto"], sync_timeout: float = 2 * MOST_SECONDS) -> float:
+    """Seconds for which ranks are held: they must not be taken for a hang by a limit that was given, and replicas that
+    wait for them must not give up (`sync_timeout`). Pure."""
+    limits = [sync_timeout, *([] if hang_seconds == "auto" or not hang_seconds else [hang_seconds])]
+    return min(MOST_SECONDS, min(limits) / 2)
 
 
 def next_step(iteration: int | None, waited: float, longest: float = MOST_SECONDS, asked: float = 0.0) -> DrainStep:
@@ -111,12 +113,15 @@ class Departure:
                 self._events.emit(catalogue.DRAIN_FAILED, reason=str(error))
 
 
-def cannot_be_drained(redundancy: str, audited: bool, synchronised: bool) -> str:
-    """Why no node of a job with such a configuration can leave it without loss, for people; '' if they can. Pure."""
+def cannot_be_drained(redundancy: str, apart: bool) -> str:
+    """Why no node of a job with such a configuration can leave it without loss, for people; '' if they can. `apart`:
+    replicas train without each other between versions. Pure."""
     if redundancy in ("", "none"):
         return "nodes of this job do not protect each other, so the others could not go on without its state"
-    if synchronised:
-        return "with local SGD replicas do not stop at the same iteration; end the job, or the node"
-    if audited:
-        return "with --paft-mode audit a version is committed only in the iteration after it; end the job, or the node"
+    if apart:
+        return (
+            "replicas of local SGD train on without this node until the next synchronisation, and would lose that: it "
+            "takes --reft-versions every, with which they wait for each other in each iteration; end the job, or the "
+            "node"
+        )
     return ""

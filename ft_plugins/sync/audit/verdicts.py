@@ -15,7 +15,7 @@ the end `suspect.listed`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,8 +137,13 @@ def digest(pieces: list[torch.Tensor]) -> int:
 class Verdicts:
     """Runs one rank's audits. Owns the audit in flight."""
 
-    def __init__(self, rank: int, auditing: Auditing, background: Background, events: Events) -> None:
+    def __init__(
+        self, rank: int, auditing: Auditing, background: Background, events: Events,
+        agreed: Callable[[int], None] = lambda iteration: None,
+    ) -> None:  # fmt: skip
+        """`agreed` is called with an iteration, on the background's thread, once its replicas are known to agree."""
         self._rank, self._auditing, self._background, self._events = rank, auditing, background, events
+        self._agreed = agreed
         self.under_way: BackgroundTask[AuditOutcome] | None = None
         self.last: AuditOutcome | None = None
         self.offences = Offences()
@@ -159,7 +164,13 @@ class Verdicts:
 
     def start(self, iteration: int) -> None:
         """Start comparing the replicas as they are after the update of `iteration`."""
-        self.under_way = self._background.start(lambda: self._auditing.compare(iteration))
+        self.under_way = self._background.start(lambda: self._compared(iteration))
+
+    def _compared(self, iteration: int) -> AuditOutcome:
+        outcome = self._auditing.compare(iteration)
+        if outcome.agreed:
+            self._agreed(iteration)
+        return outcome
 
     def differ(self) -> bool:
         """Wait for the audit in flight, if any, and leave it in flight. Returns whether replicas differ."""

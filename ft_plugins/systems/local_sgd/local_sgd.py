@@ -57,6 +57,7 @@ class LocalSgd:
         """Plan, without communication. `every`: versions are also taken between synchronisations; `folder`: of files
         about this run. Raises ConfigError; UnsupportedError if local SGD is impossible here."""
         self.on_complete: Callable[[], None] = lambda: None
+        self.on_agreed: Callable[[int], None] = lambda step: None  # never called: replicas may differ
         if not (isinstance(host, ReplicaOperations) and isinstance(host, ReductionControl)):
             raise UnsupportedError(
                 f"{host.framework}: the reduction of gradients cannot be controlled here; drop --sync"
@@ -65,6 +66,7 @@ class LocalSgd:
         self._operations: ReplicaOperations = host
         self._control: ReductionControl = host
         self._events, self._config, self._every, self._folder = events, config, every, folder
+        self.in_step = every  # by a gather before each update (`before_update`)
         inventory = host.inventory()
         items = synchronised(inventory)
         self._members = sync_group(items, host.rank, host.framework)

@@ -91,6 +91,7 @@ class Reft(CaptureOwner):
         self._capture: Capture | None = None
         self._lineage = 0
         self._base: Version | None = None  # the restored version
+        self._agreed: Version | None = None  # the last one whose replicas were found equal
         self.exchange = ExchangeRole()
         self._small_bytes = 0  # of the newest version
 
@@ -172,6 +173,8 @@ class Reft(CaptureOwner):
     # ---- events of the capture ----
 
     def sealed(self, commit: Commit) -> None:
+        if commit.version == self._agreed:
+            self._mapped().mark(commit.version, Mark.CERTIFIED)
         digests = self._mapped().digests(commit.slot)[: len(self.plan.layout.buckets)]
         self._ledger.sealed(commit.version.iteration, digest_of(digests.tobytes()))
         self._reports.sealed(commit)
@@ -257,6 +260,13 @@ class Reft(CaptureOwner):
             self._mapped().header.agreed = step
         if self._base is None or step > self._base.iteration:
             self._mapped().mark(Version(self._lineage, step), mark)
+
+    def agreed(self, step: int) -> None:
+        """The replicas of version `step` are equal: nodes may commit it before the fence, where `mark` says so again.
+        Called on any thread, when the version may be sealed or not: `sealed` looks too."""
+        self._agreed = version = Version(self._lineage, step)
+        if self._segment is not None:
+            self._segment.mark(version, Mark.CERTIFIED)
 
     def void(self, since: int) -> None:
         """Discard the versions captured after iteration `since`, which hold a wrong replica. No capture is running.

@@ -98,7 +98,7 @@ def test_a_drain_of_ranks_that_train_on_and_capture_nothing_is_given_up(story: S
 
 def test_ranks_go_on_before_a_limit_that_was_given_takes_them_for_a_hang() -> None:
     assert longest_wait("auto") == longest_wait(0) == longest_wait(1e4) == MOST_SECONDS
-    assert longest_wait(60.0) == 30.0
+    assert longest_wait(60.0) == longest_wait("auto", 60.0) == longest_wait(1e4, 60.0) == 30.0
     assert next_step(None, 31.0, 30.0).give_up and not next_step(None, 29.0, 30.0).give_up
 
 
@@ -126,11 +126,10 @@ def test_a_version_at_which_a_node_may_leave_is_of_this_incarnation_and_behind_n
 
 
 def test_jobs_whose_nodes_cannot_leave_without_loss_say_why() -> None:
-    assert not cannot_be_drained("raim5", False, False) and not cannot_be_drained("neighbour", False, False)
-    assert "do not protect each other" in cannot_be_drained("none", False, False)
-    assert "do not protect each other" in cannot_be_drained("", False, False)
-    assert "local SGD" in cannot_be_drained("raim5", False, True)
-    assert "--paft-mode audit" in cannot_be_drained("raim5", True, False)
+    assert not cannot_be_drained("raim5", False) and not cannot_be_drained("neighbour", False)
+    assert "do not protect each other" in cannot_be_drained("none", False)
+    assert "do not protect each other" in cannot_be_drained("", False)
+    assert "--reft-versions every" in cannot_be_drained("raim5", True)
 
 
 def test_what_comes_next_depends_on_the_commit_and_on_how_long_the_ranks_waited() -> None:

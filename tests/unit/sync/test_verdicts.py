@@ -73,6 +73,15 @@ def test_a_fault_that_several_replica_sets_see_is_one_offence_and_said_once(rank
     assert told == ([2] if rank == 0 else []), "rank 0 speaks, though rank 1 is the first that knows it of the expert"
 
 
+def test_only_replicas_that_agree_are_reported_before_the_fence(background: Background) -> None:
+    agreed: list[int] = []
+    one = Verdicts(0, cast(Auditing, Comparing(audit(2, EVERYONE, [3]))), background, Events("n", 0), agreed.append)
+    for iteration, known in ((1, [1]), (2, [1]), (3, [1, 3])):
+        one.start(iteration)
+        assert one.under_way is not None and one.under_way.wait() and agreed == known
+        one.await_()
+
+
 def test_who_begins_again_knows_nothing_of_audits_before(background: Background) -> None:
     """As where a framework's own checkpoint is loaded after a restore from memory."""
     one, _ = verdicts(3, background, audit(4, EVERYONE, [3]))
