@@ -13,7 +13,7 @@ medians over seeds; the lines before the last one have those of each seed.
     LEARNER_plain_loss_x    final loss of dreamddp / of plain
     LEARNER_iterations_x    iterations in which dreamddp reaches the final loss of full, plus 1%, / those of full
     LEARNER_time_x          the same in time, with --gain: how many times as fast iterations of dreamddp are; default:
-                            `over_full_x` of dreamddp.py, least of its columns, where FOLDER lies beside its folder
+                            `over_full_x` of dreamddp.py, least of its columns, where FOLDER is next to its folder
     LEARNER_divergence_x    mean over replicas of the squared distance from their mean after an update, of dreamddp / of
                             full, means over the iterations after the warm-up
     LEARNER_h2_loss_x, ...  final loss of dreamddp with another H / with 5
@@ -76,7 +76,7 @@ def learner_figures(outcomes: OutcomesBySeed, gain: float | None) -> Figures:
 
 
 def measured_gain(output: Path | None) -> float | None:
-    """What `dreamddp.py` measured, if its folder lies beside `output`."""
+    """What `dreamddp.py` measured, if its folder is next to `output`."""
     line = output.parent / "dreamddp" / "dreamddp.json" if output else None
     return json.loads(line.read_text())["figures"].get("over_full_x") if line and line.exists() else None
 

@@ -25,6 +25,11 @@ long (225.75, 85.18).
     consistent   one replica lags in every iteration
     random       one replica, drawn for each iteration, lags
     traffic      no straggler, slow link
+    consistent_1.5, _2.5, _3.5, random_1.5, ..., traffic_10, _20, _30
+                 the rest of table 6: shorter lags (of its 4.75 s), less traffic; one round each
+
+`POLICY_bytes`: per parameter, of tensors that a session holds between synchronisations.
+Replicas of one rank hold all of them; replicas that shard their parameters share them out.
 
 Each round has a block per policy, in random order; a gain is the throughput of all replicas over that of the round's
 plain block. Medians over rounds, with 95% bootstrap intervals. Bounds follow from the setting
@@ -55,12 +60,12 @@ from workloads.local_scenarios import (
     A_EDIT,
     EDIT,
     FULL,
-    LAG_OF_PLAIN,
     POLICIES,
     POST_LOCAL,
     QUICK,
     REPLICAS,
     SMOKE,
+    TABLE_6,
     LinkSetting,
     LocalScenario,
     model_of,
@@ -75,6 +80,7 @@ CALIBRATION = 8  # iterations
 STALL_MOST, STRAGGLER_LEAST, RANDOM_LEAST, TRAFFIC_LEAST, OF_BOUND = 0.125, 1.8, 1.7, 2.7, 0.95
 MEGABIT = 1e6 / 8
 BOUND = 400.0  # seconds for one round
+ALL = FULL + TABLE_6
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def calibrate(setting: LinkSetting, hosts: Sequence[EmulatedHost], mbps: float) 
     tries = TRIES if setting.slow else 1
     arguments = (setting.block(CALIBRATION), mbps, setting.floor, setting.target, WITHIN, tries, hosts)
     tried = gang(sleeping_replica.calibrate_link, REPLICAS, *arguments, hosts=hosts, seconds=BOUND)[0]
-    link = "slow" if setting.slow else "normal"
+    link = f"{setting.traffic:.2f} x" if setting.slow else "normal"
     for rate, seconds in tried:
         share = f"{seconds / setting.compute:.3f} of the compute, wanted {setting.target / setting.compute:.3f}"
         say(f"calibration, {link} link: {rate:7.1f} Mbit/s   plain {1000 * seconds:6.1f} ms, {share}")
@@ -166,7 +172,7 @@ def bound_of(name: str, scenario: LocalScenario, links: Mapping[LinkSetting, Cal
     stall, periods = link.load(compute).layered_stall, scenario.lagging(seed)
     if name == "edit_stall_x":
         return link.load(compute).stall_ratio
-    lag = LAG_OF_PLAIN * link.plain
+    lag = scenario.lag * link.plain
     if name.startswith("edit"):
         return periodic_gain(compute, link.plain, lag, periods, tau, stall)
     shares = [sum(counts) / (tau * len(periods)) for counts in zip(*periods, strict=True)]
@@ -191,6 +197,9 @@ def claims(results: Mapping[str, ScenarioResult], links: Mapping[LinkSetting, Ca
     if "even" in results:
         rows = results["even"].stalls
         values |= {f"{policy}_stall_ms": 1000 * results["even"].middle(policy, rows) for policy in rows[0]}
+        held = {policy: each[0].held for policy, each in results["even"].logs.items()}
+        parameters = model_of(results["even"].scenario.compute).parameters
+        values |= {f"{policy}_bytes": nbytes / parameters for policy, nbytes in held.items() if policy != PLAIN}
         add("edit_stall_x", "even", PolicyFigure.of([row[EDIT] / row[POST_LOCAL] for row in rows]), STALL_MOST)
     for name, scenario, policy, wanted in (
         ("a_edit_straggler_x", "consistent", A_EDIT, STRAGGLER_LEAST),
@@ -199,6 +208,7 @@ def claims(results: Mapping[str, ScenarioResult], links: Mapping[LinkSetting, Ca
         ("a_edit_random_straggler_x", "random", A_EDIT, 0.0),
         ("edit_traffic_x", "traffic", EDIT, TRAFFIC_LEAST),
         ("a_edit_traffic_x", "traffic", A_EDIT, 0.0),
+        *((f"{one.policies[1]}_{one.name}_x", one.name, one.policies[1], 0.0) for one in TABLE_6),
     ):
         if scenario in results:
             add(name, scenario, results[scenario].gain(policy), wanted)
@@ -217,10 +227,10 @@ def run_scenarios(
         setting = scenario.link
         if setting not in links:
             scaled = [one.mbps * known_as.compute / setting.compute for known_as, one in links.items()
-                      if known_as.slow == setting.slow]  # fmt: skip
+                      if known_as.traffic == setting.traffic]  # fmt: skip
             links[setting] = calibrate(setting, hosts, scaled[0] if scaled else setting.first_rate / MEGABIT)
         link = links[setting]
-        lag = LAG_OF_PLAIN * link.plain
+        lag = scenario.lag * link.plain
         result = results[scenario.name] = measure_scenario(scenario, known, hosts, link.mbps, lag, seed)
         facts = {"compute_ms": 1000 * scenario.compute, "calibrated_plain_ms": 1000 * link.plain, "mbps": link.mbps}
         values[f"{scenario.name}_calibrated"] = abs(link.plain / setting.target - 1) <= CALIBRATED
@@ -231,7 +241,7 @@ def run_scenarios(
 
 def measure(chosen: argparse.Namespace) -> Figures:
     """Run the chosen scenarios."""
-    sizes = SMOKE if chosen.smoke else QUICK if chosen.quick else FULL
+    sizes = SMOKE if chosen.smoke else QUICK if chosen.quick and not chosen.scenarios else ALL
     scenarios = [one for one in sizes if one.name in (chosen.scenarios or [one.name])]
     if chosen.rounds is not None:
         scenarios = [replace(one, rounds=chosen.rounds) for one in scenarios]
@@ -250,7 +260,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
 
 if __name__ == "__main__":
     parser = arguments(__doc__, "one round of two scenarios, and the policies that claims compare in them")
-    parser.add_argument("--scenarios", nargs="+", choices=[scenario.name for scenario in FULL])
+    parser.add_argument("--scenarios", nargs="+", choices=[scenario.name for scenario in ALL])
     parser.add_argument("--rounds", type=int, help="rounds of each scenario")
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks and of random stragglers")
     run("local_sgd", measure, parser)

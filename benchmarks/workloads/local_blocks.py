@@ -35,12 +35,13 @@ class LaneSpan:
 @dataclass(frozen=True)
 class StepLog:
     """One replica in one block. `begins`: seconds at which its iterations began, the first of which is `first`;
-    `ended`: when the last one had ended and everything was applied."""
+    `ended`: when the last one had ended and everything was applied; `held`: bytes of what a session holds then."""
 
     first: int
     begins: tuple[float, ...]
     ended: float
     spans: tuple[LaneSpan, ...] = field(default=(), repr=False)
+    held: int = 0
 
     @property
     def steps(self) -> int:

@@ -19,8 +19,9 @@ from workloads.sleeping_replica import SETTLE, LocalBlock, SleepingModel
 
 REPLICAS = 8
 PLAIN_OF_COMPUTE = 237.45 / 225.75  # A-EDiT over plain, lag 0
-LAG_OF_PLAIN = 0.95
-TRAFFIC_OF_PLAIN = 225.75 / 85.18  # plain, 40 times the traffic
+ITERATION = 4.75  # seconds, of the paper
+LAGS = (1.5, 2.5, 3.5)  # seconds that a straggler lags by, of such an iteration; FULL has 4.5
+TRAFFIC = {repeats: 225.75 / plain for repeats, plain in ((10, 205.71), (20, 136.64), (30, 105.06), (40, 85.18))}
 POST_LOCAL, DILOCO, CO2, EDIT, A_EDIT = "post_local_sgd", "diloco", "co2_like", "edit", "a_edit"
 POLICIES: dict[str, dict[str, Any]] = {  # the `sync` block, without the interval
     PLAIN: {},
@@ -48,7 +49,8 @@ def sync_block(policy: str, tau: int, compute: float) -> dict[str, Any]:
 @dataclass(frozen=True)
 class LocalScenario:
     """One setting. `compute`: seconds of an iteration, `tau` iterations of a period. A block has `periods` of them, at
-    their own pace `paced` periods, plain `iterations`. `later`: the policies of later rounds; None: all."""
+    their own pace `paced` periods, plain `iterations`. `lag`: of a straggler, in plain iterations; `traffic`: by what
+    factor its repetition lengthens a plain iteration. `later`: the policies of later rounds; None: all."""
 
     name: str
     compute: float
@@ -58,13 +60,14 @@ class LocalScenario:
     iterations: int
     rounds: int
     stragglers: Stragglers = Stragglers.NONE
-    slow: bool = False
+    lag: float = 4.5 / ITERATION
+    traffic: float = 1.0
     policies: tuple[str, ...] = TABLE
     later: tuple[str, ...] | None = None
 
     @property
     def link(self) -> LinkSetting:
-        return LinkSetting(self.compute, self.slow)
+        return LinkSetting(self.compute, self.traffic)
 
     def chosen(self, number: int) -> tuple[str, ...]:
         """The policies of a round."""
@@ -94,7 +97,7 @@ class LocalScenario:
     def block_seconds(self, number: int) -> float:
         """About how long the blocks of a round take, without their start: iterations by their compute."""
         blocks = (self.block(policy, 0.0, 0) for policy in self.chosen(number))
-        lengthened = 1.0 if self.stragglers is Stragglers.NONE else 1 + LAG_OF_PLAIN
+        lengthened = 1.0 if self.stragglers is Stragglers.NONE else 1 + self.lag
         return self.compute * lengthened * sum(block.last - block.first + 1 for block in blocks)
 
     def lagging(self, seed: int) -> list[list[int]]:
@@ -105,16 +108,20 @@ class LocalScenario:
 
 @dataclass(frozen=True)
 class LinkSetting:
-    """The normal link, on which an exchange takes a fifth of the compute, or the slow one, which is calibrated to the
-    seconds of a plain iteration."""
+    """The normal link, on which an exchange takes a fifth of the compute, or a slow one, on which a plain iteration
+    takes `traffic` times as long; it is calibrated to those seconds."""
 
     compute: float
-    slow: bool
+    traffic: float
+
+    @property
+    def slow(self) -> bool:
+        return self.traffic > 1
 
     @property
     def target(self) -> float:
         """Seconds that a plain iteration is to take."""
-        return self.compute * PLAIN_OF_COMPUTE * (TRAFFIC_OF_PLAIN if self.slow else 1.0)
+        return self.compute * PLAIN_OF_COMPUTE * self.traffic
 
     @property
     def floor(self) -> float:
@@ -138,8 +145,15 @@ FULL = (
     LocalScenario("even", 0.95, 4, 2, 2, 8, 2, policies=tuple(POLICIES)),
     LocalScenario("consistent", 0.285, 64, 1, 2, 16, 2, Stragglers.CONSISTENT, later=(PLAIN, A_EDIT)),
     LocalScenario("random", 0.285, 128, 1, 1, 16, 2, Stragglers.RANDOM),
-    LocalScenario("traffic", 0.285, 128, 1, 1, 12, 1, slow=True),
+    LocalScenario("traffic", 0.285, 128, 1, 1, 12, 1, traffic=TRAFFIC[40]),
 )
+TABLE_6 = (  # the rest of it, of each kind the policy that the paper recommends
+    *(replace(FULL[1], name=f"consistent_{lag}", paced=1, rounds=1, policies=(PLAIN, A_EDIT), later=None,
+              lag=lag / ITERATION) for lag in LAGS),
+    *(replace(FULL[2], name=f"random_{lag}", rounds=1, policies=(PLAIN, EDIT), lag=lag / ITERATION) for lag in LAGS),
+    *(replace(FULL[3], name=f"traffic_{repeats}", policies=(PLAIN, EDIT), traffic=TRAFFIC[repeats])
+      for repeats in (10, 20, 30)),
+)  # fmt: skip
 SMOKE = (replace(FULL[0], compute=0.15, periods=1, paced=1, iterations=4, rounds=1, policies=TABLE + (POST_LOCAL,)),)
 QUICK = (
     replace(FULL[0], rounds=1, policies=(PLAIN, POST_LOCAL, EDIT)),

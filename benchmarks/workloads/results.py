@@ -137,6 +137,16 @@ ROWS = (
               limit="edit_random_straggler_x_bound", paper="1.82"),
     ResultRow(_LOCAL, "edit_traffic_x", "40 times the traffic: EDiT over plain", least=2.7,
               limit="edit_traffic_x_bound", paper="2.78"),
+    *(ResultRow(_LOCAL, f"{policy}_{kind}_{degree}_x", f"{meaning.format(degree)} over plain", least=0.93 * paper,
+                limit=f"{policy}_{kind}_{degree}_x_bound", paper=f"{paper:.3g}")
+      for policy, kind, meaning, gains in (
+          ("a_edit", "consistent", "one always lags {} of 4.75 s: A-EDiT", {1.5: 1.314, 2.5: 1.517, 3.5: 1.721}),
+          ("edit", "random", "a random one lags {} of 4.75 s: EDiT", {1.5: 1.302, 2.5: 1.462, 3.5: 1.637}),
+          ("edit", "traffic", "{} times the traffic: EDiT", {10: 1.141, 20: 1.729, 30: 2.251}))
+      for degree, paper in gains.items()),
+    ResultRow(_LOCAL, "edit_bytes", "bytes per parameter that EDiT holds, in replicas of one rank", most=9.0,
+              peers={"Post Local SGD": "post_local_sgd_bytes", "DiLoCo": "diloco_bytes", "like CO2": "co2_like_bytes"},
+              paper="of sizes that fit only"),
     *(ResultRow("local_sgd_quality", f"{learner}_{figure}", f"{title}: {meaning}", most=most,
                 peers={"DiLoCo": f"{learner}_{figure.replace('edit', 'diloco')}"})
       for learner, title in (("noisy_digits", "digits"), ("text", "GPT"))

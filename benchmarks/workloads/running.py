@@ -80,7 +80,7 @@ BENCHMARKS = {
     "simulate": Benchmark(60, 20),
     "sync_overhead": Benchmark(840, 160, links=True),
     "sdc": Benchmark(1300, 170, _DIGITS),
-    "local_sgd": Benchmark(900, 160, links=True),
+    "local_sgd": Benchmark(1350, 160, links=True),
     "local_sgd_quality": Benchmark(1500, 150, _DIGITS),
     "dreamddp": Benchmark(3600, 160, _DIGITS, links=True),
     "dreamddp_quality": Benchmark(2000, 150, _DIGITS),

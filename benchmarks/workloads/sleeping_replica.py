@@ -14,9 +14,11 @@ In: `LocalBlock`. Out: `StepLog`."""
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -252,8 +254,22 @@ def preload() -> None:
     import torch._dynamo  # noqa: F401
 
 
+def live_tensors() -> list[torch.Tensor]:
+    """All tensors that Python knows of in this process."""
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def bytes_besides(others: Iterable[torch.Tensor]) -> int:
+    """Bytes of all live tensors that share no memory with `others`; those that share memory count once."""
+    known = {one.untyped_storage().data_ptr() for one in others}
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in live_tensors()}
+    return sum(nbytes for address, nbytes in storages.items() if address not in known)
+
+
 def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     """Run one block together with all ranks."""
+    before = [weakref.ref(one) for one in live_tensors()]  # an earlier block's may live on
     torch.manual_seed(1)
     model, recorder = block.model, _Recorder(block.records)
     sleeper = EmulatedDevice(StageSpec(0.0, 0.0, 0), rank)
@@ -276,7 +292,10 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
             optimizer.step()
         ended = time.perf_counter()
     dist.barrier()
-    return StepLog(block.first, tuple(begins), ended, tuple(recorder.spans))
+    others: list[Any] = [each for layer in stack.layers for each in (layer.weight, layer.weight.grad, layer.gradient)]
+    others += [each for state in optimizer.state.values() for each in state.values()]
+    others += [each for one in before if (each := one()) is not None]
+    return StepLog(block.first, tuple(begins), ended, tuple(recorder.spans), bytes_besides(others))
 
 
 def run_round(

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from harness.gang import gang
 from workloads.emulated_rank import StageSpec
-from workloads.sleeping_replica import RATE, EmulatedDevice, EmulatedSgd, SleepingModel
+from workloads.local_blocks import PLAIN
+from workloads.local_scenarios import DILOCO, EDIT, POST_LOCAL, SMOKE
+from workloads.sleeping_replica import (
+    RATE,
+    EmulatedDevice,
+    EmulatedSgd,
+    SleepingModel,
+    bytes_besides,
+    live_tensors,
+    preload,
+    run_block,
+)
 
 
 def test_an_emulated_update_is_one_update_also_in_a_process_that_has_another_optimizer() -> None:
@@ -26,3 +40,24 @@ def test_equal_layers_share_the_times_and_parameters_of_the_model() -> None:
     assert layered.widths == (100,) * 4 and layered.bucket_bytes == 800 and len(layered) == 4
     assert abs(layered.compute - 1.0) < 1e-9 and layered.update == model.update
     assert layered.parameters == model.parameters and layered.sent(8) == model.sent(8) == 2 * 7 / 8 * 1600
+
+
+def test_tensors_that_share_memory_are_counted_once() -> None:
+    others = live_tensors()
+    kept = torch.zeros(1 << 20)
+    views = [kept[:10], kept.view(1024, 1024)]
+    assert bytes_besides(others) == 4 << 20 and not bytes_besides([*others, views[0]])
+
+
+def _held(rank: int, world: int) -> list[float]:
+    torch.set_num_threads(1)
+    scenario = dataclasses.replace(SMOKE[0], compute=0.01)
+    blocks = [scenario.block(policy, 0.0, 1) for policy in (PLAIN, POST_LOCAL, DILOCO, EDIT)]
+    return [run_block(rank, world, block).held / block.model.parameters for block in blocks]
+
+
+def test_sessions_hold_the_last_synchronised_parameters_and_the_momentum() -> None:
+    """4 bytes each; what else they hold is small."""
+    preload()
+    for held in gang(_held, 2, seconds=300):
+        assert held == [pytest.approx(each, abs=0.1) for each in (0, 4, 8, 8)]
