@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,8 +133,6 @@ def check_trainer(words: Sequence[str], systems: Sequence[str], ranks: int, engi
         except SystemExit as stop:
             told = last_line(said.getvalue())
             raise FtError(f"the parser of TrainingArguments refuses these arguments: {told}") from stop
-    with contextlib.suppress(ValueError, TypeError):  # of no or of a path; read as the Trainer does
-        values.accelerator_config = json.loads(values.accelerator_config)
     found = findings(HUGGING_FACE, values, {"built": {"trainer": engine is None}}, systems=systems)
     notes = _unknown("TrainingArguments", [word for word in rest if word.startswith("--")])
     notes.append("TrainingArguments that the script sets itself, and its model and data, are looked at when it starts")

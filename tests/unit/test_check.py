@@ -179,7 +179,6 @@ TRAINED = {
     "--optim sgd": 0,
     "--optim lomo": "LOMO (--optim lomo): it updates in the backward",
     "--dataloader_persistent_workers": "worker processes that outlive a pass (--dataloader_persistent_workers)",
-    '--accelerator_config {"use_stateful_dataloader":true}': "a loader that keeps its position itself",
     "--sync-policy edit --sync-tau 2": "it gathers losses and numbers of tokens over all ranks in each update",
     "--deepspeed ds.json --auto_find_batch_size": "it begins training again",
     "--deepspeed ds.json": 0,

@@ -81,17 +81,16 @@ class BatchesAhead:
 
     def __init__(self, loader: Any) -> None:
         """Follow `loader` from now on. Raises UnsupportedError if it cannot be followed."""
-        self._shard, kind = loader, type(loader).__name__
-        prepared = getattr(loader, "base_dataloader", None)
+        kind, base = type(loader).__name__, getattr(loader, "base_dataloader", None)
         refuse_built(
             {
-                "unprepared": prepared is None and kind,
-                "dispatched": kind == _DISPATCHER and is_sampled(prepared),
-                "persistent": getattr(prepared, "persistent_workers", False),
-                "stateful": is_stateful(prepared) and type(prepared).__name__,
+                "unprepared": base is None and kind,
+                "dispatched": kind == _DISPATCHER and is_sampled(base),
+                "persistent": getattr(base, "persistent_workers", False),
+                "stateful": is_stateful(base) and type(base).__name__,
             }
         )
-        self._loader = loader.base_dataloader
+        self._shard, self._loader = loader, loader.base_dataloader
         self._passes = Passes(self._reading)
         self.values = LoaderValues(self._loader)
         self._taken = 0  # batches of the pass under way
@@ -105,7 +104,7 @@ class BatchesAhead:
         self._skipped = 0  # batches that the loader of the next pass skips
         self._first = 0  # those that the pass under way has skipped
         self._workers = WorkerDraws(self._loader)
-        self.watches = not is_sampled(self._loader) and not self._loader.num_workers
+        self.watches = not (is_sampled(self._loader) or self._loader.num_workers)
         hook_iteration(self._loader, self._begin)
         if is_sampled(self._loader):
             watch_draws(self._loader)

@@ -7,7 +7,7 @@ from .rule import Rule, built, equals, on, some
 
 OTHERWISE = "run without protection"
 _LOMO = ("lomo", "adalomo")
-_PERSISTENT, _STATEFUL = "dataloader_persistent_workers", "accelerator_config.use_stateful_dataloader"
+_PERSISTENT = "dataloader_persistent_workers"
 
 HUGGING_FACE = (
     Rule(
@@ -22,10 +22,9 @@ HUGGING_FACE = (
         some(on(_PERSISTENT), on("built.persistent")),
         "they draw no seed for the next pass, new ones after a restart do", f"--{_PERSISTENT}",
     ),
-    Rule(
-        "a loader that keeps its position itself", (_STATEFUL, "built.stateful"),
-        some(on(_STATEFUL), on("built.stateful")), "it would be restored twice", "--accelerator_config",
-        "use_stateful_dataloader",
+    built(
+        "stateful", "a loader that keeps its position itself", "it would be restored twice",
+        remedy="leave out use_stateful_dataloader",
     ),
     Rule(
         "a sampled data set that rank 0 reads for all", ("built.dispatched",), on("built.dispatched"),

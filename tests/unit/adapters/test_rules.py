@@ -69,9 +69,7 @@ def test_each_rule_about_a_deepspeed_configuration_is_found_by_what_a_person_wri
 
 GIVEN_TO_A_TRAINER: dict[str, Any] = {  # by option, and what only a loader shows
     "--optim": {"optim": "adalomo"},
-    "--accelerator_config": {
-        "accelerator_config": {"use_stateful_dataloader": True}, "built": {"dispatched": True},
-    },
+    "--accelerator_config": {"built": {"dispatched": True}},
 }  # fmt: skip
 
 
