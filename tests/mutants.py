@@ -58,6 +58,8 @@ EXPLAINED = {  # by the changed line: why no test can notice
     "if summary.late is not None and summary.late >= missed and (committed is None or missed > committed):": (
         "what a node was late for, it missed"
     ),
+    "left = [rank for rank in behind or ranks if rank.iteration <= earliest]": "none is earlier",
+    "return [] if len(found) >= len(ranks) else found": "found are some of the ranks",
     "if stopped <= -1:": "a negative time moves none on",
     "self._summary, self._changed = Summary(), False": "nothing is there to be merged",
     "failures: int = 1": "it is used from the second one on",

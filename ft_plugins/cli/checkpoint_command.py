@@ -15,7 +15,7 @@ from ..errors import ConfigError, FtError
 from ..smp.serve import client as smp
 from ..smp.watch import liveness
 from .status_command import JobOption, NodeOption, known_jobs
-from .status_facts import ASK_SECONDS, run_directories
+from .status_facts import run_directories
 
 
 def now(
@@ -57,7 +57,7 @@ def export(
 def _checkpoint(run_dir: Path, seconds: float, keep: bool) -> str:
     """Have the SMP of a run directory write the newest version; returns the checkpoint's folder. Raises FtError."""
     where = f"job {run_dir.parent.name} on node {run_dir.name}"
-    with smp.Client(run_dir, ASK_SECONDS) as client:
+    with smp.Client(run_dir) as client:
         outcome = client.checkpoint(smp.REQUEST, seconds, keep=keep)
     match outcome["state"]:
         case "done":

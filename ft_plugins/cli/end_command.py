@@ -18,7 +18,7 @@ from ..smp.serve import client as smp
 from ..smp.serve import leftovers
 from ..smp.watch import liveness
 from .status_command import JobOption, NodeOption, known_jobs
-from .status_facts import ASK_SECONDS, run_directories
+from .status_facts import run_directories
 
 
 def end(
@@ -34,7 +34,7 @@ def end(
         if liveness.held(run_dir / "lock"):
             raise FtError(f"{where} is running under ft-run; stop that first: `end` would drop its snapshots")
         if liveness.held(run_dir / "smp.lock"):
-            with smp.Client(run_dir, ASK_SECONDS) as client:
+            with smp.Client(run_dir) as client:
                 client.end()
             print(f"{where}: ended")
         else:

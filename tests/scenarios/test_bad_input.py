@@ -20,7 +20,7 @@ from harness.job_control import Entry, entries, wait_for, wait_until_stopped
 from harness.megatron_runs import EXAMPLE
 
 Spec = Callable[..., JobSpec]
-BOUND = 90
+BOUND = 280
 
 
 def fills(jobs: Spec, tmp_path: Path, *words: str, flags: tuple[str, ...] = ("--reft",), mib: int = 8) -> JobSpec:

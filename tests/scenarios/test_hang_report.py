@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from harness.forkserver import ForkServer, JobSpec
+from harness.job_control import wait_until
 
 
 def wait_forever(argv: Sequence[str]) -> None:
@@ -20,6 +21,7 @@ def test_a_timeout_reports_the_stacks_of_the_agent_and_of_every_rank(
     torch_server: ForkServer, jobs: Callable[..., JobSpec]
 ) -> None:
     job = torch_server.start(jobs(entry=f"{__file__}:wait_forever", argv=(), flags=(), nproc=2))
+    wait_until(lambda: job.tail().count("begun") == 2, 60, job.tail)
     with pytest.raises(TimeoutError, match="had not ended after 3 s") as caught:
         job.wait(3)
     assert not job.ended, "the report leaves the job running"

@@ -14,7 +14,7 @@ from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.job_control import entries, wait_for
 from harness.jobs import write_secret
 
-BOUND = 90
+BOUND = 280
 HANG_SECONDS = "2"
 
 

@@ -25,7 +25,7 @@ from harness.job_control import Entry, entries, wait_for
 from harness.jobs import DETECT, Jobs
 from harness.multinode import MultiNodeJob
 
-BOUND = 60
+BOUND = 280
 
 
 @pytest.fixture(scope="module")

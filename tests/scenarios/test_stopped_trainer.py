@@ -25,7 +25,7 @@ from harness import fills
 from harness.forkserver import ForkServer, JobSpec
 from harness.job_control import entries, wait_for, wait_until_stopped
 
-BOUND = 60
+BOUND = 280
 STOPPED_AT = "capture.bucket.begin@iteration=4,bucket=2"
 BUCKETS = 4  # of 16 MiB
 

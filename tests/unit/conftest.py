@@ -29,6 +29,7 @@ from harness.job_control import wait_until_gone
 
 _HEADER_FILES = {module.__file__ for module in (header, segment, segment_file, slot_header)}
 _numbers = itertools.count()
+_BOUND = 120.0  # seconds for an SMP to answer and to end
 
 settings.register_profile("no deadline", deadline=None)  # durations depend on the load of the machine
 settings.load_profile("no deadline")
@@ -135,9 +136,9 @@ class Node:
         if liveness.held(self.run_dir / "smp.lock"):
             pid = int((self.run_dir / "smp.lock").read_text())
             os.kill(pid, signal.SIGCONT)
-            with self.client(10) as client:
+            with self.client(_BOUND) as client:
                 client.end()
-            wait_until_gone(pid, 20)
+            wait_until_gone(pid, _BOUND)
 
 
 def kill(pid: int) -> None:

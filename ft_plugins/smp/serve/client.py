@@ -183,10 +183,12 @@ class Client(LocalConnection):
     def end(self) -> None:
         """End the job: the SMP removes its segments and exits. Returns when it is gone."""
         self._ask("end")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + self._timeout
         while liveness.held(self._run_dir / "smp.lock"):
             if time.monotonic() > deadline:
-                raise ProtocolError(f"the SMP of {self._run_dir} is still running 10 s after it agreed to end")
+                raise ProtocolError(
+                    f"the SMP of {self._run_dir} is still running {self._timeout:.0f} s after it agreed to end"
+                )
             time.sleep(RETRY_SECONDS)
         paths.remove(self._run_dir.parent.name, self._run_dir.name)  # in case it was killed before it removed them
 

@@ -226,6 +226,8 @@ def test_of_several_nodes_the_one_that_is_waited_for_decides_whether_to_wait() -
     assert merged([uploads, stuck]) == stuck
     moves = Stall(21, True, 3, 2, WorkPhase.AFTER_FORWARD, 2, False, patient=True)
     assert merged([waits, moves]) == replace(moves, even=False), "of equals, the one at work"
+    even = replace(stuck, even=True)
+    assert merged([even, replace(even, iteration=21)]) == stuck, "one node is behind the other"
 
 
 # ---- of all nodes ----
@@ -318,3 +320,5 @@ def test_single_slow_iterations_do_not_make_a_rank_slow() -> None:
 def test_stages_are_not_compared_with_each_other() -> None:
     some = compared(0.2, 0.2, 0.9, 0.9)
     assert slow_ranks([*some[:2], *(replace(one, stage=1) for one in some[2:])]) == ()
+    alone, *others = compared(0.2, 0.2, 0.2, 0.5)
+    assert [one.rank for one in slow_ranks([replace(alone, stage=1), *others])] == [3], "others after one without peers"
