@@ -27,9 +27,10 @@ from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
 from .systems.followed import Disconnection, ProgressReport
 from .systems.iteration_ledger import IterationLedger, learning_rate_of
+from .systems.reft.capture_times import DEGRADED, PeerDegraded
 from .systems.reft.carried import CarryingHost
 from .systems.reft.claim import LossRecord, claim_memory, join_ranks, require_arguments, require_one_job
-from .systems.reft.reft import DEGRADED, PeerDegraded, Reft
+from .systems.reft.reft import Reft
 from .systems.scalar_report import ScalarReport, scalar_report
 from .systems.start_record import StartRecord
 from .systems.synchronizer import Synchronizer, synchronizer_of
@@ -345,7 +346,8 @@ class Session:
 
     def _replicas_agree(self, step: int) -> None:
         if (reft := self._reft) is not None:
-            reft.agreed(step)
+            with contextlib.suppress(Exception):  # inside the audit; the fence marks it again
+                reft.agreed(step)
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""

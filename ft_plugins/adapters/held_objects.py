@@ -46,8 +46,13 @@ UNCHANGING = (*_FUNCTIONS, Enum, bytes, *_CONSTANTS)
 _LEAVES = (*PLAIN, bytes, bytearray, array, np.generic, torch.Tensor)
 _HOOKED_BY = ("transformers", "accelerate", "megatron")  # libraries whose hooks are the same in every start
 _OF_PROCESSES = {"asyncio", "concurrent", "logging", "multiprocessing", "socket", "subprocess", "threading", "weakref"}
+_OF_OBSERVERS = {  # what they keep is of the run, and no part of training
+    "comet_ml", "datasets", "loguru", "mlflow", "pyarrow", "rich", "structlog", "tensorboard", "tensorboardX", "tqdm",
+    "triton", "wandb",
+}  # fmt: skip
 _DEPTH, _MOST = 4, 1024  # levels below an attribute; values in it
-_SAMPLE, _SMALL = 256, 64  # values of a container that are read; of a dict whose whole numbers are counts
+_SAMPLE, _SMALL = 256, 64  # values of a container that are read; that are one text, of a dict also counts
+_PEEK = 8  # values of a container among which tensors are looked for
 _WHOLE = 64 << 10  # bytes of an array that is read
 _LARGE = 1 << 63  # no count
 
@@ -55,7 +60,8 @@ _LARGE = 1 << 63  # no count
 @dataclass(frozen=True)
 class _Node:
     """One object or container. `mark`: ids of what it was read from, which `kept` keeps from becoming those of others.
-    `inside`: what of it is followed, by its place among the values; `changing`: what can change in itself, as read."""
+    `inside`: what of it is followed, by its place among the values; `changing`: what can change in itself, as read;
+    `cost`: values that were read, those of containers that are one text too."""
 
     mark: list[int]
     kept: list[Any]
@@ -63,6 +69,7 @@ class _Node:
     counts: Mapping[str, int]
     inside: list[tuple[str, int]]
     changing: list[tuple[int, Any]]
+    cost: int
 
 
 class Reading:
@@ -85,14 +92,14 @@ def held_by(value: Any, reading: Reading, counted: Callable[[str, int], None]) -
         path, one, in_object, depth = pending.popleft()
         in_object = in_object or container_of(one) is None
         keys, values, own = _read(one)
-        left -= len(values)
         mark = [id(type(one)), own, in_object, *map(id, keys), *map(id, values)]
         node = reading.earlier.get(id(one))
         if node is None or node.mark != mark or any(_token(values[at]) != was for at, was in node.changing):
-            node = _node(one, keys, values, own, in_object, mark)
+            node = _node(one, keys, values, own, in_object, mark, left)
             for label, count in node.counts.items():
                 counted(path + label, count)
         reading.nodes[id(one)] = node
+        left -= node.cost
         if node.text:
             texts[path] = node.text
         for label, at in node.inside if depth else ():
@@ -102,8 +109,11 @@ def held_by(value: Any, reading: Reading, counted: Callable[[str, int], None]) -
     return texts
 
 
-def _node(one: Any, keys: Sequence[Any], values: Sequence[Any], own: int, in_object: bool, mark: list[int]) -> _Node:
-    kind = container_of(one)
+def _node(
+    one: Any, keys: Sequence[Any], values: Sequence[Any], own: int, in_object: bool, mark: list[int], left: int
+) -> _Node:
+    """`left`: values that may be read; of containers beyond them only the length is."""
+    kind, cost = container_of(one), len(values)
     plain: list[tuple[str, Any]] = []
     counts: dict[str, int] = {}
     inside: list[tuple[str, int]] = []
@@ -118,15 +128,19 @@ def _node(one: Any, keys: Sequence[Any], values: Sequence[Any], own: int, in_obj
             if in_object and not is_a(part, random.SystemRandom):  # others are restored
                 changing.append((at, comparable(part)))
                 plain.append((label, changing[-1][1]))
+        elif (held := container_of(part)) and cost > left:
+            plain.append((label, held.__len__(part)))
         elif (text := text_of(part)) is not None:
             plain.append((label, text))
+            cost += min(held.__len__(part), _SAMPLE) if held else 0
             if not is_a(part, *PLAIN, *UNCHANGING):
                 changing.append((at, text))
         elif _is_followed(part):
             inside.append((label, at))
             cached = False
             if container_of(part):
-                cached = has_tensors(part)
+                cached = _with_tensors(part)
+                cost += 2 * _PEEK
                 changing.append((at, cached))
             has_objects, tensors = has_objects or not cached, tensors or cached
         else:
@@ -139,14 +153,14 @@ def _node(one: Any, keys: Sequence[Any], values: Sequence[Any], own: int, in_obj
     elif kind is dict and plain:
         text = f"a {type(one).__name__} ({_digest(plain)})"
     kept = [*keys, *(part for part in values if is_a(part, *PLAIN, *UNCHANGING))]
-    return _Node(mark, kept, text, counts, inside, changing)
+    return _Node(mark, kept, text, counts, inside, changing, cost)
 
 
 def _token(value: Any) -> Any:
     """What `_Node.changing` has of a value."""
     if is_a(value, *GENERATORS):
         return comparable(value)
-    return has_tensors(value) if (text := text_of(value)) is None else text
+    return _with_tensors(value) if (text := text_of(value)) is None else text
 
 
 def _digest(plain: list[tuple[str, Any]]) -> str:
@@ -165,10 +179,28 @@ def text_of(value: Any) -> str | int | None:
         return comparable(value)
     if is_a(value, np.ndarray):
         return _array(value)
-    if (kind := container_of(value)) and kind.__len__(value) and not has_tensors(value):
+    if (kind := container_of(value)) and kind.__len__(value) and _is_flat(kind, value):
         text = str(comparable(value))
         return text if text.endswith(")") or kind in (set, frozenset) else None
     return None
+
+
+def _is_flat(kind: Any, value: Any) -> bool:
+    """Whether a container is one text: a set, whose order is another one in each process, or plain values. What
+    holds others is followed, value by value, as far as their number allows."""
+    if kind in (set, frozenset):
+        return not has_tensors(value, 1)
+    parts = dict.values(value) if kind is dict else kind.__iter__(value)
+    return all(is_a(one, *PLAIN, bytes) for one in [*islice(parts, _SMALL)])
+
+
+def _with_tensors(value: Any, levels: int = 2) -> bool:
+    """As `has_tensors`, of few parts: it is asked again at each version."""
+    if is_a(value, torch.Tensor):
+        return True
+    kind = container_of(value) if levels else None
+    parts = () if kind is None else dict.values(value) if kind is dict else kind.__iter__(value)
+    return any(_with_tensors(one, levels - 1) for one in [*islice(parts, _PEEK)])
 
 
 def _is_followed(value: Any) -> bool:
@@ -190,15 +222,15 @@ def _read(value: Any) -> tuple[list[Any], list[Any], int]:
     class_of: Any = type(value)
     keys, values = [], []
     if (slots := _slots_of(class_of)) is not None:
-        own = attributes(value)
-        keys, values = [*own, *(name for name, _ in slots)], [*own.values(), *(_slot(one, value) for _, one in slots)]
+        own = [*attributes(value).items(), *((name, _slot(one, value)) for name, one in slots)]
+        keys, values = [name for name, _ in own], [one for _, one in own]
     attributes_read = len(values)
     if (kind := container_of(value)) is None or kind in (set, frozenset):
         return keys, values, attributes_read
     size = kind.__len__(value)
     if kind is dict:
         items = [*islice(dict.items(value), _SAMPLE)]
-        items += [*islice(reversed(dict.items(value)), min(_SAMPLE, size - len(items)))]
+        items += [*islice(reversed(dict.items(value)), max(0, min(_SAMPLE, size - len(items))))]
         return [*keys, *(key for key, _ in items)], [*values, *(one for _, one in items)], attributes_read
     if kind is deque:
         places: Sequence[int] = sorted({*range(min(size, _SAMPLE)), *range(max(0, size - _SAMPLE), size)})
@@ -216,7 +248,7 @@ def _slots_of(kind: Any) -> tuple[tuple[str, Any], ...] | None:
     roots = {str(one.__module__).partition(".")[0] for one in bases}
     own = str(kind.__module__).partition(".")[0]
     python = own in sys.stdlib_module_names and kind not in (SimpleNamespace, argparse.Namespace)
-    if python or roots & _OF_PROCESSES or any(is_of_library(one.__module__) for one in bases):
+    if python or roots & (_OF_PROCESSES | _OF_OBSERVERS) or any(is_of_library(one.__module__) for one in bases):
         return None
     own_slots = ((name, one) for base in bases for name, one in vars(base).items())
     return tuple((name, one) for name, one in own_slots if type(one) is MemberDescriptorType)

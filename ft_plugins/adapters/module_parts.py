@@ -44,7 +44,7 @@ _LIMIT = 4 << 10  # bytes of an object that is
 _SCALARS = (np.number, np.bool_)  # as `np.maximum` of two numbers
 _TORCHS = frozenset(vars(torch.nn.Module()))  # attributes of every module: parameters, hooks, `training`
 _COUNTING = ("deepspeed.", "torch.nn.parallel.")  # packages whose modules count for themselves
-_DEPTH = 4
+_DEPTH, _MOST_COUNTS = 4, 4096
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_ALL = tuple(f"_global{name}" for name in _OF_MODULES)
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -179,6 +179,8 @@ class ModuleParts:
         return known
 
     def _count(self, path: str, number: int) -> None:
+        if path not in self.counts and len(self.counts) >= _MOST_COUNTS:  # of objects whose names change all the time
+            return
         if self.counts.get(path, number) != number:
             self.moved.add(path)
         self.counts[path] = number

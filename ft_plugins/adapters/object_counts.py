@@ -23,7 +23,7 @@ class ObjectCounts:
     def __init__(self) -> None:
         self._begun = False
         self._first: Values = {}  # at the job's first version point
-        self._expected: Values = {}  # of the restored version, until the next version point
+        self._expected: Values = {}  # of the restored version, until it is there again
         self._left_out = ""  # one that is not compared
 
     def captured(self, counts: Values, moved: set[str]) -> tuple[dict[str, Any], str]:
@@ -35,7 +35,8 @@ class ObjectCounts:
         known = {path: was for path, was in self._expected.items() if path in counts}
         words = begun_again(self._first, known, counts)
         moved.update(known)
-        self._expected = {}
+        # what an object makes only later is compared then
+        self._expected = {path: was for path, was in self._expected.items() if path not in counts}
         changed: Values = {
             path: counts[path] for path in sorted(moved) if counts[path] != self._first.setdefault(path, counts[path])
         }

@@ -1,7 +1,7 @@
 """The writers by which frameworks write their scalars, as functions for ours.
 
 Invariant: nothing that a framework captures or compares changes: what it writes with is called, and no log that is
-part of its training state.
+part of its training state. Our writes come by the clock, so numbers that a writer draws are given back.
 
 In: Megatron's module of training, a DeepSpeed engine, a Trainer. Out: a `ScalarWriter`; None on a rank without one.
 """
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ..model.host import ScalarWriter
+from .rng import process_state, set_process_state
 
 
 def of_megatron(module: ModuleType) -> ScalarWriter | None:
@@ -35,7 +36,7 @@ def _of(tensorboard: Any, wandb: Any) -> ScalarWriter | None:
         if wandb is not None:
             wandb.log(dict(scalars), step)
 
-    return None if tensorboard is None and wandb is None else write
+    return None if tensorboard is None and wandb is None else _undrawn(write)
 
 
 def of_engine(engine: Any) -> ScalarWriter | None:
@@ -47,14 +48,18 @@ def of_engine(engine: Any) -> ScalarWriter | None:
     def write(scalars: Mapping[str, float], step: int) -> None:
         monitor.write_events([(tag, value, engine.global_samples) for tag, value in scalars.items()])
 
-    return write
+    return _undrawn(write)
 
 
 def of_trainer(trainer: Any) -> ScalarWriter | None:
     """The callbacks of a Hugging Face Trainer that report to a program, on the first rank. Not `Trainer.log`: what it
     logs is part of the Trainer's state. They put `train/` before a tag."""
     kinds = tuple(sys.modules["transformers.integrations.integration_utils"].INTEGRATION_TO_CALLBACK.values())
-    reporting = [one for one in trainer.callback_handler.callbacks if isinstance(one, kinds)]
+    reporting = [
+        one
+        for one in trainer.callback_handler.callbacks
+        if isinstance(one, kinds) and type(one).__name__ != "DVCLiveCallback"  # each log is one of its steps
+    ]
     if not reporting or not trainer.is_world_process_zero():
         return None
 
@@ -62,4 +67,15 @@ def of_trainer(trainer: Any) -> ScalarWriter | None:
         for one in reporting if trainer.is_in_train else ():  # behind it, a callback would begin another file
             one.on_log(trainer.args, trainer.state, trainer.control, logs=dict(scalars), model=trainer.model)
 
-    return write
+    return _undrawn(write)
+
+
+def _undrawn(write: ScalarWriter) -> ScalarWriter:
+    def writing(scalars: Mapping[str, float], step: int) -> None:
+        drawn = process_state()
+        try:
+            write(scalars, step)
+        finally:
+            set_process_state(drawn)
+
+    return writing

@@ -46,8 +46,17 @@ class PendingGather:
 
     @property
     def refused(self) -> bool:
-        """Asked when it was just started: whether it was not, so that no rank will have a result."""
-        return self.call is not None and self.call.over.is_set() and bool(self.call.reason)
+        """Whether it was not started, so that no rank will have a result."""
+        return self.call is not None and self.call.refused
+
+    @property
+    def seconds(self) -> float:
+        """The longest wait for the others."""
+        return 0.0 if self.switch is None else self.switch.seconds
+
+    def waits(self, seconds: float) -> bool:
+        """Whether not all payloads have arrived after so many seconds."""
+        return self.call is not None and not self.call.over.wait(seconds)
 
     def result(self) -> list[bytes]:
         """Every rank's payload, by rank; waits until all have arrived. Raises ProtocolError."""

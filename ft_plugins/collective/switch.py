@@ -5,10 +5,11 @@ even if this process ends at once. A connection that is lost, or breaks the rule
 finished and all later ones, on all ranks, with the same reason. A rank that closes in order says so first, and
 is not lost.
 
-A loss raises nothing by itself, and costs no version. Nearly always the neighbour's process has ended, and the launcher
-restarts the job: what was captured by then is needed. Otherwise only the connection is gone, training goes on, and
-there is one thing that no rank can do any more, to announce a word; `announce` says so at once, and `lost` says it
-before, on the ranks at both ends of the connection alone.
+A loss raises nothing by itself, and costs no version, but for figures that are on their way (`capture_times`). Nearly
+always the neighbour's process has ended, and the launcher restarts the job: what was captured by then is needed.
+Otherwise only the connection is gone, training goes on, and there is one thing that no rank can do any more, to
+announce a word; `announce` says so at once, and `lost` says it before, on the ranks at both ends of the connection
+alone.
 
 In: links, calls of this rank. Out: results; ProtocolError after a loss or a timeout.
 """
@@ -79,6 +80,7 @@ class Call:
     over: threading.Event = field(default_factory=threading.Event)
     body: Buffer = b""
     reason: str = ""  # why it has failed
+    refused: bool = False  # nothing of it was sent
 
 
 class Switch:
@@ -88,7 +90,7 @@ class Switch:
         """`seconds` bounds each wait for other ranks."""
         self._place = place
         self._links = dict(links)
-        self._seconds = seconds
+        self.seconds = seconds
         self._operations = Operations(place)
         self._calls: dict[int, Call] = {}
         self._words: dict[str, threading.Event] = {}  # announced here, until all ranks know them, or the tree is lost
@@ -122,10 +124,10 @@ class Switch:
 
     def result(self, call: Call) -> Buffer:
         """The result of an operation. Raises ProtocolError if a rank was lost, or did not take part in time."""
-        if not call.over.wait(self._seconds):
+        if not call.over.wait(self.seconds):
             missing = ", ".join(map(str, self._operations.missing()))
             raise ProtocolError(
-                f"rank {self._place.rank}: waited {self._seconds:g} s in vain for rank {missing}, or for ranks behind "
+                f"rank {self._place.rank}: waited {self.seconds:g} s in vain for rank {missing}, or for ranks behind "
                 "it: they may hang; the job's timeout is that of torch.distributed.init_process_group"
             )
         if call.reason:
@@ -163,6 +165,8 @@ class Switch:
         """Have the thread `call`. Returns whether it will; else `waiting` has failed."""
         with self._lock:
             if self._reason or self._closing:
+                if waiting is not None:
+                    waiting.refused = True
                 _fail(waiting, self._reason or f"rank {self._place.rank}: the connections are closed")
                 return False
             self._requests.append((call, waiting))

@@ -137,6 +137,7 @@ class Config(Block):
     scalar_seconds: float = Field(
         10.0,
         ge=0,
+        le=86400,
         description="where the framework writes scalars, for TensorBoard, W&B or others, write some of the metrics "
         "too, as ft/..., this often; 0: never",
         json_schema_extra=more("seconds", needs_system=True),

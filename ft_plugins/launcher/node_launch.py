@@ -310,7 +310,15 @@ def _run(
 def _undrainable(config: Config) -> str:
     redundancy = (config.capture.redundancy if config.capture else None) or ""
     apart = config.sync is not None and config.capture is not None and config.capture.versions != "every"
-    return cannot_be_drained(redundancy, apart)
+    return cannot_be_drained(redundancy, apart, _always_deferred(config))
+
+
+def _always_deferred(config: Config) -> bool:
+    """Whether each version that is sent to other nodes ends in the iteration after it."""
+    sync, capture = config.sync, config.capture
+    if sync is None or capture is None or sync.apply != "forward":
+        return False
+    return bool(capture.begins_with[0] * capture.exchange_interval % sync.tau == 0)
 
 
 def _forward(events: Events, event: Event) -> None:

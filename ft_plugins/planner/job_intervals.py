@@ -5,7 +5,8 @@ storage are as fast as the measured seconds say.
 
     failures   per node and day as given; else observed: one more than there were restarts, over the time since the job
                began to choose. What was observed may be the loss of a node
-    settled    an interval changes only if it was wrong by a factor of WORTH: measured times vary
+    settled    an interval changes only if it was wrong by a factor of WORTH: measured times vary. It grows to at most
+               GROWTH times what it was: a single stall does not decide for the next thousands of iterations
 
 Invariant: intervals are from 1 to MOST_CAPTURED and MOST_STORED; what is not chosen stays.
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from .intervals import DAY, Costs, cheapest_checkpoints, cheapest_snapshots, storage_rate
 from .survival import Cluster, Scheme
 
-WORTH = 1.5
+WORTH, GROWTH = 1.5, 4
 MOST_CAPTURED, MOST_STORED = 1000, 100_000
 MOST_FAILURES = 100.0  # per node and day, as in `Cluster`: a job that has just begun knows no more
 _LEAST, _MOST = 1e-6, 1e9  # of what `Costs` takes
@@ -93,7 +94,9 @@ def choose(job: MeasuredJob, measured: Measured, captured: int, stored: int) -> 
 
 
 def _settled(before: int, wanted: int) -> int:
-    return wanted if max(before, wanted) >= WORTH * min(before, wanted) else before
+    if max(before, wanted) < WORTH * min(before, wanted):
+        return before
+    return min(wanted, GROWTH * before) if before else wanted
 
 
 def _bounded(value: float) -> float:

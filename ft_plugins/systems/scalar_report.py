@@ -9,6 +9,7 @@ In: a run directory, a writer of the host. Out: scalars; at most one `scalars.fa
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..model.host import Host, ScalarWriter, Writing
 from ..smp.serve.local_connection import LocalConnection
 
 _ASK_SECONDS = 1.0  # for the SMP to answer
+_LONGEST_SECONDS = 5.0  # of one write, every rank waits for it
 _READ_BYTES = 1 << 20  # of each file of events at a time: training needs the interpreter, and the rest can wait
 
 
@@ -45,11 +47,19 @@ class ScalarReport:
         if self._fresh is None or self._write is None:
             return
         scalars, self._fresh = self._fresh, None
+        began = time.monotonic()
         try:
             self._write(scalars, step)
         except Exception as error:  # of the framework's writer: a full disk, a server that is away
+            self._failed(f"{type(error).__name__}: {error}")
+        else:
+            if (took := time.monotonic() - began) > _LONGEST_SECONDS:
+                self._failed(f"the framework's writer took {took:.0f} s, while training waited")
+
+    def _failed(self, reason: str) -> None:
+        if self._write is not None:
             self._write = None
-            self._events.emit(catalogue.SCALARS_FAILED, reason=f"{type(error).__name__}: {error}")
+            self._events.emit(catalogue.SCALARS_FAILED, reason=reason)
 
     def close(self) -> None:
         """Write what is known at the end of training, unless the framework has closed its writer. Idempotent."""
@@ -61,6 +71,12 @@ class ScalarReport:
                 write(self._fresh, self._step)
 
     def _run(self) -> None:
+        try:
+            self._read()
+        except Exception as error:  # of what an SMP answered
+            self._failed(f"{type(error).__name__}: {error}")
+
+    def _read(self) -> None:
         ended = False
         while not ended and self._write is not None:
             ended = self._ended.is_set()
@@ -78,4 +94,8 @@ def scalar_report(host: Host, config: Config, run_dir: Path | None, events: Even
     write = host.write_scalars if isinstance(host, Writing) else None
     if write is None or run_dir is None or not config.scalar_seconds:
         return None
-    return ScalarReport(run_dir, write, config.scalar_seconds, events)
+    try:
+        return ScalarReport(run_dir, write, config.scalar_seconds, events)
+    except Exception as error:  # no thread can be started, no file read
+        events.emit(catalogue.SCALARS_FAILED, reason=f"{type(error).__name__}: {error}")
+        return None

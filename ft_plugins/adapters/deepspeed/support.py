@@ -53,6 +53,7 @@ def as_built(engine: Any) -> dict[str, Any]:
     return {
         **given,
         "optimizer": None,  # the one that was built counts
+        **({} if getattr(engine, "gradient_average", True) else {"gradient_allreduce_op": "sum"}),
         "zero_optimization": _zero(engine),
         "compile": {"deepcompile": _is_on(engine, "is_deepcompile_enabled")},
         "amp": {"enabled": _is_on(engine, "amp_enabled")},

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from ...errors import UnsupportedError
 from ..rules import MEGATRON, refuse
 from ..rules.megatron import OTHERWISE
-from . import inner_masters
+from . import fsdp, inner_masters
 
 _SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _META, _HISTORY = "fp8_meta", "amax_history"  # TransformerEngine's names
@@ -48,7 +48,15 @@ def is_stub(optimizer: Any) -> bool:
 
 def require_supported(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
-    settings = (*_configurations(chunks, optimizers), {"built": facts(optimizers)})
+    configurations = [one for one in _configurations(chunks, optimizers) if one is not None]
+    built = {
+        **facts(optimizers),
+        "fsdp": any(getattr(one, "use_megatron_fsdp", False) for one in configurations)
+        or any(fsdp.is_shard(parameter) for chunk in chunks for parameter in chunk.parameters()),
+    }
+    if any(getattr(one, name, False) for one in configurations for name in ("fp8_param", "fp8_param_gather")):
+        built["fp8_parameters"] = any(getattr(one, "fp8", None) for one in configurations)
+    settings = (*configurations, {"built": built})
     refuse(MEGATRON, OTHERWISE, *settings, who=f"rank {rank}: ")
 
 

@@ -3,11 +3,17 @@ Pure."""
 
 from __future__ import annotations
 
-from .rule import Rule, built, equals, on, some
+from .rule import Rule, built, equals, on
 
 OTHERWISE = "run without protection"
 _LOMO = ("lomo", "adalomo")
 _PERSISTENT = "dataloader_persistent_workers"
+_NO_SEED = "they draw no seed for the next pass, new ones after a restart do"
+
+
+PERSISTENT = Rule(
+    "worker processes that outlive a pass", (_PERSISTENT,), on(_PERSISTENT), _NO_SEED, f"--{_PERSISTENT}"
+)  # of a Trainer that runs, the loader of training says it: that of evaluation may have them
 
 HUGGING_FACE = (
     Rule(
@@ -17,10 +23,9 @@ HUGGING_FACE = (
     Rule(
         "LOMO", ("optim",), equals("optim", *_LOMO), "it updates in the backward", "--optim", ", ".join(_LOMO),
     ),
-    Rule(
-        "worker processes that outlive a pass", (_PERSISTENT, "built.persistent"),
-        some(on(_PERSISTENT), on("built.persistent")),
-        "they draw no seed for the next pass, new ones after a restart do", f"--{_PERSISTENT}",
+    PERSISTENT,
+    built(
+        "persistent", "worker processes that outlive a pass", _NO_SEED, remedy=f"leave out {_PERSISTENT}",
     ),
     built(
         "stateful", "a loader that keeps its position itself", "it would be restored twice",

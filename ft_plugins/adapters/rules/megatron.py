@@ -123,7 +123,10 @@ _REFUSED = (
     ),
     Rule(
         "fp8 parameters that FSDP divides", ("fp8_param_gather", "fp8_param"),
-        every(some(_FSDP, on("use_torch_fsdp2")), _FP8_PARAMETERS),
+        some(
+            every(some(_FSDP, on("use_torch_fsdp2")), _FP8_PARAMETERS),
+            every(on("built.fsdp"), on("built.fp8_parameters")),  # configurations of an own loop lie apart
+        ),
         "a restore that casts them from masters is not tested", "--fp8-param-gather",
     ),
     Rule(
@@ -149,7 +152,10 @@ _REFUSED = (
     Rule(
         "Megatron FSDP with an optimizer that keeps masters",
         ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
-        every(_FSDP, some(on("use_precision_aware_optimizer"), on("optimizer_cpu_offload"))),
+        some(
+            every(_FSDP, some(on("use_precision_aware_optimizer"), on("optimizer_cpu_offload"))),
+            every(on("built.fsdp"), on("built.masters")),
+        ),
         "its shards are masters already, which is untested",
         "--use-precision-aware-optimizer, --optimizer-cpu-offload",
     ),

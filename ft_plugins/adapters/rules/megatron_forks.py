@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .rule import Rule, at, equals, every, on
@@ -16,6 +17,11 @@ def _named(key: str, name: str, reason: str, option: str = "") -> Rule:
 
 def _unsharded(settings: Any) -> bool:
     return at(settings, "dataloader_type") == "cyclic" and at(settings, "data_sharding") is False
+
+
+def _learns(settings: Any) -> bool:
+    found = at(settings, "curriculum_learning")
+    return bool(found.get("enabled") if isinstance(found, Mapping) else found)
 
 
 MEGATRON_DEEPSPEED = (
@@ -41,7 +47,9 @@ GPT_NEOX = (
     _named(
         "log_gradient_noise_scale", "the gradient noise scale", "it is a mean of its own", "log_gradient_noise_scale",
     ),
-    _named("curriculum_learning", "its curriculum", "it is out of reach", "curriculum_learning"),
+    Rule(
+        "its curriculum", ("curriculum_learning",), _learns, "it is out of reach", "curriculum_learning",
+    ),
     Rule(
         "a load without the optimizer", ("no_load_optim",), every(on("no_load_optim"), on("load")),
         "its loop takes the iteration of a checkpoint that the engine does not load", "no_load_optim",

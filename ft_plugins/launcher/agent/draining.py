@@ -113,9 +113,10 @@ class Departure:
                 self._events.emit(catalogue.DRAIN_FAILED, reason=str(error))
 
 
-def cannot_be_drained(redundancy: str, apart: bool) -> str:
+def cannot_be_drained(redundancy: str, apart: bool, deferred: bool = False) -> str:
     """Why no node of a job with such a configuration can leave it without loss, for people; '' if they can. `apart`:
-    replicas train without each other between versions. Pure."""
+    replicas train without each other between versions. `deferred`: all versions that are exchanged are complete only
+    in the next iteration. Pure."""
     if redundancy in ("", "none"):
         return "nodes of this job do not protect each other, so the others could not go on without its state"
     if apart:
@@ -123,5 +124,11 @@ def cannot_be_drained(redundancy: str, apart: bool) -> str:
             "replicas of local SGD train on without this node until the next synchronisation, and would lose that: it "
             "takes --reft-versions every, with which they wait for each other in each iteration; end the job, or the "
             "node"
+        )
+    if deferred:
+        return (
+            "all versions that are sent to other nodes are those of synchronisations, which end in the next iteration "
+            "(--sync-apply forward): it takes a --reft-interval times --reft-exchange-interval that --sync-tau does "
+            "not divide; end the job, or the node"
         )
     return ""

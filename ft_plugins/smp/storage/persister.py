@@ -206,6 +206,8 @@ class Persister:
         if not (self._schedule.may_be_due(storage, segments, self._checkpoints.last) or waiting):
             return self._schedule.pause
         seen = view(segments, storage.world_size)
+        # a header says it before a slot of that interval is filled: read again behind the slots
+        storage = replace(storage, chosen=newest_chosen(segment.header for segment in segments.values()))
         if taking_part(dict(self._segments), storage.world_size) != segments:
             return NEAR_SECONDS  # a rank has attached meanwhile; without it the checkpoint would stay incomplete
         origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)

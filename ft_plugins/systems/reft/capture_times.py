@@ -3,7 +3,7 @@
 Every SNAPSHOTS snapshots each rank sends all others what it has measured since. At the next fence all of them make the
 same choice from the same figures (`planner.job_intervals`), the worst of any rank, and follow it from that iteration
 on. The choice is in the header of every segment: SMPs read it there, and a restart continues with the newest that any
-rank has, so it captures at the iterations at which it would have without a failure.
+rank has. At a restart the interval between snapshots is halved: a job that fails more often than was known goes on.
 
 Invariant: no rank captures by intervals that another one does not have. If it is not certain whether the others have
 the figures, because a connection was lost just then, protection ends here. Where it was lost before, intervals stay.
@@ -26,7 +26,17 @@ from ...snapshot.schedule import PACKED, ChosenSchedule, Intervals, SnapshotSche
 from ...snapshot.segment.header import Header
 
 SNAPSHOTS = 16  # between two choices
+DEGRADED = "degraded"  # announced by a rank that can no longer capture
+_LOOK_SECONDS = 0.05  # for such a word, while figures are awaited
+_MOST = 2**32 - 1  # that fits into a header
 _FIGURES = struct.Struct("<5dQ")  # of `Measured`
+
+
+class PeerDegraded(ProtectionError):
+    """Another rank has lost protection."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank lost protection: the versions that all ranks hold stay, none is added")
 
 
 class CaptureTimes:
@@ -35,7 +45,7 @@ class CaptureTimes:
     def __init__(
         self, schedule: SnapshotSchedule, config: ReftConfig, job: MeasuredJob, collective: Collective, events: Events
     ) -> None:  # fmt: skip
-        self._schedule, self._job, self._begins_with = schedule, job, Intervals(1, config.begins_with[1])
+        self._schedule, self._job, self._begins_with = schedule, job, Intervals(1, min(_MOST, config.begins_with[1]))
         self._collective, self._events = collective, events
         self._header: Header | None = None
         self._frozen = not (job.captured or job.stored)
@@ -47,8 +57,8 @@ class CaptureTimes:
         """Whether a version is captured at the end of `iteration`."""
         return self._schedule.captures(iteration)
 
-    def resume(self, header: Header, restored: bool) -> None:
-        """Training begins, or goes on from a version of this job that was `restored`. Every rank calls."""
+    def resume(self, header: Header, restored: int | None) -> None:
+        """Training begins, or goes on from the version of an iteration that was `restored`. Every rank calls."""
         again, self._header = self._header is not None, header
         if self._frozen:
             if header.chosen is not None:  # by an earlier start, that had other flags
@@ -58,17 +68,21 @@ class CaptureTimes:
         parts = self._collective.gather(own.pack() if own else bytes(PACKED))
         known = [one for one in map(ChosenSchedule.unpack, parts) if one is not None]
         newest = max(known, key=lambda one: (one.restarts, one.since), default=None)
-        if newest is None or not restored:
+        if newest is None or restored is None:
             newest = ChosenSchedule(0, self._begins_with, self._begins_with, int(time.time()))
         elif not again:
             newest = replace(newest, restarts=newest.restarts + 1)
+            at = newest.at(restored + 1)
+            if at.captured > 1:
+                newest = newest.changed(restored + 1, replace(at, captured=at.captured // 2))
         self._follow(replace(newest, now=self._allowed(newest.now), before=self._allowed(newest.before)))
         self._begin_again()
 
     def _allowed(self, known: Intervals) -> Intervals:
         """Intervals of an earlier start, of which one may be given now."""
         job, given = self._job, self._begins_with
-        return Intervals(known.captured if job.captured else 1, known.stored if job.stored else given.stored)
+        stored = known.stored if job.stored and known.stored else given.stored  # 0 was given then
+        return Intervals(known.captured if job.captured else 1, stored)
 
     def captured(self, iteration: int) -> None:
         """The capture of a version has begun, or was left out."""
@@ -77,15 +91,19 @@ class CaptureTimes:
         if not self._frozen and chosen is not None and self._captured >= SNAPSHOTS and iteration >= chosen.since:
             self._send(chosen)
 
-    def fence(self, iteration: int, waited: float) -> None:
-        """The fence of an iteration was passed, after so many seconds. Raises ProtectionError."""
+    def fence(self, iteration: int, waited: float) -> float:
+        """The fence of an iteration was passed, after so many seconds. Returns those that it waits in addition. Raises
+        ProtectionError; PeerDegraded."""
+        started = time.monotonic()
         if self._pending is not None:
             self._take(self._pending, iteration)
-        elif self._began:
+            return time.monotonic() - started
+        if self._began:
             self._waited += waited
             self._fences += 1
         else:
-            self._began = time.monotonic()
+            self._began = started
+        return 0.0
 
     def _begin_again(self) -> None:
         """Measure again, from the next fence on."""
@@ -106,6 +124,10 @@ class CaptureTimes:
     def _take(self, pending: PendingGather, iteration: int) -> None:
         chosen = self._schedule.chosen
         assert chosen is not None
+        until = time.monotonic() + pending.seconds
+        while pending.waits(_LOOK_SECONDS) and time.monotonic() < until:
+            if self._collective.announced(DEGRADED):  # it may have sent nothing
+                raise PeerDegraded()
         try:
             figures = [_FIGURES.unpack(part) for part in pending.result()]
         except ProtocolError as error:

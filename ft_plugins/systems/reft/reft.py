@@ -24,7 +24,7 @@ from ...base import faults
 from ...bubbles.gate.gate import Gate
 from ...collective import Collective
 from ...config import Config
-from ...errors import BudgetError, ConfigError, FtError, ProtectionError
+from ...errors import BudgetError, ConfigError, FtError
 from ...events import Events
 from ...model.host import Host
 from ...model.timeline import SenderFacts
@@ -42,7 +42,7 @@ from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.shape import Shape
 from ...snapshot.segment.slots import Commit, Mark, Version, captured_after
 from ..iteration_ledger import IterationLedger
-from .capture_times import CaptureTimes
+from .capture_times import DEGRADED, CaptureTimes, PeerDegraded
 from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
 from .reft_nodes import ReftNodes
@@ -51,14 +51,9 @@ from .reft_recovery import ExchangeRole, ReftRecovery
 from .reft_reports import ReftReports
 
 UNJUDGED = (1 << 32) - 1  # `agreed` of a job that lost protection: what its framework saves then is all there is
-DEGRADED = "degraded"  # announced by a rank that can no longer capture
 HOLD_SECONDS = 300.0  # maximum for which a rank is held: less than a collective of the others waits for it
 _HELD_SECONDS = 0.005  # between two looks whether it still is
 _ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
-
-
-class PeerDegraded(ProtectionError):
-    """Another rank can no longer capture, so this one stops too."""
 
 
 class Reft(CaptureOwner):
@@ -152,7 +147,7 @@ class Reft(CaptureOwner):
         recovered = self._recovery.run(segment, mode, loaded)
         plan = recovered.plan
         self.exchange = self._recovery.protect(recovered, first=not self._lineage)
-        self._times.resume(segment.header, plan.version is not None)
+        self._times.resume(segment.header, plan.version.iteration if plan.version else None)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
         again = plan.version is not None and iteration_bound(mode) is None  # else the user wants another course
@@ -209,7 +204,7 @@ class Reft(CaptureOwner):
         """
         self.record_completed(step)
         if self._collective.announced(DEGRADED):
-            raise PeerDegraded("another rank lost protection: the versions that all ranks hold stay, none is added")
+            raise PeerDegraded()
         if self._capture is not None and self._times.captures(step):
             state = self._host.small_state()
             self._ledger.end(step, state)
@@ -224,7 +219,8 @@ class Reft(CaptureOwner):
         """Between two iterations, wait while this node is to leave the job, if the version behind is the one that is
         exchanged next: no rank of the job completes another iteration then, so none is lost. Bounded."""
         header = self._mapped().header
-        if header.held and header.is_awaited(Version(self._lineage, header.completed)):
+        awaited = header.is_awaited(Version(self._lineage, header.completed))
+        if header.held and awaited and self._times.captures(header.completed):
             until = time.monotonic() + HOLD_SECONDS
             header.held_at = header.completed
             while header.held and time.monotonic() < until:
@@ -235,9 +231,10 @@ class Reft(CaptureOwner):
         """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if
         there is none, or if that is not known yet. Returns the seconds waited."""
         waited = self._capture.wait() if self._capture else 0.0
+        if self._capture is not None:
+            waited += self._times.fence(step, waited)
         self._reports.record_wait(step, waited)
         if self._capture is not None:
-            self._times.fence(step, waited)
             captured = self._times.captures(following)
             self._capture.run_after_update(Version(self._lineage, following) if captured else None)
         return waited

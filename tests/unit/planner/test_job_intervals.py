@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.planner.intervals import Costs, plan_intervals
-from ft_plugins.planner.job_intervals import MOST_CAPTURED, MOST_STORED, WORTH, Measured, MeasuredJob, choose
+from ft_plugins.planner.job_intervals import (
+    GROWTH,
+    MOST_CAPTURED,
+    MOST_STORED,
+    WORTH,
+    Choice,
+    Measured,
+    MeasuredJob,
+    choose,
+)
 from ft_plugins.planner.survival import Cluster, Scheme
 
 JOB = MeasuredJob(captured=True, stored=True, nodes=6, group_nodes=6, losses=1, hw_rate=1e-2, sw_rate=0.1)
@@ -29,9 +38,15 @@ some_jobs = st.builds(
 captured, stored = st.integers(1, MOST_CAPTURED), st.integers(0, MOST_STORED)
 
 
+def settled(job: MeasuredJob, measured: Measured, captured: int = 1, stored: int = 1) -> Choice:
+    """What is chosen in the end, after as many choices as it takes to grow."""
+    found = choose(job, measured, captured, stored)
+    same = (found.captured, found.stored) == (captured, stored)
+    return found if same else settled(job, measured, found.captured, found.stored)
+
+
 def wanted(job: MeasuredJob, measured: Measured) -> int:
-    """What is chosen where nothing holds it back: any interval is far from 1."""
-    return choose(job, measured, 1, 1).captured
+    return settled(job, measured).captured
 
 
 @pytest.mark.parametrize("losses", [1, 2])
@@ -42,7 +57,7 @@ def test_they_are_those_of_the_planner_for_the_same_job(losses: int) -> None:
     )
     scheme = Scheme.RAIM5 if losses == 1 else Scheme.RAIM6
     (plan,) = (one for one in plan_intervals(Cluster(6, 6, 1e-2, 0.1), costs).schemes if one.scheme is scheme)
-    found = choose(replace(JOB, losses=losses), MEASURED, 1, 1)
+    found = settled(replace(JOB, losses=losses), MEASURED)
     assert found.captured == plan.tiers[0].every and found.captured > 1
     assert found.stored == min(plan.tiers[-1].every or 0, MOST_STORED)
 
@@ -62,7 +77,9 @@ def test_a_choice_is_final_until_what_is_measured_changes_a_lot(
     job: MeasuredJob, measured: Measured, before: int, kept: int
 ) -> None:
     found = choose(job, measured, before, kept)
-    assert choose(job, measured, found.captured, found.stored).captured == found.captured
+    assert found.captured <= GROWTH * before and (not kept or found.stored <= GROWTH * kept), "it grows step by step"
+    end = settled(job, measured, before, kept)
+    assert choose(job, measured, end.captured, end.stored) == end
     for was, now in ((before, found.captured), (kept, found.stored)):
         assert now == was or max(was, now) >= WORTH * min(was, now)
 
@@ -89,7 +106,7 @@ def test_failures_are_observed_if_none_are_given_and_all_of_them_may_have_been_n
     observed = replace(JOB, hw_rate=None, sw_rate=None, losses=0, nodes=1)
     day = replace(MEASURED, job=86400.0, restarts=3)
     given_rate = replace(observed, hw_rate=4.0)
-    found, expected = choose(observed, day, 1, 1), choose(given_rate, day, 1, 1)
+    found, expected = settled(observed, day), settled(given_rate, day)
     assert (found.captured, found.stored) == (expected.captured, expected.stored)
     assert "as far as observed" in found.reason and "4 failures a day as given" in expected.reason
     assert choose(observed, replace(day, job=0.0), 1, 1).captured >= 1, "a job that has just begun"
@@ -97,7 +114,7 @@ def test_failures_are_observed_if_none_are_given_and_all_of_them_may_have_been_n
 
 def test_without_a_failure_to_expect_a_snapshot_costs_at_most_its_share_and_nothing_needs_a_checkpoint() -> None:
     quiet = replace(JOB, hw_rate=0.0, sw_rate=0.0)
-    found = choose(quiet, replace(MEASURED, fences=0.2), 1, 100)
+    found = settled(quiet, replace(MEASURED, fences=0.2))
     assert found.captured == 10, "0.2 s are one percent of ten iterations of 2 s"
     assert found.stored == MOST_STORED
     assert choose(quiet, replace(MEASURED, fences=0.0), 1, 100).captured == 4, "as often as the exchange keeps up"

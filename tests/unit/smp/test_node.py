@@ -454,15 +454,15 @@ def test_other_nodes_are_asked_for_people_page_by_page_and_each_by_its_own_name(
 ) -> None:
     job = cluster(3)
     first, second, third = (node.tier for node in job.nodes)
-    assert first.other_nodes(0, SECONDS) == ([], None), "nothing is protected yet"
+    assert first.other_nodes(0, SECONDS, SECONDS) == ([], None), "nothing is protected yet"
     job.protect()
     told = {"state": "TRAINING", "headline": "", "remedy": "", "ranks": 2, "iteration": None, "restarts": 0}
     more = {"iteration_age_seconds": 0.5, "downtime_seconds": 0.0, "newest": {"process": None}, "alarm": None}
     second.serve_status(lambda: other_nodes.reported({**told, **more}))
-    monkeypatch.setattr(other_nodes, "PAGE", 2)
-    pages = [first.other_nodes(at, SECONDS) for at in (0, 2, 99)]
+    monkeypatch.setattr(other_nodes, "PAGE", 1)
+    pages = [first.other_nodes(at, SECONDS, SECONDS) for at in (0, 1, 99)]
     assert [[each["node"] for each in page] for page, _ in pages] == [["n1"], ["n2"], []]
-    assert [following for _, following in pages] == [2, None, None]
+    assert [following for _, following in pages] == [1, None, None]
     (answered,), (starting,) = pages[0][0], pages[1][0]
     assert (answered["state"], answered["error"]) == ("TRAINING", "")
     assert (starting["state"], starting["error"]) == (None, "node n2 is still starting")
@@ -487,10 +487,10 @@ def test_however_many_people_ask_at_once_the_other_nodes_are_asked_for_one_of_th
     monkeypatch.setattr("ft_plugins.smp.tree.node.time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(other_nodes, "ask", ask)
     with ThreadPoolExecutor(20) as pool:
-        answers = [pool.submit(job.nodes[0].tier.other_nodes, 0, SECONDS) for _ in range(20)]
+        answers = [pool.submit(job.nodes[0].tier.other_nodes, 0, SECONDS, SECONDS) for _ in range(20)]
         wait(lambda: len(came) == 20)
         go_on.set()
         assert [each.result(SECONDS) for each in answers] == [([{"node": "n1"}], None)] * 20
     assert len(asked) == 1, "those who waited share the answer"
-    job.nodes[0].tier.other_nodes(0, SECONDS)
+    job.nodes[0].tier.other_nodes(0, SECONDS, SECONDS)
     assert len(asked) == 2, "and nobody gets an old one"

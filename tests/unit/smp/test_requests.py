@@ -39,7 +39,7 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "settle", **OF_RANK, "world_size": 4, "spares": []},
     {"do": "checkpoint", "reason": "request", "seconds": 1.0, "only_due": False},
     {"do": "hold", "on": True},
-    {"do": "nodes", "first": 0, "seconds": 1.0},
+    {"do": "nodes", "first": 0, "each": 1.0, "every": 2.0},
 ]  # fmt: skip
 PEER: list[dict[str, Any]] = [
     {"do": "probe"},

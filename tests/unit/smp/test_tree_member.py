@@ -166,7 +166,7 @@ def test_a_message_that_no_child_may_send_ends_its_connection_alone(make: Callab
     job = make(3)
     job.start()
     root = job.nodes[0]
-    wait(lambda: len(root.member.links) == 2)
+    wait(lambda: len(root.member.links) == 2 and len(job.nodes[2].member.links) == 1)  # each end notices by itself
     link = job.nodes[2].member.links[0]
     job.nodes[2].loop.call(lambda: link.send({"do": "announce", "exchange": None, "committed": None, "lost": []}))
     wait(lambda: root.errors == [("n2", "unknown message of a child: 'announce'")])

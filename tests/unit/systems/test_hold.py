@@ -27,9 +27,10 @@ def header() -> Header:
     return header
 
 
-def held(header: Header) -> threading.Thread:
+def held(header: Header, captured: bool = True) -> threading.Thread:
     """A rank between two iterations, in a thread."""
-    rank: Any = SimpleNamespace(_mapped=lambda: SimpleNamespace(header=header), _lineage=LINEAGE)
+    times = SimpleNamespace(captures=lambda iteration: captured)
+    rank: Any = SimpleNamespace(_mapped=lambda: SimpleNamespace(header=header), _lineage=LINEAGE, _times=times)
     thread = threading.Thread(target=Reft.hold, args=(rank,), daemon=True)
     thread.start()
     return thread
@@ -84,3 +85,11 @@ def test_the_word_that_holds_a_rank_changes_no_other(header: Header) -> None:
     header.held, header.held_at = True, 7
     assert (header.agreed, header.doubted, header.completed, header.opened) == (5, (3, 4), 7, before)
     assert not header.damaged
+
+
+def test_a_rank_goes_on_if_it_chose_not_to_capture_the_version_that_was_announced(header: Header) -> None:
+    header.held = True
+    header.await_version(Version(LINEAGE, 7))
+    thread = held(header, captured=False)
+    thread.join(WAIT)
+    assert not thread.is_alive()
