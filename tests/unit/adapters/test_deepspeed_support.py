@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_plugins.adapters.deepspeed.support import require_supported, require_supported_settings
+from ft_plugins.adapters.deepspeed.support import require_local, require_supported, require_supported_settings
 from ft_plugins.errors import UnsupportedError
 
 
@@ -95,3 +95,11 @@ def test_all_of_it_is_named_at_once() -> None:
 def test_optimizers_that_are_followed_pass_by_their_settings(kind: str) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     require_supported_settings({"optimizer": {"type": kind}, "zero_optimization": zero}, None)
+
+
+def test_an_engine_that_was_told_to_sum_gradients_is_refused_with_local_sgd() -> None:
+    summing = engine()
+    summing.gradient_average = False
+    require_supported(summing, 0)
+    with pytest.raises(UnsupportedError, match="sums of gradients"):
+        require_local(summing, 0)

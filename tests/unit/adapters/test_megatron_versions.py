@@ -336,6 +336,12 @@ def test_fsdp_is_followed_with_reft_where_ranks_divide_what_they_update() -> Non
             require_followed(argparse.Namespace(**{**FSDP, **more}), REFT)
 
 
+def test_what_lies_in_several_configurations_of_an_own_loop_is_refused_by_what_was_built() -> None:
+    for fact, said in (("masters", "an optimizer that keeps masters"), ("fp8_parameters", "that FSDP divides")):
+        assert any(said in one for one in said_of({"built": {"fsdp": True, fact: True}}, REFT)), fact
+        assert not said_of({"built": {"fsdp": True}}, REFT)
+
+
 FP8_REFUSED = [
     ({"fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
     ({"fp8_recipe": "custom"}, "--fp8-recipe custom"),

@@ -106,6 +106,8 @@ def test_what_a_configuration_has_switched_off_is_not_found() -> None:
         ZERO: {"stage": 0, "offload_optimizer": {"device": "none"}, "offload_param": None},
     }
     assert findings(DEEPSPEED, off, systems=SYSTEMS) == ()
+    assert findings(GPT_NEOX, {"curriculum_learning": {"enabled": False}}, systems=SYSTEMS) == ()
+    assert findings(GPT_NEOX, {"curriculum_learning": {"enabled": True}}, systems=SYSTEMS)
 
 
 def test_a_refusal_is_one_line_with_each_reason_and_each_remedy_once() -> None:

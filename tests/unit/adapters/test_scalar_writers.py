@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from ft_plugins.adapters.rng import numbers_drawn
 from ft_plugins.adapters.scalar_writers import of_engine, of_megatron, of_neox, of_trainer
 
 SCALARS = {"ft/restarts": 1.0, "ft/downtime_seconds": 2.5}
@@ -97,3 +100,16 @@ def test_a_trainer_reports_through_its_integrations_and_logs_nothing(monkeypatch
     assert of_trainer(trainer) is None
     trainer.is_world_process_zero, callbacks[1:] = lambda: True, []
     assert of_trainer(trainer) is None
+
+
+def test_numbers_that_a_writer_draws_are_given_back() -> None:
+    def add_scalar(tag: str, value: float, step: int) -> None:
+        random.random()
+        torch.rand(1)
+
+    writer = SimpleNamespace(add_scalar=add_scalar, flush=lambda: None)
+    write = of_neox(SimpleNamespace(tensorboard_writer=writer))
+    assert write is not None
+    before = numbers_drawn()
+    write(SCALARS, 3)
+    assert numbers_drawn() == before

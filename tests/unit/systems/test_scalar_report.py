@@ -91,6 +91,17 @@ def test_a_writer_that_fails_gets_none_any_more_and_the_job_goes_on(start: Start
     ]
 
 
+def test_a_writer_for_which_training_waits_gets_none_any_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_plugins.systems.scalar_report._LONGEST_SECONDS", 0.0)
+    written: list[int] = []
+    report, emitted = start(lambda scalars, step: written.append(step), 0.01)
+    until_written(report, written, 1)
+    report._thread.join(BOUND)
+    report.completed(2)
+    assert written == [1]
+    assert ["writer took" in event.fields["reason"] for event in emitted] == [True]
+
+
 def test_a_rank_without_a_writer_and_a_job_that_wants_none_have_no_thread(tmp_path: Path) -> None:
     def none(host: Any, seconds: float = 1.0, run_dir: Path | None = tmp_path) -> bool:
         config = Config.from_json({"reft": True, "scalar_seconds": seconds})
