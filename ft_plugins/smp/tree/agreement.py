@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ...snapshot.schedule import ChosenSchedule, next_due
+from ...snapshot.schedule import GROWTH, ChosenSchedule, next_due
 from ...snapshot.segment.slots import Version
 from ..watch.hang import Stall
 from ..watch.hang import merged as merged_stall
@@ -248,10 +248,11 @@ class Bounds:
         """By the newest iteration that this node's ranks have begun, and the committed version as it is known here."""
         start = epoch.base.iteration if epoch.base else 0
         least = max(begun, start)
-        most = least + AHEAD + epoch.distance
+        distance = epoch.distance * (GROWTH if epoch.chosen else 1)  # ranks of other nodes may have chosen just now
+        most = least + AHEAD + distance
         since = committed.iteration if committed is not None and committed.lineage == epoch.lineage else start
         # `agreement.decide` announces a version that was missed again by half of the iterations since the committed one
-        named = most + (most - min(since, most)) // 2 + epoch.distance
+        named = most + (most - min(since, most)) // 2 + distance
         return cls(epoch.lineage, epoch.base, most, named, least)
 
     def summary(self, position: int, summary: Summary) -> tuple[Summary, str]:

@@ -30,6 +30,7 @@ from ft_plugins.smp.tree.node_step import (
 )
 from ft_plugins.smp.tree.standstill import Behind, Lack, Standing
 from ft_plugins.smp.tree.tree_state import TreeState
+from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals
 from ft_plugins.snapshot.segment.slots import Version
 
 NODES = ("a", "b", "c")
@@ -198,6 +199,11 @@ def test_what_may_be_is_used_however_far_ranks_are_apart_by_right() -> None:
     restored = Summary(2, 0, v(100, 1), None, v(100, 1), v(100, 1), v(90, 1), v(100, 1))
     assert bounds(0).summary(1, restored) == (restored, "")
     assert bounds(0, epoch=FRESH).summary(1, Summary(2, 0, v(4)))[1] == ""
+    chosen = ChosenSchedule(0, Intervals(250, 0), Intervals(250, 0), 0)
+    longer = Summary(2, 200, v(200 + AHEAD + 1000))  # other ranks have chosen an interval of 1000 just now
+    known = replace(RESTORED, interval=1, chosen=chosen)
+    assert bounds(epoch=known).summary(1, longer)[1] == ""
+    assert bounds(epoch=replace(known, chosen=None)).summary(1, longer)[1] != ""
 
 
 @pytest.mark.parametrize("wrong", [v(10**6), v(4, 3)], ids=str)
