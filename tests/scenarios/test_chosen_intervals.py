@@ -32,20 +32,24 @@ def kills(rank: int) -> str:
 
 
 def assert_chosen_once_and_followed(job: RunningJob, ranks: int) -> None:
-    """All ranks captured at the iterations that follow from the one change, before the kills and after."""
+    """All ranks captured at the iterations that follow from the one change, and from its half after each kill."""
     (change,) = job.events("interval.changed")
     since, interval = change.fields["iteration"], change.fields["interval"]
     assert since == SNAPSHOTS + 1 and interval > 1 and change.rank == 0, change
 
-    def due(before: int) -> int:
-        return max(i for i in range(1, before) if (i < since or i % interval == 0))
+    def due(before: int, every: int) -> int:
+        return max(i for i in range(1, before) if (i < since or i % every == 0))
 
     # in its forward a version may not be sealed yet; in its update it is
     first, second = restored(job)
-    assert first in (due(FIRST), due(due(FIRST))) and second == due(SECOND), (first, second, change)
+    half = max(1, interval // 2)
+    assert first in (due(FIRST, interval), due(due(FIRST, interval), interval)), (first, change)
+    assert second == due(SECOND, half), (second, change)
+    lives = ((0, FIRST, interval), (first, SECOND, half), (second, ITERATIONS + 1, max(1, half // 2)))
+    expected = {i for after, end, every in lives for i in range(after + 1, end) if i < since or i % every == 0}
     for rank in range(ranks):
         sealed = {event.fields["iteration"] for event in job.events("snapshot.sealed") if event.rank == rank}
-        assert sealed == {i for i in range(1, ITERATIONS + 1) if i < since or i % interval == 0}, (rank, change)
+        assert sealed == expected, (rank, change)
 
 
 def test_a_megatron_job_that_chose_its_interval_is_killed_twice_and_ends_as_the_unfailed_run(
