@@ -20,6 +20,7 @@ from ..errors import FtError
 from .rules import DEEPSPEED, HUGGING_FACE, MEGATRON, Finding, Treatment, findings, line
 from .rules.deepspeed import OTHERWISE as WITHOUT_THE_BLOCK
 from .rules.hugging_face import OTHERWISE as WITHOUT_THE_FLAG
+from .rules.hugging_face import PERSISTENT
 from .rules.megatron import OTHERWISE as WITHOUT_PROTECTION
 from .rules.megatron import layer_wise
 from .rules.megatron_forks import GPT_NEOX, NEOX
@@ -133,7 +134,7 @@ def check_trainer(words: Sequence[str], systems: Sequence[str], ranks: int, engi
         except SystemExit as stop:
             told = last_line(said.getvalue())
             raise FtError(f"the parser of TrainingArguments refuses these arguments: {told}") from stop
-    found = findings(HUGGING_FACE, values, {"built": {"trainer": engine is None}}, systems=systems)
+    found = findings((PERSISTENT, *HUGGING_FACE), values, {"built": {"trainer": engine is None}}, systems=systems)
     notes = _unknown("TrainingArguments", [word for word in rest if word.startswith("--")])
     notes.append("TrainingArguments that the script sets itself, and its model and data, are looked at when it starts")
     name, refusal = f"Hugging Face's Trainer (transformers {transformers.__version__})", line(found, WITHOUT_THE_FLAG)

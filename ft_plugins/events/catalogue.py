@@ -321,7 +321,8 @@ VERSION_COMMITTED = EventType(
     filled=Field("list", "rank, bubble and bytes of copies, for the fullest bubbles"),
 )  # fmt: skip
 INTERVAL_CHANGED = EventType(
-    "interval.changed", NOTICE, "The job chose other intervals for its snapshots or checkpoints, by what they cost.",
+    "interval.changed", NOTICE,
+    "The job chose other intervals for its snapshots or checkpoints, by what they cost, or after a restart.",
     interval=Field("int", "between two snapshots", "iterations"),
     checkpoint_interval=Field("int", "between two checkpoints", "iterations"),
     iteration=Field("int", "first training iteration at which they apply"), reason=_REASON,

@@ -1,8 +1,8 @@
 """When versions are captured, exchanged and compared: at multiples of intervals, so iterations decide. Pure. When they
 are stored is in `capture.retention`.
 
-Intervals that a job chooses itself (`auto`) change at an iteration that all ranks know before they reach it. Iterations
-decide then too, so a restart goes through the same ones.
+Intervals that a job chooses itself (`auto`) change at an iteration that all ranks know before they reach it, and at a
+restart.
 
 Invariant: ranks and SMPs derive the same iterations from the same intervals without communicating. A version that is
 exchanged or compared is one that is captured.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 _PACKED = struct.Struct("<7I4x")  # of `ChosenSchedule`
@@ -64,8 +65,19 @@ class ChosenSchedule:
         return cls(since, *intervals, began, restarts) if now and before else None
 
     def changed(self, since: int, now: Intervals) -> ChosenSchedule:
-        """With the intervals `now` from iteration `since` on, the last change being past by then."""
+        """With the intervals `now` from iteration `since` on, those that hold there until then."""
         return replace(self, since=since, now=now, before=self.at(since))
+
+    def restarted(self, restored: int) -> ChosenSchedule:
+        """After a restart that restored the version of iteration `restored`: snapshots are taken twice as often, so
+        that a job which fails more often than was known goes on all the same."""
+        again, at = replace(self, restarts=self.restarts + 1), self.at(restored + 1)
+        return again if at.captured == 1 else again.changed(restored + 1, replace(at, captured=at.captured // 2))
+
+
+def newest(known: Iterable[ChosenSchedule | None]) -> ChosenSchedule | None:
+    """The last change that any rank knows: another one may be about to write it; None for none."""
+    return max((one for one in known if one), key=lambda one: (one.restarts, one.since), default=None)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class ScalarReport:
             self._events.emit(catalogue.SCALARS_FAILED, reason=reason)
 
     def close(self) -> None:
-        """Write what is known at the end of training, unless the framework has closed its writer. Idempotent."""
+        """Write what is known at the end of training. Idempotent."""
         self._ended.set()
         self._thread.join(2 * _ASK_SECONDS)
         write, self._write = self._write, None

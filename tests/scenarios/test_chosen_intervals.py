@@ -33,7 +33,7 @@ def kills(rank: int) -> str:
 
 def assert_chosen_once_and_followed(job: RunningJob, ranks: int) -> None:
     """All ranks captured at the iterations that follow from the one change, and from its half after each kill."""
-    (change,) = job.events("interval.changed")
+    change, *at_restarts = job.events("interval.changed")
     since, interval = change.fields["iteration"], change.fields["interval"]
     assert since == SNAPSHOTS + 1 and interval > 1 and change.rank == 0, change
 
@@ -43,6 +43,8 @@ def assert_chosen_once_and_followed(job: RunningJob, ranks: int) -> None:
     # in its forward a version may not be sealed yet; in its update it is
     first, second = restored(job)
     half = max(1, interval // 2)
+    told = {first + 1: half, second + 1: max(1, half // 2)} if half > 1 else {first + 1: half}
+    assert {one.fields["iteration"]: one.fields["interval"] for one in at_restarts} == told
     assert first in (due(FIRST, interval), due(due(FIRST, interval), interval)), (first, change)
     assert second == due(SECOND, half), (second, change)
     lives = ((0, FIRST, interval), (first, SECOND, half), (second, ITERATIONS + 1, max(1, half // 2)))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..rules import HUGGING_FACE, refuse
-from ..rules.hugging_face import OTHERWISE, PERSISTENT
+from ..rules.hugging_face import OTHERWISE
 
 _LOOP = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_finalize_training")
 HOOKED = (*_LOOP, "get_batch_samples", "_load_rng_state")
@@ -18,8 +18,7 @@ _PLACE = ("epoch", "epochs_trained", "steps_trained_in_current_epoch", "resume_f
 
 def refuse_built(built: dict[str, Any], *arguments: Any, systems: Iterable[str] = (), more: str = "") -> None:
     """Raises UnsupportedError that names everything in use that is not followed, and ends with `more`."""
-    rules = [one for one in HUGGING_FACE if one is not PERSISTENT]
-    refuse(rules, OTHERWISE, *arguments, {"built": built}, systems=systems, more=more)
+    refuse(HUGGING_FACE, OTHERWISE, *arguments, {"built": built}, systems=systems, more=more)
 
 
 def require_loop(trainer: Any, version: str) -> None:

@@ -55,7 +55,7 @@ def names(
     arguments: argparse.Namespace | None,
 ) -> dict[str, Any]:
     """See above. Raises UnsupportedError for state that cannot be described, and what Megatron itself raises."""
-    sharded, built = _ShardedState(chunks, optimizers, rank, replicas), facts(optimizers)
+    sharded, built = _ShardedState(chunks, optimizers, rank, replicas), facts(chunks, optimizers)
     if untested := [phrase for fact, phrase in _UNTESTED.items() if built[fact]]:
         raise UnsupportedError(f"what a job with {' and '.join(untested)} saves is not tested")
     tensors = [*sharded.parameters(), *sharded.buffers(), *sharded.optimizer_state()]

@@ -92,7 +92,7 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     @property
     def built(self) -> Mapping[str, Any]:
         """What only the built job shows, for the rules."""
-        return {"built": {**facts(self.optimizers), "fsdp": self.sharded}}
+        return {"built": facts(self.chunks, self.optimizers)}
 
     def _replicas(self, parameter: torch.nn.Parameter) -> tuple[int, ...]:
         """The replica set of `parameter`. Megatron marks parameters of experts by `allreduce = False`."""

@@ -48,15 +48,7 @@ def is_stub(optimizer: Any) -> bool:
 
 def require_supported(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], rank: int) -> None:
     """Raises UnsupportedError that names every unsupported feature in use."""
-    configurations = [one for one in _configurations(chunks, optimizers) if one is not None]
-    built = {
-        **facts(optimizers),
-        "fsdp": any(getattr(one, "use_megatron_fsdp", False) for one in configurations)
-        or any(fsdp.is_shard(parameter) for chunk in chunks for parameter in chunk.parameters()),
-    }
-    if any(getattr(one, name, False) for one in configurations for name in ("fp8_param", "fp8_param_gather")):
-        built["fp8_parameters"] = any(getattr(one, "fp8", None) for one in configurations)
-    settings = (*configurations, {"built": built})
+    settings = (*_configurations(chunks, optimizers), {"built": facts(chunks, optimizers)})
     refuse(MEGATRON, OTHERWISE, *settings, who=f"rank {rank}: ")
 
 
@@ -67,18 +59,23 @@ def _configurations(chunks: Sequence[Any], optimizers: Sequence[Any]) -> Iterato
     yield from (one.config for one in optimizers if isinstance(one, _SUPPORTED) and not is_stub(one))
 
 
-def facts(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """What only the optimizers themselves show."""
+def facts(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> dict[str, Any]:
+    """What only chunks and optimizers show, or several of their configurations together."""
+
+    def given(*names: str) -> bool:
+        found = _configurations(chunks, optimizers)
+        return any(getattr(one, name, None) for one in found for name in names)
+
     known = [one for one in optimizers if isinstance(one, _SUPPORTED)]
     inner = [one.optimizer for one in known if not is_stub(one)]
     groups = [group for one in inner for group in one.param_groups]
-    configurations = [getattr(one, "ddp_config", None) for one in known]
     return {
         "optimizers": sorted({type(one).__name__ for one in optimizers if not isinstance(one, _SUPPORTED)}),
         "layer_wise": any(layer_wise(one) for one in optimizers),
         "amsgrad": any(group.get("amsgrad") for group in groups),
         "masters": any(map(inner_masters.keeps, inner)),
-        "fp8_parameters": any(getattr(one, "fp8_param_gather", False) for one in configurations),
+        "fp8_parameters": given("fp8") and given("fp8_param", "fp8_param_gather"),
+        "fsdp": given("use_megatron_fsdp") or any(fsdp.is_shard(one) for each in chunks for one in each.parameters()),
     }
 
 

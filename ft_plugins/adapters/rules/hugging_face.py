@@ -10,10 +10,9 @@ _LOMO = ("lomo", "adalomo")
 _PERSISTENT = "dataloader_persistent_workers"
 _NO_SEED = "they draw no seed for the next pass, new ones after a restart do"
 
-
-PERSISTENT = Rule(
+PERSISTENT = Rule(  # for a check alone: of a Trainer that runs, the loader of training says it
     "worker processes that outlive a pass", (_PERSISTENT,), on(_PERSISTENT), _NO_SEED, f"--{_PERSISTENT}"
-)  # of a Trainer that runs, the loader of training says it: that of evaluation may have them
+)
 
 HUGGING_FACE = (
     Rule(
@@ -23,9 +22,8 @@ HUGGING_FACE = (
     Rule(
         "LOMO", ("optim",), equals("optim", *_LOMO), "it updates in the backward", "--optim", ", ".join(_LOMO),
     ),
-    PERSISTENT,
     built(
-        "persistent", "worker processes that outlive a pass", _NO_SEED, remedy=f"leave out {_PERSISTENT}",
+        "persistent", f"worker processes that outlive a pass ({_PERSISTENT})", _NO_SEED, remedy="leave it out",
     ),
     built(
         "stateful", "a loader that keeps its position itself", "it would be restored twice",

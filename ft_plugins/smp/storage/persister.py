@@ -24,7 +24,7 @@ from ...base.intake import read_json
 from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint.checkpoint import Origin
-from ...snapshot.segment.header import newest_chosen
+from ...snapshot.schedule import newest
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Pin, Version
 from ..serve.node_context import NodeContext
@@ -196,7 +196,7 @@ class Persister:
         if storage is None or not segments:
             self._answer_all("nothing")
             return FAR_SECONDS
-        storage = replace(storage, chosen=newest_chosen(segment.header for segment in segments.values()))
+        storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         base = Path(storage.folder) / self._job
         waiting = list(self._calls)  # before the slots are read: a later call is for what is not seen here
         for item in list(self._checkpoints.unfinished):
@@ -207,7 +207,7 @@ class Persister:
             return self._schedule.pause
         seen = view(segments, storage.world_size)
         # a header says it before a slot of that interval is filled: read again behind the slots
-        storage = replace(storage, chosen=newest_chosen(segment.header for segment in segments.values()))
+        storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         if taking_part(dict(self._segments), storage.world_size) != segments:
             return NEAR_SECONDS  # a rank has attached meanwhile; without it the checkpoint would stay incomplete
         origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)

@@ -26,7 +26,7 @@ from ...bubbles.gate.gate import Gate
 from ...bubbles.gate.gate_pacer import GatePacer
 from ...errors import FtError
 from ...events import Events, catalogue
-from ...snapshot.segment.header import newest_chosen
+from ...snapshot.schedule import newest
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Mark, Version
 from ...transport.calls import Handover, Peer
@@ -235,7 +235,7 @@ class NodeDriver:
         sender, begun = self._exchange, self._pinned.begun(self.protection.lineage)
         if self.pace.captured(Version(self.protection.lineage, begun)):
             self._report_pace()
-        chosen = newest_chosen(segment.header for segment in self._segments.values())
+        chosen = newest(segment.header.chosen for segment in self._segments.values())
         epoch = replace(self._state.epoch, chosen=chosen)
         protection, seconds = self.protection, time.monotonic() - self._committed_at
         standing = Standing(self.pace.waits, seconds, self.pace.usual, epoch.distance, protection.detect_seconds)

@@ -40,7 +40,7 @@ class Storage:
     keep: Annotated[Count, Field(ge=1)]
     world_size: Annotated[Count, Field(ge=1)]
     audits: Count = 0
-    chosen: ChosenSchedule | None = None  # never in a file
+    chosen: ChosenSchedule | None = None  # None in files and requests: headers have it
 
     def at(self, iteration: int) -> Storage:
         """The settings for the version of an iteration."""
@@ -107,9 +107,12 @@ def _is_scheduled(iteration: int, storage: Storage, audited: bool) -> bool:
 
 
 def is_behind(iteration: int, storage: Storage, last: Version | None) -> bool:
-    """Whether a multiple of the interval lies between `last` and `iteration`."""
+    """Whether a scheduled multiple of the interval lies between `last` and `iteration`."""
     interval = storage.at(iteration).interval
-    return bool(interval) and iteration // interval > (last.iteration if last else 0) // interval
+    turn = iteration // interval * interval if interval else 0
+    if storage.chosen is not None and turn < storage.chosen.since <= iteration:  # another interval held there
+        return is_behind(storage.chosen.since - 1, storage, last)
+    return turn > (last.iteration if last else 0)
 
 
 def next_turn(completed: int, storage: Storage, wanted: Version | None) -> int | None:

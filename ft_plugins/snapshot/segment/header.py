@@ -19,7 +19,7 @@ In: a mapped page. Out: values, or None if they do not match their digests.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -364,12 +364,6 @@ class Header:
     @ranges.setter
     def ranges(self, value: int) -> None:
         self._page[_RANGES] = value
-
-
-def newest_chosen(headers: Iterable[Header]) -> ChosenSchedule | None:
-    """The last change that any of them has: another rank of the node may be about to write it."""
-    known = [one for one in (header.chosen for header in headers) if one is not None]
-    return max(known, key=lambda one: (one.restarts, one.since), default=None)
 
 
 def _seed_of(lineage: int) -> int:

@@ -22,7 +22,7 @@ from ...config import ReftConfig
 from ...errors import ProtectionError, ProtocolError
 from ...events import Events, catalogue, say
 from ...planner.job_intervals import Measured, MeasuredJob, choose
-from ...snapshot.schedule import PACKED, ChosenSchedule, Intervals, SnapshotSchedule
+from ...snapshot.schedule import PACKED, ChosenSchedule, Intervals, SnapshotSchedule, newest
 from ...snapshot.segment.header import Header
 
 SNAPSHOTS = 16  # between two choices
@@ -66,17 +66,18 @@ class CaptureTimes:
             return
         own = header.chosen
         parts = self._collective.gather(own.pack() if own else bytes(PACKED))
-        known = [one for one in map(ChosenSchedule.unpack, parts) if one is not None]
-        newest = max(known, key=lambda one: (one.restarts, one.since), default=None)
-        if newest is None or restored is None:
-            newest = ChosenSchedule(0, self._begins_with, self._begins_with, int(time.time()))
-        elif not again:
-            newest = replace(newest, restarts=newest.restarts + 1)
-            at = newest.at(restored + 1)
-            if at.captured > 1:
-                newest = newest.changed(restored + 1, replace(at, captured=at.captured // 2))
-        self._follow(replace(newest, now=self._allowed(newest.now), before=self._allowed(newest.before)))
+        chosen = newest(map(ChosenSchedule.unpack, parts))
+        if chosen is None or restored is None:
+            chosen = ChosenSchedule(0, self._begins_with, self._begins_with, int(time.time()))
+        chosen = replace(chosen, now=self._allowed(chosen.now), before=self._allowed(chosen.before))
         self._begin_again()
+        if again or restored is None:
+            self._follow(chosen)
+            return
+        before, chosen = chosen.at(restored + 1), chosen.restarted(restored)
+        self._follow(chosen)
+        if chosen.now != before:
+            self._tell("the job was restarted, and may fail more often than it has seen")
 
     def _allowed(self, known: Intervals) -> Intervals:
         """Intervals of an earlier start, of which one may be given now."""
@@ -143,15 +144,21 @@ class CaptureTimes:
         if intervals == chosen.now:
             return
         self._follow(chosen.changed(iteration, intervals))
-        if self._collective.rank == 0:
-            self._events.emit(
-                catalogue.INTERVAL_CHANGED, interval=choice.captured, checkpoint_interval=choice.stored,
-                iteration=iteration, reason=choice.reason,
-            )  # fmt: skip
-            say(
-                f"from iteration {iteration} on a snapshot is taken every {choice.captured}, and a checkpoint is "
-                f"due every {choice.stored} iterations: {choice.reason}"
-            )
+        self._tell(choice.reason)
+
+    def _tell(self, reason: str) -> None:
+        """Say the change, on one rank."""
+        chosen = self._schedule.chosen
+        if chosen is None or self._collective.rank:
+            return
+        captured, stored, since = self._schedule.captured * chosen.now.captured, chosen.now.stored, chosen.since
+        self._events.emit(
+            catalogue.INTERVAL_CHANGED, interval=captured, checkpoint_interval=stored, iteration=since, reason=reason,
+        )  # fmt: skip
+        say(
+            f"from iteration {since} on a snapshot is taken every {captured}, and a checkpoint is due every {stored} "
+            f"iterations: {reason}"
+        )
 
     def _follow(self, chosen: ChosenSchedule) -> None:
         assert self._header is not None

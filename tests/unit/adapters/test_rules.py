@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.adapters.rules import DEEPSPEED, HUGGING_FACE, MEGATRON, Treatment, findings, line, refused
+from ft_plugins.adapters.rules.hugging_face import PERSISTENT
 from ft_plugins.adapters.rules.megatron_forks import GPT_NEOX, MEGATRON_DEEPSPEED
 from ft_plugins.adapters.rules.page import with_rules
 
@@ -73,10 +74,13 @@ GIVEN_TO_A_TRAINER: dict[str, Any] = {  # by option, and what only a loader show
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", [rule for rule in HUGGING_FACE if rule.option], ids=lambda rule: rule.name)
+ARGUMENTS = [rule for rule in (PERSISTENT, *HUGGING_FACE) if rule.option]
+
+
+@pytest.mark.parametrize("rule", ARGUMENTS, ids=lambda rule: rule.name)
 def test_each_rule_about_a_trainers_arguments_is_found_by_what_a_person_writes(rule: Any) -> None:
     given = GIVEN_TO_A_TRAINER.get(rule.option, {rule.option.removeprefix("--"): True})
-    assert rule in {one.rule for one in findings(HUGGING_FACE, given)}
+    assert rule in {one.rule for one in findings(ARGUMENTS, given)}
 
 
 @pytest.mark.parametrize("rule", [rule for rule in HUGGING_FACE if not rule.option], ids=lambda rule: rule.name)

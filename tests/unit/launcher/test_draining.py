@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.config import Config
 from ft_plugins.errors import ProtectionError
 from ft_plugins.events import Event, Events
+from ft_plugins.launcher import node_launch
 from ft_plugins.launcher.agent import draining
 from ft_plugins.launcher.agent.draining import (
     MOST_SECONDS,
@@ -130,6 +132,18 @@ def test_jobs_whose_nodes_cannot_leave_without_loss_say_why() -> None:
     assert "do not protect each other" in cannot_be_drained("none", False)
     assert "do not protect each other" in cannot_be_drained("", False)
     assert "--reft-versions every" in cannot_be_drained("raim5", True)
+    assert "--sync-tau does not divide" in cannot_be_drained("raim5", False, deferred=True)
+
+
+@pytest.mark.parametrize(
+    ("interval", "apply", "refused"), [(4, "forward", True), (3, "forward", False), (4, "wait", False)]
+)
+def test_a_job_whose_every_exchanged_version_ends_later_cannot_be_drained(
+    interval: int, apply: str, refused: bool
+) -> None:
+    reft = {"versions": "every", "interval": interval}
+    config = Config.from_json({"reft": reft, "sync": {"policy": "edit", "tau": 4, "apply": apply}})
+    assert ("end in the next iteration" in node_launch._undrainable(config)) is refused
 
 
 def test_what_comes_next_depends_on_the_commit_and_on_how_long_the_ranks_waited() -> None:

@@ -17,8 +17,8 @@ import pytest
 import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
-from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals
-from ft_plugins.snapshot.segment.header import Header, OpenedLineage, newest_chosen
+from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals, newest
+from ft_plugins.snapshot.segment.header import Header, OpenedLineage
 from ft_plugins.snapshot.segment.paths import path_of, remove, segments_of
 from ft_plugins.snapshot.segment.segment import Segment, create, marks_in
 from ft_plugins.snapshot.segment.shape import PAGE, Shape
@@ -301,14 +301,15 @@ def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: S
 def test_the_intervals_that_a_job_chose_are_read_as_they_were_written_or_not_at_all(segment: Segment) -> None:
     header, reader = segment.header, Segment(segment.path).header
     assert (reader.chosen, reader.exchanged_ms, reader.stored_ms) == (None, 0, 0)
-    assert newest_chosen([reader]) is None and segment.damaged == ()
+    assert newest([reader.chosen]) is None and segment.damaged == ()
     one = ChosenSchedule(2**31, Intervals(7, 0), Intervals(1, 100_000), 2**31, 3)
     for chosen in (one, replace(one, since=9), replace(one, restarts=4, since=1)):
         header.chosen = chosen
         assert reader.chosen == chosen
     other = Header(np.zeros(PAGE // 8, dtype=np.uint64))
     other.chosen = one
-    assert newest_chosen([reader, other]) == newest_chosen([other, reader]) == reader.chosen, "of the last restart"
+    for both in ((reader, other), (other, reader)):
+        assert newest(one.chosen for one in both) == reader.chosen, "of the last restart"
     header.exchanged_ms, header.stored_ms = 0, 2**40
     assert (reader.exchanged_ms, reader.stored_ms) == (1, 2**32 - 1), "known, and within a word"
     before = segment.bytes.copy()
