@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 _PACKED = struct.Struct("<7I4x")  # of `ChosenSchedule`
 PACKED = _PACKED.size
-GROWTH = 4  # times what it was, an interval that a job chooses is at most
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ...snapshot.schedule import GROWTH, ChosenSchedule, next_due
+from ...planner.job_intervals import GROWTH
+from ...snapshot.schedule import ChosenSchedule, next_due
 from ...snapshot.segment.slots import Version
 from ..watch.hang import Stall
 from ..watch.hang import merged as merged_stall

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.planner.intervals import Costs, plan_intervals
 from ft_plugins.planner.job_intervals import (
+    GROWTH,
     MOST_CAPTURED,
     MOST_STORED,
     WORTH,
@@ -19,7 +20,6 @@ from ft_plugins.planner.job_intervals import (
     choose,
 )
 from ft_plugins.planner.survival import Cluster, Scheme
-from ft_plugins.snapshot.schedule import GROWTH
 
 JOB = MeasuredJob(captured=True, stored=True, nodes=6, group_nodes=6, losses=1, hw_rate=1e-2, sw_rate=0.1)
 MEASURED = Measured(iteration=2.0, fences=0.05, exchange=7.0, storage=60.0, job=3600.0, restarts=0)
