@@ -87,7 +87,7 @@ class Baft:
         """Close the gate; copies are rate-limited until there is another profile."""
         if self._gate is not None:
             self._gate.close()
-            self._gate.plan(0, 0.0)
+            self._gate.plan(0, 0.0, 0.0)
         self._keeper = self._planned = None
 
     @property
@@ -135,7 +135,7 @@ class Baft:
             self._gate, _steady(own, plan.seconds) if by_rate else own, steady=by_rate,
             clock_ns=self._clock_ns, tolerance=edge_tolerance(plan.seconds),
         )  # fmt: skip
-        self._gate.plan(plan.iterations, plan.seconds)
+        self._gate.plan(plan.iterations, plan.seconds, self._pace(plan, own))
         self._events.emit(
             catalogue.BUBBLES_PLANNED, iterations=plan.iterations, seconds=plan.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=plan.fill_bytes,
@@ -149,6 +149,14 @@ class Baft:
     def links_known(self) -> bool:
         """Whether the speed of links was configured or measured."""
         return self._config.link_mbps is not None or bool(self._links)
+
+    def _pace(self, plan: BubblePlan, own: SenderPlan) -> float:
+        """Bytes per second on the link while this rank may send: in its fastest bubble, else its part of the link."""
+        if own.every and not own.reason:
+            return max(grant.nbytes / (grant.deadline - grant.begin) for grant in own.every)
+        speeds, source = self._link_speeds(), own.transfer.source
+        whole = sum(one.transfer.nbytes for one in plan.senders if one.transfer.source == source)
+        return (speeds if isinstance(speeds, float) else speeds[source]) * own.transfer.nbytes / max(1, whole)
 
     def _link_speeds(self) -> float | dict[int, float]:
         """Bytes per second of links: as configured, else as measured, else a usual value."""

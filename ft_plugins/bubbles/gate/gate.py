@@ -3,13 +3,14 @@
 The trainer opens it at the begin of a bubble and closes it at the end. The SMP of its node reads it before each frame,
 and waits for it to open.
 
-    word   0        1        2           3        4       5 ..                                 29     30, 31, 32
+    word   0        1        2           3        4       5 ..                                 29     30 to 33
            closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | the rest
                     `------------------ covered by the seal --------------------------------'
 
-The rest is `moved`, `planned` and `period`. The SMP writes `moved`, the trainer all others. `moved` changes when a
-frame begins to move and when it is through, so a trainer can see whether copies moved in a period of time. `planned`:
-iterations within which the bubbles carry all, 0 for no plan; `period`: nanoseconds of an iteration of the plan.
+The rest is `moved`, `planned`, `period` and `pace`. The SMP writes `moved`, the trainer all others. `moved` changes
+when a frame begins to move and when it is through, so a trainer can see whether copies moved in a period of time.
+`planned`: iterations within which the bubbles carry all, 0 for no plan; `period`: nanoseconds of an iteration of the
+plan; `pace`: bytes per second that the plan gives this rank on the link while it may send.
 
 Invariant: a read returns what one `open` wrote, or nothing: the seal, a digest written last, fits no mixture of two
 openings, in whatever order stores become visible. Closing is one store of 8 bytes: an opening is over when `closed`
@@ -55,8 +56,8 @@ _HALF = (1 << 32) - 1
 Words = npt.NDArray[np.uint64]
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
-_MOVED, _PLANNED, _PERIOD = _SEAL + 1, _SEAL + 2, _SEAL + 3
-GATE_BYTES = 8 * (_PERIOD + 1)
+_MOVED, _PLANNED, _PERIOD, _PACE = range(_SEAL + 1, _SEAL + 5)
+GATE_BYTES = 8 * (_PACE + 1)
 _READS = 3  # attempts at a gate that is being written
 _NUMBERS = 1 << 63
 STEADY = _NUMBERS - 1  # instead of a bubble's number: a rate is granted, outside bubbles
@@ -179,9 +180,15 @@ class Gate:
         """Nanoseconds of an iteration of the plan; 0 without a plan."""
         return int(self._words[_PERIOD])
 
-    def plan(self, iterations: int, seconds: float) -> None:
-        """Publish the plan that opens the gate from now on: `planned`, and seconds of an iteration. 0, 0: no plan."""
-        self._words[_PLANNED], self._words[_PERIOD] = iterations, int(seconds * 1e9)
+    @property
+    def pace(self) -> int:
+        """Bytes per second on the link while this rank may send, by the plan; 0 without a plan."""
+        return int(self._words[_PACE])
+
+    def plan(self, iterations: int, seconds: float, pace: float) -> None:
+        """Publish the plan that opens the gate from now on: `planned`, seconds of an iteration, `pace`. 0: no plan."""
+        self._words[_PACE] = int(pace)
+        self._words[_PERIOD], self._words[_PLANNED] = int(seconds * 1e9), iterations
 
     def read(self) -> Opening | None:
         """The current opening, whatever its deadlines; None if the gate is closed."""

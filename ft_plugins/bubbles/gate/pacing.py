@@ -31,6 +31,7 @@ class GateSight:
     plan_iterations: int  # `Gate.planned`: iterations within which the plan's bubbles carry all; 0 without a plan
     period_ns: int  # an iteration of the plan
     opening: Opening | None  # the one that stands; None for a closed gate
+    pace: int = 0  # `Gate.pace`: bytes per second
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class PacingState:
     overdue_ns: int = 0  # no frame of an overdue copy before
     copy_began_ns: int = 0  # when there was a copy to be sent
     copy_left: int = 0  # bytes of it that are not through
-    window_rate: float = 0.0  # bytes per nanosecond planned in the last window
+    window_rate: float = 0.0  # bytes per nanosecond planned in the last window; until there is one, the plan's pace
     overdue: OverdueFrames = field(default_factory=OverdueFrames)
     rested_ns: int = 0  # no frame in a window before
     window_duty: float = 1.0  # part of the time for frames in windows
@@ -107,7 +108,8 @@ class PacingState:
         return cls(
             limits, rate_duty, has_fallback, first_openings=sight.openings, open_seen_ns=now,
             openings_when_seen=sight.openings, fed_ns=now, openings_when_fed=sight.openings, asked_ns=now,
-            plan=(sight.plan_iterations, sight.period_ns), rate_frame_bytes=limits.slow_frame_bytes,
+            plan=(sight.plan_iterations, sight.period_ns), window_rate=sight.pace / 1e9,
+            rate_frame_bytes=limits.slow_frame_bytes,
         )  # fmt: skip
 
     def begins(self, nbytes: int, now: int) -> None:
@@ -121,6 +123,7 @@ class PacingState:
         if sight.openings != self.openings_when_seen:
             self.open_seen_ns, self.openings_when_seen = now, sight.openings
         self.asked_ns = now
+        self.follow(sight)  # also while no bubble of it is opened
         opening = sight.opening
         if opening is not None and stands(opening, now):
             self.open_seen_ns = now
@@ -136,10 +139,11 @@ class PacingState:
         """Whether no plan is published and the gate was never open under this sender."""
         return self.number is None and sight.openings == self.first_openings and not sight.plan_iterations
 
-    def follow(self, plan_iterations: int, period_ns: int) -> None:
+    def follow(self, sight: GateSight) -> None:
         """Forget the bubbles of a plan that was replaced."""
-        if self.plan != (plan_iterations, period_ns):
-            self.plan, self.shortened, self.filled = (plan_iterations, period_ns), Shortened(), {}
+        if self.plan != (sight.plan_iterations, sight.period_ns):
+            self.plan, self.shortened, self.filled = (sight.plan_iterations, sight.period_ns), Shortened(), {}
+            self.window_rate = sight.pace / 1e9 or self.window_rate
 
     def sent(self, decision: SendNow, sight: GateSight, nbytes: int, now: int) -> None:
         """Record that a decision about `nbytes` is carried out."""
@@ -213,7 +217,6 @@ class PacingState:
         return self.overdue.size(self.rate_frame_bytes, self.largest_frame())
 
     def _opened(self, opening: Opening, sight: GateSight, asking_ns: int, now: int) -> None:
-        self.follow(sight.plan_iterations, sight.period_ns)
         # If no frame was worth sending for a whole iteration, the link may have become faster. Once per iteration, not
         # in each bubble that is too short for a frame.
         if self.trips and self.plan[1] and now - max(self.fed_ns, self.halved_ns) > self.plan[1]:

@@ -98,7 +98,7 @@ def test_what_went_in_bubbles_is_told_of_those_of_the_plan_that_stands() -> None
     clock, gate = Clock(), Gate(empty())
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock), Stop(clock, 100_000 * MS)
     for turn, bubble in enumerate((7, 3)):
-        gate.plan(1, 1.0 + turn)
+        gate.plan(1, 1.0 + turn, 0.0)
         assert pacer.filled() == []
         gate.open([grant(bubble, 0, 0.5, 10_000)], turn, clock.now)
         pacer.ended(pacer.take(100, stop))
@@ -206,7 +206,7 @@ def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
     stuck = pacer.take(1000, Stop(clock, 10 * MS))
     clock.now = 30_000 * MS
     pacer.ended(stuck)
-    gate.plan(1, 0.010)
+    gate.plan(1, 0.010, 0.0)
     for _ in range(100):
         gate.open([grant(1, 0, 0.010, 1000)], 0, clock.now)
         before = pacer.inside_bytes
@@ -220,7 +220,7 @@ def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(sho
     three short ones, of which those of 20 ms can carry a frame. Then a profile is taken: nothing goes for a while."""
     clock, gate, link = Clock(), Gate(empty()), 125 / MS
     pacer = GatePacer(gate, clock_ns=clock)
-    gate.plan(1, 1.0)
+    gate.plan(1, 1.0, 0.0)
     late, moved = [], []
     for iteration in range(40):
         before = pacer.inside_bytes
@@ -247,13 +247,13 @@ def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(sho
 def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_was_shortened() -> None:
     clock, gate, link = Clock(), Gate(empty()), 1000 / MS
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
-    gate.plan(1, 1.0)
+    gate.plan(1, 1.0, 0.0)
     for iteration in range(20):  # 5 ms by the plan, 1 ms in fact
         clock.now = begin = 1000 * iteration * MS
         gate.open([grant(3, 0, 0.005, 5_000)], iteration, begin)
         stop = Stop(clock, begin + 900 * MS, {begin + MS: gate.close})
         send(pacer, stop, clock, lambda nbytes: nbytes / link, (gate, begin + MS))
-    gate.plan(1, 1.1)
+    gate.plan(1, 1.1, 0.0)
     clock.now = begin = 20_000 * MS
     gate.open([grant(3, 0, 0.2, 200_000)], 20, begin)
     before = pacer.inside_bytes
@@ -373,7 +373,7 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
 def test_who_has_lost_patience_once_goes_on_until_a_gate_is_opened() -> None:
     """Frames of the other pacer that take long must not each be followed by as long a wait."""
     clock, gate = Clock(), Gate(empty())
-    gate.plan(1, 1.0)
+    gate.plan(1, 1.0, 0.0)
     pacer, stop = (
         GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock),
         Stop(clock, 10**18),
@@ -401,11 +401,11 @@ def test_where_a_plan_is_taken_back_or_never_came_nobody_waits_for_bubbles() -> 
         assert pacer.take(70, Stop(clock, clock.now + 10 * MS)) == Allowance(0)
     began = clock.now
     assert pacer.take(70, Stop(clock, began + 9000 * MS)).nbytes == 70 and clock.now - began < 1100 * MS
-    gate.plan(1, 1.0)
+    gate.plan(1, 1.0, 0.0)
     gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
     assert pacer.take(70, Stop(clock, clock.now + 1000 * MS)).nbytes == 50
     gate.close()
-    gate.plan(0, 0.0)
+    gate.plan(0, 0.0, 0.0)
     began = clock.now
     assert pacer.take(70, Stop(clock, began + 9000 * MS)).nbytes == 70 and clock.now - began < 1100 * MS
 
@@ -427,7 +427,7 @@ def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
     pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
     assert pacer.take(50, Stop(clock, MS)).nbytes == 50
-    gate.plan(1, 1.0)
+    gate.plan(1, 1.0, 0.0)
     for number in range(70):  # a version every two minutes: bubbles come and go, and nobody looks at them
         clock.now = (number + 1) * 1000 * MS
         gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)
@@ -439,7 +439,7 @@ def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
 
 def test_bubbles_may_be_further_apart_than_patience_lasts_if_iterations_are_that_long() -> None:
     clock, gate = Clock(), Gate(empty())
-    gate.plan(1, 40.0)
+    gate.plan(1, 40.0, 0.0)
     pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     reopened = {100_000 * MS: lambda: gate.open([grant(1, 0, 0.010, 50)], 0, clock.now)}
     assert pacer.take(70, Stop(clock, 200_000 * MS, reopened)).nbytes == 50 and clock.now >= 100_000 * MS
@@ -453,7 +453,7 @@ def test_who_comes_where_there_is_a_plan_already_waits_for_its_bubbles() -> None
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
     gate.close()
-    gate.plan(1, 1.0)
+    gate.plan(1, 1.0, 0.0)
     pacer = GatePacer(gate, Free(), limits=PacingLimits(least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(0), "its SMP is a new one, training is not"
 
@@ -684,7 +684,7 @@ def test_the_decision_follows_from_state_opening_and_time_and_changes_nothing() 
     closed = GateSight(0, 0, 0, None)
     state = PacingState.start(PacingLimits(least_frame_bytes=10), closed, 0, has_fallback=True)
     assert decide(state, closed, 1000, 0) == AskFallback(1000), "before there is a plan"
-    gate.plan(1, 1.0)
+    gate.plan(1, 1.0, 0.0)
     gate.open([grant(1, 0.010, 0.020, 1000)], 0, 0)
     opened = GateSight(gate.openings, gate.planned, gate.period_ns, gate.read())
     state.observe(opened, 0, 0)

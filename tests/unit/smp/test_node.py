@@ -387,7 +387,7 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     job.train(1, 1)
     for node in job.nodes:
         for segment in node.segments.values():
-            Gate(segment.gate).plan(1, 1.0)
+            Gate(segment.gate).plan(1, 1.0, 0.0)
             Gate(segment.gate).hold(SECONDS, time.monotonic_ns())
     job.write(2, 39)  # captured, but nothing may go
     first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
@@ -417,7 +417,7 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     bubbles((0, 1, 2, 3), 0)  # from now on there is a plan, by which nothing may go now
     for node in job.nodes:
         for segment in node.segments.values():
-            Gate(segment.gate).plan(2, SECONDS)  # so that no copy is overdue, however slow the machine is
+            Gate(segment.gate).plan(2, SECONDS, 0.0)  # so that no copy is overdue, however slow the machine is
     job.begin(2)
     bubbles((2,), 300_000)  # less than the copy; the last frame has to be through before it is opened anew
     wait(lambda: job.nodes[1].status("in_bubbles") == 300_000)

@@ -18,7 +18,7 @@ FIRST = Version(1, 0)
 def paced(planned: int, interval: int = 1, last: Version | None = FIRST) -> Pace:
     """Of one rank, whose trainer has planned so; `last` has counted."""
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
-    gate.plan(planned, 1.0)
+    gate.plan(planned, 1.0, 0.0)
     pace = Pace(interval, last)
     pace.pacers = {3: GatePacer(gate)}
     return pace
@@ -136,7 +136,7 @@ def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more() -> None:
         pace = paced(2)
         assert pace.captured(Version(1, 40))
         (pacer,) = pace.pacers.values()
-        pacer._gate.plan(0, 0.0)
+        pacer._gate.plan(0, 0.0, 0.0)
         assert not (pace.committed(Version(1, 41)) if counts else pace.captured(Version(1, 41)))
         assert not pace.rarer and "rarer" not in pace_text(pace.status())
 

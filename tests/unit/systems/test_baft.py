@@ -142,17 +142,17 @@ def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() ->
 
 
 def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one() -> None:
-    def planned(mbps: float | None, links: dict[int, float]) -> tuple[int, float]:
+    def planned(mbps: float | None, links: dict[int, float]) -> tuple[int, float, float]:
         rank = Rank(2, BaftConfig(link_mbps=mbps))
         rank.baft.use_gate(rank.gate, copies(), links)
         plan = rank.plan(idle_together())
         assert plan is not None
-        return sending(plan, 2).every[0].nbytes, rank.written[-1].fields["link_mbps"]
+        return sending(plan, 2).every[0].nbytes, rank.written[-1].fields["link_mbps"], rank.gate.pace
 
     measured = {0: 5e8, 1: 4e8, 2: 3e8, 3: 2e8}  # rank 2 stands on position 2, its copy goes to position 0
-    assert planned(8_000.0, measured) == (pytest.approx(398e6, abs=1), 8_000.0)
-    assert planned(None, measured) == (pytest.approx(0.3 * 398e6, abs=1), 2_400.0)
-    assert planned(None, {}) == (pytest.approx(1.25 * 398e6, abs=1), 10_000.0)
+    assert planned(8_000.0, measured) == (pytest.approx(398e6, abs=1), 8_000.0, pytest.approx(1e9))
+    assert planned(None, measured) == (pytest.approx(0.3 * 398e6, abs=1), 2_400.0, pytest.approx(3e8))
+    assert planned(None, {}) == (pytest.approx(1.25 * 398e6, abs=1), 10_000.0, pytest.approx(1.25e9))
 
 
 def test_ranks_that_share_links_find_the_same_plan() -> None:
@@ -257,6 +257,7 @@ def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     found = rank.gate.read()
     assert found is not None, "computing does not close it"
     assert found.windows[0][2] == NBYTES[0] and found.bubble == STEADY
+    assert rank.gate.pace == pytest.approx(1e9), "its node sends nothing else"
     (event,) = rank.written
     assert event.name == "bubbles.planned" and "no bubbles" in event.fields["reason"]
     rank.plan(Profile(tuple(busy)), others=4)
