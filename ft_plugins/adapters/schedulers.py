@@ -115,8 +115,8 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [one for one in found if id(one) not in inside]
 
 
-def restore_own(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int) -> None:
-    """Restore the script's schedulers. Raises ResumeError if they are not those captured."""
+def restore_own(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Restore the script's schedulers, and return them. Raises ResumeError if they are not those captured."""
     live = own_schedulers(optimizer, rank)
     for name, captured in saved.items():
         if name not in live:
@@ -125,6 +125,7 @@ def restore_own(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank
                 f"is {' and '.join(live) or 'none'}: make the same ones before the first batch, {_PASS}"
             )
         live[name].load_state_dict(copy.deepcopy(dict(captured)))
+    return live
 
 
 def require_encodable_scheduler(scheduler: Any, rank: int) -> None:

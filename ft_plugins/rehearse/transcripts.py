@@ -32,6 +32,7 @@ _POSITION = "position"
 _GENERATORS = ("python", "numpy", "torch", "cuda", "tracker")
 _SCHEDULE = ("counters", "scheduler", "groups")
 _NOT_COMPARED = (_POSITION, "pace", "silent", "loop", "suspended", "rng", *_GENERATORS)
+_MADE = "/shape/"  # of modules, which may get attributes in the first forward: compared at the end of each iteration
 # the kinds of places, causes first
 READS, RATE, DRAWN, SMALL, LOSS, STATE = "the batch", "learning rate", "random numbers", "small state", "loss", "state"
 _NORM = "gradient norm"
@@ -288,7 +289,7 @@ def _differences(
         for place in places
         if ours.get(place, _ABSENT) != theirs.get(place, _ABSENT)
         and place not in left_out
-        and (both or place[0] in (DRAWN, SMALL, STATE))
+        and (both or (place[0] in (DRAWN, SMALL, STATE) and not place[1].removeprefix("/caller").startswith(_MADE)))
         and (trajectory or _is_scheduled(place))
     }
 

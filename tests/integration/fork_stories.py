@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.rehearse.driver import DrivenJob, DrivePhase
+from ft_plugins.rehearse.rehearsal import RUN
 from harness.deepspeed_forks import SCRIPTS, ForkCase, applicable, checkout_of, comparison, killed, require_exact, run
 from harness.megatron_lm import RUN_SECONDS, SETTINGS, write_corpus
+from harness.rehearsed import rehearsed as rehearse
 
 NODES = (
     ForkCase(
@@ -25,13 +27,15 @@ NODES = (
     ),
     ForkCase("bubbles", 4, 1, 2, 1, iterations=150, protected=("--baft",)),
 )
+REHEARSED = ForkCase("rehearsal", 2, 1, 1, 1, iterations=12)
 LOST_FROM = 4  # the iteration that must be committed before the node is lost
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name, cases in (("case", "CASES"), ("lost", "NODES")):
+    module = metafunc.module
+    for name, cases in (("case", module.CASES), ("lost", module.NODES), ("rehearsed", (REHEARSED,))):
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, applicable(getattr(metafunc.module, cases)), ids=str)
+            metafunc.parametrize(name, applicable(cases), ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,21 @@ def test_killed_in_forward_or_update_it_ends_in_the_state_of_an_unfailed_run(
     print(other.output)
     other.require_success()
     record_property("compared", str(require_exact(case, unfailed, other)))
+
+
+@pytest.mark.timeout(1500)
+def test_killed_in_forward_or_update_by_a_rehearsal_it_is_exact(
+    fork: str, checkout: Path, corpus: Path, rehearsed: ForkCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    saved = tmp_path / "saved" if fork == "gpt-neox" else Path(RUN, "saved")  # words are filled in, not files
+    script = SCRIPTS[fork](checkout, corpus, rehearsed, tmp_path, saved)
+    words = [*script, *rehearsed.protected]
+    outcome = rehearse(tmp_path, rehearsed.ranks, words, seconds=2 * RUN_SECONDS)
+    record_property("unprotected", "succeeded")
+    record_property("compared", f"{outcome['comparison']['parts']} parts, restored twice")
 
 
 @pytest.mark.timeout(1500)

@@ -17,6 +17,7 @@ import pytest
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.events import read
 from harness.golden import explain, tree_differences
+from harness.rehearsed import rehearsed
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -194,14 +195,16 @@ def test_an_own_loop_over_accelerate_that_begins_at_its_own_start_is_warned_of_a
 def test_the_example_passes_a_rehearsal(own_environment: Path, stage: int | None) -> None:
     folder = own_environment / f"hr-{stage}"
     folder.mkdir(mode=0o700)
-    tool, words = str(Path(sys.executable).with_name("ft-plugins")), [str(EXAMPLE), "--accumulate", "2"]
-    words += ["--reft"] if stage is None else ["--deepspeed", configuration(folder, stage, True)]
-    done = subprocess.run(
-        [tool, "rehearse", "--json", "--out", str(folder / "out"), "--iterations", "30", "--",
-         "ft-run", "--nproc-per-node", str(RANKS), *words],
-        cwd=folder, capture_output=True, text=True, timeout=BOUND, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    outcome = json.loads(done.stdout)
-    assert outcome["exact"] and len(outcome["comparison"]["restored"]) == 2
+    words = ["--reft"] if stage is None else ["--deepspeed", configuration(folder, stage, True)]
+    job = [EXAMPLE, "--accumulate", 2, *words]
+    outcome = rehearsed(folder, RANKS, job, "--iterations", 30, seconds=BOUND)
+    assert not {"an evaluation", "an epoch's end"} & {one.partition(":")[0] for one in outcome["not_exercised"]}
+
+
+@pytest.mark.timeout(1800)
+def test_an_own_loop_over_accelerate_passes_a_rehearsal(own_environment: Path) -> None:
+    folder = own_environment / "ar"
+    folder.mkdir(mode=0o700)
+    job = [LOOP, folder / "state-", configuration(folder, 1, True, 2), "--reft"]
+    outcome = rehearsed(folder, RANKS, job, "--iterations", 8, seconds=BOUND)
     assert not {"an evaluation", "an epoch's end"} & {one.partition(":")[0] for one in outcome["not_exercised"]}

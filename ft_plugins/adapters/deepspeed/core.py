@@ -180,10 +180,12 @@ class DeepSpeedHost(DeepSpeedStepping):
         return Given((*objects, self.engine.optimizer, inner), (*self.tensors().values(),), tuple(trained), True)
 
     def _own_schedulers(self) -> dict[str, Any]:
-        """Those that the script steps itself, searched once after its first update."""
-        if self.engine.lr_scheduler is not None or not self._trains:
+        """Those that the script steps itself, searched once after its first update; until then, the restored ones."""
+        if self.engine.lr_scheduler is not None:
             return {}
         if self._own is None:
+            if not self._trains:
+                return {}
             self._own = own_schedulers(state.inner(self.engine.optimizer), self.rank)
         return self._own
 
@@ -304,7 +306,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         write_modes(self.engine.module, small["modes"], training=not self.silent)
         self._shape.restored(small.get("shape"))
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
-            restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
+            self._own = restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
             optimizer = self.engine.optimizer
             restore_groups(state.inner(optimizer), small["groups"], dict(state.updated_tensors(optimizer)))
         restore_rng(small["rng"])
@@ -363,7 +365,8 @@ class DeepSpeedHost(DeepSpeedStepping):
             hooks.before_update(iteration)
             faults.reach("update.begin", iteration=iteration)
             outcome = original(*args, **kwargs)
-            self._trains = True
+            if not self._trains:
+                self._trains, self._own = True, None
             faults.reach("update.end", iteration=iteration)
             hooks.after_update(iteration)
             return outcome

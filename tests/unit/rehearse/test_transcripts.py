@@ -122,6 +122,19 @@ def test_data_that_is_not_reproducible_is_not_exact_whatever_a_restore_does() ->
     assert not outcome.exact and "not reproducible, with or without a failure" in outcome.sentence
 
 
+def test_attributes_that_modules_get_in_their_first_forward_are_compared_with_it() -> None:
+    def with_shape(at: int, lineage: int, kind: str = "iteration", shape: str = "s") -> dict[str, Any]:
+        small = {**line(at, 0).small, "shape": {"digests": shape}}
+        return {"at": at, "rank": 0, "lineage": lineage, "kind": kind, "small": small}
+
+    failed = changed(changed(FAILED, **with_shape(4, 1)), **with_shape(4, 2, "restored", "not made yet"))
+    golden = run((0, LAST))
+    assert compare_transcripts(failed, changed(golden, **with_shape(4, 1)), 2).exact
+    failed = changed(changed(FAILED, **with_shape(5, 1)), **with_shape(5, 2, shape="another"))
+    sentence = compare_transcripts(failed, changed(golden, **with_shape(5, 1)), 2).sentence
+    assert "NOT EXACT: iteration 5, rank 0: small state /shape/digests: another != s" in sentence
+
+
 def test_generators_that_the_script_does_not_seed_are_compared_where_they_were_restored() -> None:
     failed = [
         line(e.iteration, e.rank, e.lineage, e.kind, small={**e.small, "python": f"own{e.iteration}"}) for e in FAILED
