@@ -162,6 +162,17 @@ def test_a_script_that_decides_by_the_iteration_is_not_named_after_a_restore(
     assert "after the restore" not in capsys.readouterr().err
 
 
+def test_what_a_module_is_saved_and_loaded_by_is_no_change_of_it() -> None:
+    """Megatron-DeepSpeed gives its model another `state_dict` when it saves for the first time."""
+    model = torch.nn.Linear(2, 2)
+    parts = ModuleParts(model, [])
+    before = parts.read()[""].digest
+    model.state_dict = model.load_state_dict = doubled  # type: ignore[method-assign,assignment]
+    assert parts.read()[""].digest == before
+    model.doubled = doubled  # type: ignore[assignment]
+    assert parts.read()[""].digest != before
+
+
 def test_a_hook_of_an_optimizer_is_a_hook_too() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
