@@ -11,8 +11,11 @@ the metrics, so the rank is not involved. Medians over pairs of stretches:
     events                that the rank emits in an iteration
     emit_microseconds     of the rank's thread, for each, measured in this process with such an event
     emit_share            all of them, as a share of an iteration of one second
+    scalars_milliseconds  of the processor of a rank that writes scalars, for each time: what its framework's writer
+                          takes is left out
+    scalars_share         the same, as often as is the default, as a share of one core
 
-Claim: scrape_share + emit_share <= 0.001 (`share`).
+Claim: scrape_share + emit_share + scalars_share <= 0.001 (`share`).
 """
 
 from __future__ import annotations
@@ -30,9 +33,13 @@ from pathlib import Path
 
 import psutil
 
+from ft_plugins.config import Config
 from ft_plugins.events import Events, catalogue
 from ft_plugins.events.stream import file_sink, log_sink
+from ft_plugins.metrics.exposition import counts_of, node_of
+from ft_plugins.metrics.scalars import scalars_of
 from ft_plugins.rehearse.driver import free_port
+from ft_plugins.smp.serve.local_connection import LocalConnection
 from harness import fills  # noqa: F401 - the entry of the job, imported before ranks are forked
 from harness.emulated_nodes import destroy
 from harness.fills_runs import FillsRun
@@ -44,7 +51,7 @@ BOUND = 120.0  # seconds, for any wait
 ENDLESS, SECONDS, MIB = 1_000_000, 0.2, 16  # iterations; of one; state of the rank
 EVERY = 15.0  # seconds between two scrapes, as Prometheus makes them where nothing else is said
 A_SECOND = 20  # scrapes while they are measured
-EMITTED = 2000
+EMITTED, LOOKS = 2000, 50
 
 
 @contextmanager
@@ -97,6 +104,18 @@ def emit_seconds(folder: Path) -> float:
     return statistics.fmean(took)
 
 
+def look_seconds(run_dir: Path) -> float:
+    """Processor seconds of one look at the SMP and at new events, as `systems.scalar_report` takes it: a median."""
+    counts, took = counts_of(run_dir), []
+    for _ in range(LOOKS):
+        began = time.process_time()
+        with LocalConnection(run_dir, BOUND) as connection:
+            scalars = scalars_of(node_of(run_dir, connection.status(), counts))
+        took.append(time.process_time() - began)
+        assert scalars
+    return statistics.median(took)
+
+
 def measure(chosen: argparse.Namespace) -> Figures:
     """The figures."""
     seconds, pairs = (1.0, 2) if chosen.smoke else (5.0, 3) if chosen.quick else (10.0, 8)
@@ -111,6 +130,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
                 without, _ = stretch(pid, port, seconds, scrapes=False)
                 scraped, count = stretch(pid, port, seconds, scrapes=True)
                 costs.append((scraped - without) / count)
+            look = look_seconds(job.spec.run_dir)
             recent = entries(job.spec.run_dir / "events.jsonl")
         own = [line for line in recent if line.get("rank") == 0 and line.get("iteration")]
         steps = {line["iteration"] for line in own}
@@ -119,10 +139,12 @@ def measure(chosen: argparse.Namespace) -> Figures:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     scrape = statistics.median(costs)
-    share = scrape / EVERY + emit * events
+    scalars = look / Config().scalar_seconds
+    share = scrape / EVERY + emit * events + scalars
     return {
         "scrape_milliseconds": scrape * 1e3, "scrape_share": scrape / EVERY, "events": events,
-        "emit_microseconds": emit * 1e6, "emit_share": emit * events, "share": share, "held": share <= 0.001,
+        "emit_microseconds": emit * 1e6, "emit_share": emit * events, "scalars_milliseconds": look * 1e3,
+        "scalars_share": scalars, "share": share, "held": share <= 0.001,
     }  # fmt: skip
 
 
