@@ -86,6 +86,7 @@ class ProgressAgent(LocalElasticAgent):
         **torch_arguments: Any,
     ) -> None:
         super().__init__(spec, **torch_arguments)
+        self._rdzv_handler = None  # type: ignore[assignment]  # torch 2.6 would end the round with its workers
         self._interval, spec.monitor_interval = spec.monitor_interval, 0.0  # waited in `_monitor_workers`
         self._exits = WorkerExits()  # of the running workers
         self._job = job
