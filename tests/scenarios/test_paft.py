@@ -190,13 +190,15 @@ def test_what_is_gathered_is_compared_also_if_it_would_be_gathered_in_the_next_f
 
 
 @pytest.mark.all_configurations
-@pytest.mark.parametrize("mode", ["dyn", "sync"])
+@pytest.mark.parametrize("mode", ["dyn", "largest", "sync"])
 def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_was_not(
     bench: Bench, mode: str
 ) -> None:
     """Rank 1 dies in the forward behind the update of a turn (3, then 5 or 6), while its average is under way."""
     two = shape(2)
-    words = DYN if mode == "dyn" else ("--paft", "--paft-mode", "sync", "--paft-h", "3")
+    words = {"dyn": DYN, "largest": (*DYN, "--paft-noise-of", "largest")}.get(
+        mode, ("--paft", "--paft-mode", "sync", "--paft-h", "3")
+    )
     whole = bench.run(two, *words, faults=NOISE, name="whole")
     averaged = bench.finish(whole).events("replicas.averaged")
     turns = [(e.rank, e.fields["iteration"], e.fields["sigma"]) for e in averaged]
