@@ -91,7 +91,7 @@ ROWS = (
               limit=2.0),
     ResultRow("double_capture", "sent_worst", "of a share, what then is sent to other nodes", most=0.01, share=True),
     ResultRow("ledger_cost", "share", "of an iteration, what the ledger of inputs takes", most=0.001, share=True),
-    ResultRow("watch_cost", "share", "of a second, what metrics and events take", most=0.001, share=True),
+    ResultRow("watch_cost", "share", "of a second, what metrics, events and scalars take", most=0.001, share=True),
     ResultRow("parity", "encode_x", "RAIM5 encoding, in multiples of an XOR in place", least=0.9, limit=1.0),
     ResultRow("parity", "decode_x", "RAIM5 decoding with all digests verified, in the same", least=0.7, limit=1.0),
     ResultRow("parity", "double_encode_x", "RAIM6 encoding, in the same", least=0.8),

@@ -42,8 +42,8 @@ CONTAINERS = (list, tuple, dict)
 MOST = 256  # values of a list, tuple or dict that are read
 _LIMIT = 4 << 10  # bytes of an object that is
 _SCALARS = (np.number, np.bool_)  # as `np.maximum` of two numbers
-_TORCHS = frozenset(vars(torch.nn.Module()))  # attributes of every module: parameters, hooks, `training`
-_SAVING = {"state_dict", "load_state_dict"}  # Megatron-DeepSpeed sets them when it saves; nothing computes with them
+# of every module: parameters, hooks, `training`; and what Megatron-DeepSpeed sets when it saves
+_LEFT_OUT = frozenset((*vars(torch.nn.Module()), "state_dict", "load_state_dict"))
 _COUNTING = ("deepspeed.", "torch.nn.parallel.")  # packages whose modules count for themselves
 _DEPTH, _MOST_COUNTS = 4, 4096
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -141,7 +141,7 @@ class ModuleParts:
         values: dict[str, Any] = {}
         objects: dict[str, _Contents] = {}
         steady, counts = True, f"{kind.__module__}.".startswith(_COUNTING)
-        own = [(key, one) for key, one in vars(module).items() if key not in _TORCHS | _SAVING]
+        own = [(key, one) for key, one in vars(module).items() if key not in _LEFT_OUT]
         for key, value in own:
             if counts or is_a(value, torch.Tensor, torch.nn.Module):
                 continue

@@ -51,6 +51,7 @@ class SenderPlan:
     shared_seconds: float  # of that, shared with the receiver
     reason: str = ""
     bytes_per_second: float = 0.0
+    link_rate: float = 0.0  # bytes per second, its part of the link between the two nodes
 
     def grants_after(self, iteration: int, span: int) -> Grants:
         """The grants of the bubble after compute span `span`, in `iteration` of a period (from 0). Beyond the planned
@@ -166,7 +167,8 @@ def plan_bubbles(
         idle = sum(bubble.end - bubble.begin for bubble in offer.own)
         rate = one.nbytes / (iterations * seconds) if reason else 0.0
         every = () if reason or not one.nbytes else offer.offered(granularity)
-        senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, reason, rate))
+        part = one.nbytes / offer.link_seconds if offer.link_seconds else 0.0
+        senders.append(SenderPlan(one, grants, every, idle, offer.windows.seconds, reason, rate, part))
     in_bubbles = [
         offer for offer, (_, reason) in zip(offered, planned, strict=True) if not reason and offer.transfer.nbytes
     ]

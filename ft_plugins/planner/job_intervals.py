@@ -21,7 +21,7 @@ from .intervals import DAY, Costs, cheapest_checkpoints, cheapest_snapshots, sto
 from .survival import Cluster, Scheme
 
 WORTH = 1.5
-GROWTH = 4
+GROWTH = 4  # times what it was, an interval is at most
 MOST_CAPTURED, MOST_STORED = 1000, 100_000
 MOST_FAILURES = 100.0  # per node and day, as in `Cluster`: a job that has just begun knows no more
 _LEAST, _MOST = 1e-6, 1e9  # of what `Costs` takes

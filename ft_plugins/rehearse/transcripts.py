@@ -30,9 +30,9 @@ TRANSCRIPT = "transcript"  # folder of a run's transcripts
 _LONGEST = 256 << 20  # bytes of one line
 _POSITION = "position"
 _GENERATORS = ("python", "numpy", "torch", "cuda", "tracker")
-_SCHEDULE = ("counters", "scheduler", "groups")
+_SCHEDULE = ("counters", "scheduler", "groups", "shape")
 _NOT_COMPARED = (_POSITION, "pace", "silent", "loop", "suspended", "rng", *_GENERATORS)
-_MADE = "/shape/"  # of modules, which may get attributes in the first forward: compared at the end of each iteration
+_SHAPE = "/shape/"  # of modules, which may get attributes in the first forward: compared at the end of each iteration
 # the kinds of places, causes first
 READS, RATE, DRAWN, SMALL, LOSS, STATE = "the batch", "learning rate", "random numbers", "small state", "loss", "state"
 _NORM = "gradient norm"
@@ -148,7 +148,8 @@ class Comparison:
                 f"exact over {self.iterations} iterations, {self.parts} parts of the state of {self.ranks} ranks; "
                 f"restored after iterations {at}"
             )
-        others = [name for name in self.left_out if not name.startswith(_TRAJECTORY) and name != READS]
+        elsewhere = (*_TRAJECTORY, f"{SMALL} {_SHAPE}")
+        others = [name for name in self.left_out if not name.startswith(elsewhere) and name != READS]
         if others:
             lines.append(f"not reproducible, so compared at restores only: {', '.join(others)}")
         return "\n".join(lines)
@@ -289,9 +290,17 @@ def _differences(
         for place in places
         if ours.get(place, _ABSENT) != theirs.get(place, _ABSENT)
         and place not in left_out
-        and (both or (place[0] in (DRAWN, SMALL, STATE) and not place[1].removeprefix("/caller").startswith(_MADE)))
+        and (both or _is_restored(place))
         and (trajectory or _is_scheduled(place))
     }
+
+
+def _is_restored(place: Place) -> bool:
+    """Whether a version has a value as soon as it is restored."""
+    kind, path = place
+    if kind == SMALL:
+        return not path.removeprefix("/caller").startswith(_SHAPE)
+    return kind in (DRAWN, STATE)
 
 
 def _is_scheduled(place: Place) -> bool:

@@ -42,6 +42,7 @@ from ..model.timeline import Kind, Profile
 from ..redundancy.neighbour import NeighbourCopy, NeighbourPlan
 
 HOLD_SECONDS = 120.0  # after which a held gate is released if its trainer died; renewed at half of it
+_BETWEEN_SECONDS = 1.0  # from a held iteration to the next one: a frame that begins there would be under way in that
 USUAL_MBPS = 10_000.0  # assumed for a link that is neither configured nor measured
 _ANY = 1 << 30  # not one of the iterations planned one by one: only SMPs know which version is being sent
 
@@ -135,7 +136,7 @@ class Baft:
             self._gate, _steady(own, plan.seconds) if by_rate else own, steady=by_rate,
             clock_ns=self._clock_ns, tolerance=edge_tolerance(plan.seconds),
         )  # fmt: skip
-        self._gate.plan(plan.iterations, plan.seconds, self._pace(plan, own))
+        self._gate.plan(plan.iterations, plan.seconds, own.link_rate)
         self._events.emit(
             catalogue.BUBBLES_PLANNED, iterations=plan.iterations, seconds=plan.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=plan.fill_bytes,
@@ -150,14 +151,6 @@ class Baft:
         """Whether the speed of links was configured or measured."""
         return self._config.link_mbps is not None or bool(self._links)
 
-    def _pace(self, plan: BubblePlan, own: SenderPlan) -> float:
-        """Bytes per second on the link while this rank may send: in its fastest bubble, else its part of the link."""
-        if own.every and not own.reason:
-            return max(grant.nbytes / (grant.deadline - grant.begin) for grant in own.every)
-        speeds, source = self._link_speeds(), own.transfer.source
-        whole = sum(one.transfer.nbytes for one in plan.senders if one.transfer.source == source)
-        return (speeds if isinstance(speeds, float) else speeds[source]) * own.transfer.nbytes / max(1, whole)
-
     def _link_speeds(self) -> float | dict[int, float]:
         """Bytes per second of links: as configured, else as measured, else a usual value."""
         if self._config.link_mbps is None and self.links_known:
@@ -168,7 +161,9 @@ class Baft:
 
     def iteration_begin(self, held: bool = False) -> None:
         """An iteration begins; `held`: send nothing in it."""
-        self._held = held and self._gate is not None
+        was_held, self._held = self._held, held and self._gate is not None
+        if was_held and self._gate is not None:
+            self._gate.close()
         if self._held:
             self._hold()
         elif self._keeper is not None:
@@ -177,7 +172,7 @@ class Baft:
     def iteration_end(self) -> None:
         """The last bubble of the iteration is over."""
         if self._held and self._gate is not None:
-            self._gate.close()
+            self._gate.hold(_BETWEEN_SECONDS, self._clock_ns())
         elif self._keeper is not None:
             self._keeper.iteration_end()
 

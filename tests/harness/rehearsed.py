@@ -19,7 +19,7 @@ def rehearsed(folder: Path, ranks: int, job: Sequence[object], *options: object,
     done = subprocess.run(
         [str(word) for word in words], cwd=folder, capture_output=True, text=True, timeout=seconds, check=False
     )
-    assert done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcome: dict[str, Any] = json.loads(done.stdout)
     assert outcome["exact"] and len(outcome["comparison"]["restored"]) == 2, outcome
     return outcome

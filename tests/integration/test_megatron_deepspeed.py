@@ -11,7 +11,7 @@ from .fork_stories import (  # noqa: F401
     fork,
     pytest_generate_tests,
     test_a_lost_node_is_replaced_and_the_run_ends_in_the_state_of_an_unfailed_one,
-    test_killed_in_forward_or_update_by_a_rehearsal_it_is_exact,
+    test_a_rehearsal_finds_it_exact,
     test_killed_in_forward_or_update_it_ends_in_the_state_of_an_unfailed_run,
 )
 

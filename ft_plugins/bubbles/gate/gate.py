@@ -7,10 +7,10 @@ and waits for it to open.
            closed | number | iteration | bubble | count | begin, deadline, bytes (8 windows) | seal | the rest
                     `------------------ covered by the seal --------------------------------'
 
-The rest is `moved`, `planned`, `period` and `pace`. The SMP writes `moved`, the trainer all others. `moved` changes
+The rest is `moved`, `planned`, `period`, `link_rate`. The SMP writes `moved`, the trainer all others. `moved` changes
 when a frame begins to move and when it is through, so a trainer can see whether copies moved in a period of time.
 `planned`: iterations within which the bubbles carry all, 0 for no plan; `period`: nanoseconds of an iteration of the
-plan; `pace`: bytes per second that the plan gives this rank on the link while it may send.
+plan; `link_rate`: bytes per second, this rank's part of the link by the plan.
 
 Invariant: a read returns what one `open` wrote, or nothing: the seal, a digest written last, fits no mixture of two
 openings, in whatever order stores become visible. Closing is one store of 8 bytes: an opening is over when `closed`
@@ -56,8 +56,8 @@ _HALF = (1 << 32) - 1
 Words = npt.NDArray[np.uint64]
 _SEALED = struct.Struct(f"=4Q{3 * WINDOWS}Q")
 _CLOSED, _NUMBER, _SEAL = 0, 1, 1 + _SEALED.size // 8  # words
-_MOVED, _PLANNED, _PERIOD, _PACE = range(_SEAL + 1, _SEAL + 5)
-GATE_BYTES = 8 * (_PACE + 1)
+_MOVED, _PLANNED, _PERIOD, _LINK_RATE = range(_SEAL + 1, _SEAL + 5)
+GATE_BYTES = 8 * (_LINK_RATE + 1)
 _READS = 3  # attempts at a gate that is being written
 _NUMBERS = 1 << 63
 STEADY = _NUMBERS - 1  # instead of a bubble's number: a rate is granted, outside bubbles
@@ -181,13 +181,13 @@ class Gate:
         return int(self._words[_PERIOD])
 
     @property
-    def pace(self) -> int:
-        """Bytes per second on the link while this rank may send, by the plan; 0 without a plan."""
-        return int(self._words[_PACE])
+    def link_rate(self) -> int:
+        """Bytes per second, this rank's part of the link by the plan; 0 without a plan."""
+        return int(self._words[_LINK_RATE])
 
-    def plan(self, iterations: int, seconds: float, pace: float) -> None:
-        """Publish the plan that opens the gate from now on: `planned`, seconds of an iteration, `pace`. 0: no plan."""
-        self._words[_PACE] = int(pace)
+    def plan(self, iterations: int, seconds: float, link_rate: float) -> None:
+        """Publish the plan that opens the gate from now on; zeros: none. `seconds`: of an iteration."""
+        self._words[_LINK_RATE] = int(link_rate)
         self._words[_PERIOD], self._words[_PLANNED] = int(seconds * 1e9), iterations
 
     def read(self) -> Opening | None:

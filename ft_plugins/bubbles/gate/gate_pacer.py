@@ -65,7 +65,7 @@ class GatePacer:
     def filled(self, most: int | None = None) -> list[tuple[int, int]]:
         """(bubble, bytes) of the `most` fullest bubbles of the current plan, by bubble."""
         with self._lock:
-            self._state.follow(self._sight())
+            self._state.follow(self._sight(), self._clock_ns())
             fullest = sorted(self._state.filled.items(), key=lambda item: -item[1])
         return sorted(fullest[: self._limits.reported_bubbles if most is None else most])
 
@@ -107,7 +107,8 @@ class GatePacer:
 
     def _sight(self) -> GateSight:
         openings = self._gate.openings  # first, so that an opening during this read is noticed at the next
-        return GateSight(openings, self._gate.planned, self._gate.period_ns, self._gate.read(), self._gate.pace)
+        gate = self._gate
+        return GateSight(openings, gate.planned, gate.period_ns, gate.read(), gate.link_rate)
 
     def _allow(self, allowed: Allowance) -> Allowance:
         with self._lock:

@@ -31,7 +31,11 @@ class GateSight:
     plan_iterations: int  # `Gate.planned`: iterations within which the plan's bubbles carry all; 0 without a plan
     period_ns: int  # an iteration of the plan
     opening: Opening | None  # the one that stands; None for a closed gate
-    pace: int = 0  # `Gate.pace`: bytes per second
+    link_rate: int = 0  # `Gate.link_rate`: bytes per second
+
+    @property
+    def plan(self) -> tuple[int, int, int]:
+        return self.plan_iterations, self.period_ns, self.link_rate
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class PacingState:
     fed_ns: int  # when the gate last allowed bytes, was held, or the sender was idle
     openings_when_fed: int
     asked_ns: int  # when the sender last asked or ended a frame
-    plan: tuple[int, int]  # (plan_iterations, period_ns) of the bubbles in `shortened` and `filled`
+    plan: tuple[int, int, int]  # (plan_iterations, period_ns, link_rate) of the bubbles in `shortened` and `filled`
     number: int | None = None  # the opening that was seen last
     openings_when_silent: int | None = None  # when patience ended: the gate is silent until another opening
     trickle_ns: int = 0  # no trickle frame before
@@ -83,7 +87,7 @@ class PacingState:
     overdue_ns: int = 0  # no frame of an overdue copy before
     copy_began_ns: int = 0  # when there was a copy to be sent
     copy_left: int = 0  # bytes of it that are not through
-    window_rate: float = 0.0  # bytes per nanosecond planned in the last window; until there is one, the plan's pace
+    window_rate: float = 0.0  # bytes per nanosecond planned in the last window of the plan; before it, the link's
     overdue: OverdueFrames = field(default_factory=OverdueFrames)
     rested_ns: int = 0  # no frame in a window before
     window_duty: float = 1.0  # part of the time for frames in windows
@@ -108,7 +112,7 @@ class PacingState:
         return cls(
             limits, rate_duty, has_fallback, first_openings=sight.openings, open_seen_ns=now,
             openings_when_seen=sight.openings, fed_ns=now, openings_when_fed=sight.openings, asked_ns=now,
-            plan=(sight.plan_iterations, sight.period_ns), window_rate=sight.pace / 1e9,
+            plan=sight.plan, window_rate=sight.link_rate / 1e9,
             rate_frame_bytes=limits.slow_frame_bytes,
         )  # fmt: skip
 
@@ -123,13 +127,13 @@ class PacingState:
         if sight.openings != self.openings_when_seen:
             self.open_seen_ns, self.openings_when_seen = now, sight.openings
         self.asked_ns = now
-        self.follow(sight)  # also while no bubble of it is opened
+        self.follow(sight, now)  # also while no bubble of it is opened
         opening = sight.opening
         if opening is not None and stands(opening, now):
             self.open_seen_ns = now
             if opening.number != self.number:
                 self._opened(opening, sight, asking_ns, now)
-            if not any(window[2] for window in opening.windows):  # held
+            if _is_held(opening, now):
                 self.fed_ns, self.openings_when_fed = now, sight.openings
         impatient = now - self.open_seen_ns > self._patience_ns(sight)
         if impatient and self.openings_when_silent != sight.openings and not self.is_unplanned(sight):
@@ -139,11 +143,11 @@ class PacingState:
         """Whether no plan is published and the gate was never open under this sender."""
         return self.number is None and sight.openings == self.first_openings and not sight.plan_iterations
 
-    def follow(self, sight: GateSight) -> None:
-        """Forget the bubbles of a plan that was replaced."""
-        if self.plan != (sight.plan_iterations, sight.period_ns):
-            self.plan, self.shortened, self.filled = (sight.plan_iterations, sight.period_ns), Shortened(), {}
-            self.window_rate = sight.pace / 1e9 or self.window_rate
+    def follow(self, sight: GateSight, now: int) -> None:
+        """Forget the bubbles of a plan that was replaced. The new one has all of its iterations for the copy."""
+        if self.plan != sight.plan:
+            self.plan, self.shortened, self.filled = sight.plan, Shortened(), {}
+            self.copy_began_ns, self.window_rate = now, sight.link_rate / 1e9 or self.window_rate
 
     def sent(self, decision: SendNow, sight: GateSight, nbytes: int, now: int) -> None:
         """Record that a decision about `nbytes` is carried out."""
@@ -246,10 +250,11 @@ def stands(opening: Opening, now: int) -> bool:
 
 def decide(state: PacingState, sight: GateSight, nbytes: int, now: int) -> Decision:
     """How many of `nbytes` may go now, after `sight` was observed."""
-    if _overdue(state, sight.opening, now):
+    overdue = state.copy_left > 0 and state.is_overdue(now) and not _is_held(sight.opening, now)
+    if overdue and now >= state.overdue_ns:
         return SendNow(min(nbytes, state.overdue_bytes()))
-    decision = _in_opening(state, sight.opening, nbytes, now)
-    if isinstance(decision, SendNow):
+    decision = _in_opening(state, sight.opening, nbytes, now, overdue)
+    if overdue or isinstance(decision, SendNow):  # no other rate besides that of an overdue copy
         return decision
     if _starved(state, sight, now):
         return SendNow(min(nbytes, state.rate_frame_bytes))
@@ -271,18 +276,17 @@ def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
     )
 
 
-def _overdue(state: PacingState, opening: Opening | None, now: int) -> bool:
-    """Whether a frame of an overdue copy is due. Not while the gate is held."""
-    if opening is not None and stands(opening, now) and not any(window[2] for window in opening.windows):
-        return False
-    return state.copy_left > 0 and now >= state.overdue_ns and state.is_overdue(now)
+def _is_held(opening: Opening | None, now: int) -> bool:
+    return opening is not None and stands(opening, now) and not any(window[2] for window in opening.windows)
 
 
-def _in_opening(state: PacingState, opening: Opening | None, nbytes: int, now: int) -> SendNow | WaitFor:
+def _in_opening(
+    state: PacingState, opening: Opening | None, nbytes: int, now: int, overdue: bool
+) -> SendNow | WaitFor:
     if opening is None or not stands(opening, now):
         return WaitFor(None)
     if opening.bubble == STEADY:
-        return _by_rate(state, opening.windows[0], nbytes, now)
+        return WaitFor(state.limits.poll_seconds) if overdue else _by_rate(state, opening.windows[0], nbytes, now)
     limits = state.limits
     for window_index, (begin, deadline, window_bytes) in enumerate(opening.windows):
         end = begin + state.shortened.used((opening.bubble, window_index), deadline - begin)

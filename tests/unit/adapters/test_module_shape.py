@@ -162,7 +162,7 @@ def test_a_script_that_decides_by_the_iteration_is_not_named_after_a_restore(
     assert "after the restore" not in capsys.readouterr().err
 
 
-def test_what_a_module_is_saved_and_loaded_by_is_no_change_of_it() -> None:
+def test_another_state_dict_of_a_module_is_no_change() -> None:
     """Megatron-DeepSpeed gives its model another `state_dict` when it saves for the first time."""
     model = torch.nn.Linear(2, 2)
     parts = ModuleParts(model, [])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ft_plugins.bubbles.filling import Grant
-from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, STEADY, Gate
 from ft_plugins.bubbles.gate.gate_pacer import GatePacer
 from ft_plugins.bubbles.gate.overdue import GROWTH, OverdueFrames
 from ft_plugins.bubbles.gate.pacing import GateSight, PacingState
@@ -78,7 +78,7 @@ def test_what_bubbles_did_not_carry_in_time_is_through_at_two_and_a_half_times_t
         assert max(later[0] - sooner[1] for sooner, later in pairwise(went)) < 400, "evenly, without bursts"
 
 
-def test_a_copy_no_bubble_of_which_is_ever_opened_goes_on_as_one_whose_bubbles_are_over_too_soon() -> None:
+def test_a_copy_whose_bubbles_are_never_opened_is_overdue_at_the_same_time() -> None:
     """On a busy machine each bubble may begin at another time than planned. Its trainer opens none of them then."""
     late = LateBubbles(0)
     late.stop = Stop(late.clock, 40 * PERIOD)
@@ -87,6 +87,27 @@ def test_a_copy_no_bubble_of_which_is_ever_opened_goes_on_as_one_whose_bubbles_a
         went = late.send(COPY)
         assert begin + 1.5 * 2000 <= went[0][0] and went[-1][1] <= begin + 5000 + 100
         assert late.pacer.rate_bytes == COPY * (1 + begin // 20_000)
+
+
+def test_an_overdue_copy_of_a_steady_rate_goes_as_any_other_and_at_no_other_rate() -> None:
+    """Four ranks share the link, and a frame takes long whatever its bytes: the granted rate carries little."""
+    late = LateBubbles(0, latency_ms=100, rate_duty=0.125)
+    steady = Grant(STEADY, -1, 0.0, PERIOD / 1e9, COPY // PLANNED)
+    late.stop = Stop(late.clock, 400 * PERIOD, {
+        PERIOD * at: lambda: late.gate.open([steady], 0, late.clock.now) for at in range(400)
+    })  # fmt: skip
+    for times in (5, 3, 3):  # the first one finds how large a frame may be
+        began = late.clock.now // MS
+        assert late.send(COPY)[-1][1] - began < times * PLANNED * 1000
+
+
+def test_a_copy_that_waited_for_a_plan_has_all_of_its_iterations() -> None:
+    late = LateBubbles(0)
+    late.pacer.begins(COPY)
+    late.clock.now = 60_000 * MS
+    late.gate.plan(PLANNED, PERIOD / 1e9 + 1e-3, 1e9)
+    assert not late.pacer.take(COPY, Stop(late.clock, 62_900 * MS)).nbytes
+    assert late.pacer.take(COPY, Stop(late.clock, 63_100 * MS)).nbytes
 
 
 def test_more_than_fits_in_that_time_takes_its_part_of_the_link_and_no_more() -> None:

@@ -133,6 +133,9 @@ def test_attributes_that_modules_get_in_their_first_forward_are_compared_with_it
     failed = changed(changed(FAILED, **with_shape(5, 1)), **with_shape(5, 2, shape="another"))
     sentence = compare_transcripts(failed, changed(golden, **with_shape(5, 1)), 2).sentence
     assert "NOT EXACT: iteration 5, rank 0: small state /shape/digests: another != s" in sentence
+    noisy = changed(failed, at=2, rank=1, lineage=1, seen={**line(2, 1).seen, "loss": "0x1.8p+0"})
+    outcome = compare_transcripts(noisy, changed(golden, **with_shape(5, 1)), 2)
+    assert not outcome.trajectory and "/shape/digests" in outcome.sentence, "kernels do not decide what modules are"
 
 
 def test_generators_that_the_script_does_not_seed_are_compared_where_they_were_restored() -> None:

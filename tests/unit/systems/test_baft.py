@@ -72,6 +72,13 @@ class Rank:
     def open(self) -> bool:
         return self.gate.read() is not None
 
+    @property
+    def held_for(self) -> float:
+        """Seconds until a held gate is released by itself."""
+        found = self.gate.read()
+        assert found is not None and [window[2] for window in found.windows] == [0]
+        return found.windows[0][1] / 1e9 - self.now
+
     def play(self, late: float = 0.0) -> list[bool]:
         """Whether the gate is open after each edge of an iteration as profiled, but for what is `late` in forward."""
         seen, began = [], self.now
@@ -147,7 +154,7 @@ def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one() ->
         rank.baft.use_gate(rank.gate, copies(), links)
         plan = rank.plan(idle_together())
         assert plan is not None
-        return sending(plan, 2).every[0].nbytes, rank.written[-1].fields["link_mbps"], rank.gate.pace
+        return sending(plan, 2).every[0].nbytes, rank.written[-1].fields["link_mbps"], rank.gate.link_rate
 
     measured = {0: 5e8, 1: 4e8, 2: 3e8, 3: 2e8}  # rank 2 stands on position 2, its copy goes to position 0
     assert planned(8_000.0, measured) == (pytest.approx(398e6, abs=1), 8_000.0, pytest.approx(1e9))
@@ -257,7 +264,7 @@ def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     found = rank.gate.read()
     assert found is not None, "computing does not close it"
     assert found.windows[0][2] == NBYTES[0] and found.bubble == STEADY
-    assert rank.gate.pace == pytest.approx(1e9), "its node sends nothing else"
+    assert rank.gate.link_rate == pytest.approx(1e9), "its node sends nothing else"
     (event,) = rank.written
     assert event.name == "bubbles.planned" and "no bubbles" in event.fields["reason"]
     rank.plan(Profile(tuple(busy)), others=4)
@@ -278,7 +285,7 @@ def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before(
             found = rank.gate.read()
             assert found is not None and [window[2] for window in found.windows] == [0]
         rank.baft.iteration_end()
-        assert not rank.open
+        assert rank.held_for == 1.0, "what began to go now would be under way in the next one"
     assert rank.play() == [False, False, True, True, True, False, False, False, False, False], "as before"
     rank.baft.release_gate()
     rank.baft.iteration_begin(held=True)
@@ -298,7 +305,7 @@ def test_an_iteration_that_lasts_is_held_to_its_end_and_that_of_a_dead_trainer_i
         rank.baft.end(Kind.FORWARD)
         assert rank.gate.openings == openings, "nothing is written at every edge"
     rank.baft.iteration_end()
-    assert not rank.open
+    assert rank.held_for == 1.0
 
 
 def test_one_that_gives_a_plan_up_can_plan_again() -> None:
