@@ -16,6 +16,7 @@ medians over seeds; the lines before the last one have those of each seed.
                             `over_full_x` of dreamddp.py, least of its columns, where FOLDER is next to its folder
     LEARNER_divergence_x    mean over replicas of the squared distance from their mean after an update, of dreamddp / of
                             full, means over the iterations after the warm-up
+    LEARNER_peak_divergence_x  the same, in the iteration of a period in which it is largest (the paper, Fig. 5b)
     LEARNER_h2_loss_x, ...  final loss of dreamddp with another H / with 5
 
 Claim: loss_x <= 1.01 on both learners (`holds`).
@@ -44,6 +45,8 @@ from workloads.dreamddp_quality_runs import (
     compared_run,
     divergence_ratios,
     loss_ratios,
+    mean_divergence,
+    peak_divergence,
     quality_ratios,
 )
 from workloads.quality_runs import PLAIN
@@ -60,8 +63,9 @@ def learner_figures(outcomes: OutcomesBySeed, gain: float | None) -> Figures:
         "full_plain_loss_x": loss_ratios(outcomes, FULL_SYNC, PLAIN),
         "iterations_x": quality_ratios(outcomes),
     }
-    if ratios := divergence_ratios(outcomes):
-        found["divergence_x"] = ratios
+    for name, of in (("divergence_x", mean_divergence), ("peak_divergence_x", peak_divergence)):
+        if ratios := divergence_ratios(outcomes, of):
+            found[name] = ratios
     found |= {
         f"h{h}_loss_x": loss_ratios(outcomes, policy, DREAMDDP) for policy, h in PERIODS.items() if policy in outcomes
     }

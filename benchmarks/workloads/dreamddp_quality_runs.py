@@ -14,7 +14,7 @@ In: learner, seed. Out: `QualityRun`s; ratios, paired by seed."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workloads.quality_runs import PLAIN, QualityOutcome, QualityRun, QualityScale
@@ -66,14 +66,23 @@ def iterations_to(outcome: QualityOutcome, loss: float) -> float:
     return float("inf")
 
 
-def divergence_ratios(outcomes: OutcomesBySeed) -> list[float]:
-    """Mean divergence of DreamDDP over that of full synchronisation, by seed; as far as it was measured."""
-    found = []
-    for seed, one in sorted(outcomes[DREAMDDP].items()):
-        ours, full = one.divergences, outcomes[FULL_SYNC][seed].divergences
-        if ours and full:
-            found.append(statistics.fmean(dict(ours).values()) / statistics.fmean(dict(full).values()))
-    return found
+def divergence_ratios(outcomes: OutcomesBySeed, of: Callable[[QualityOutcome], float]) -> list[float]:
+    """Divergence of DreamDDP over that of full synchronisation, by seed; as far as it was measured."""
+    pairs = ((one, outcomes[FULL_SYNC][seed]) for seed, one in sorted(outcomes[DREAMDDP].items()))
+    return [of(ours) / of(full) for ours, full in pairs if ours.divergences and full.divergences]
+
+
+def mean_divergence(outcome: QualityOutcome) -> float:
+    """Over all iterations."""
+    return statistics.fmean(value for _, value in outcome.divergences)
+
+
+def peak_divergence(outcome: QualityOutcome) -> float:
+    """The mean of the iteration of a period in which it is largest."""
+    by_place: dict[int, list[float]] = {}
+    for iteration, value in outcome.divergences:
+        by_place.setdefault(iteration % outcome.run.scale.tau, []).append(value)
+    return max(map(statistics.fmean, by_place.values()))
 
 
 def quality_ratios(outcomes: OutcomesBySeed) -> list[float]:

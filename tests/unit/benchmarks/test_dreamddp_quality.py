@@ -23,6 +23,8 @@ from workloads.dreamddp_quality_runs import (
     compared_run,
     divergence_ratios,
     iterations_to,
+    mean_divergence,
+    peak_divergence,
     quality_ratios,
 )
 from workloads.local_blocks import PLAIN
@@ -124,8 +126,10 @@ def test_divergences_are_compared_by_seed_and_kept_in_the_file_of_results() -> N
         for policy, value in ((DREAMDDP, 1.0), (FULL_SYNC, 2.0))
     )
     assert from_line(to_line(ours)) == ours
-    assert divergence_ratios({DREAMDDP: {1: ours}, FULL_SYNC: {1: full}}) == [pytest.approx(1.5 / 2.5)]
-    assert not divergence_ratios({DREAMDDP: {1: outcome(DREAMDDP, {10: 1.0})}, FULL_SYNC: {1: full}})
+    both = {DREAMDDP: {1: ours}, FULL_SYNC: {1: full}}
+    assert divergence_ratios(both, mean_divergence) == [pytest.approx(1.5 / 2.5)]
+    assert divergence_ratios(both, peak_divergence) == [pytest.approx(2.0 / 3.0)], "11 and 22 are in other places"
+    assert not divergence_ratios({DREAMDDP: {1: outcome(DREAMDDP, {10: 1.0})}, FULL_SYNC: {1: full}}, mean_divergence)
 
 
 def test_all_parts_of_a_period_are_measured_as_often() -> None:
