@@ -169,7 +169,7 @@ ROWS = (
                 most=most, paper=paper)
       for figure, meaning, most, paper in (
           ("time_x", "time to the loss of local SGD, over its", 1.0, "0.64 to 0.84"),
-          ("divergence_x", "divergence of partial over full synchronisation", 1.0, "-"),
+          ("divergence_x", "divergence of partial over full synchronisation", 1.0, "below 1"),
           ("peak_divergence_x", "the same, where it is largest in a period", 1.0, "below 1"),
           ("h2_loss_x", "loss with H 2 over that with H 5", 1.0, "below 1"))),
     ResultRow("scale", "plans_4096_seconds", "s for all plans of 4,096 ranks, worst process", most=10.0),

@@ -144,10 +144,12 @@ class PacingState:
         return self.number is None and sight.openings == self.first_openings and not sight.plan_iterations
 
     def follow(self, sight: GateSight, now: int) -> None:
-        """Forget the bubbles of a plan that was replaced. The new one has all of its iterations for the copy."""
+        """Forget the bubbles of a plan that was replaced. A copy that waited for a plan has all of its iterations; to
+        replace one postpones nothing, or plans that come often enough would do so for ever."""
         if self.plan != sight.plan:
+            self.copy_began_ns = self.copy_began_ns if self.plan[0] else now
             self.plan, self.shortened, self.filled = sight.plan, Shortened(), {}
-            self.copy_began_ns, self.window_rate = now, sight.link_rate / 1e9 or self.window_rate
+            self.window_rate = sight.link_rate / 1e9 or self.window_rate
 
     def sent(self, decision: SendNow, sight: GateSight, nbytes: int, now: int) -> None:
         """Record that a decision about `nbytes` is carried out."""

@@ -110,6 +110,16 @@ def test_a_copy_that_waited_for_a_plan_has_all_of_its_iterations() -> None:
     assert late.pacer.take(COPY, Stop(late.clock, 63_100 * MS)).nbytes
 
 
+def test_a_plan_that_replaces_another_does_not_postpone_what_is_overdue() -> None:
+    """On a busy machine a job may plan again and again, each time sooner than a copy becomes overdue."""
+    late = LateBubbles(0)
+    late.pacer.begins(COPY)
+    for replaced in range(1, 3):
+        assert not late.pacer.take(COPY, Stop(late.clock, 1400 * MS * replaced)).nbytes
+        late.gate.plan(PLANNED, PERIOD / 1e9 + replaced * 1e-3, 1e9)
+    assert late.pacer.take(COPY, Stop(late.clock, 3100 * MS)).nbytes
+
+
 def test_more_than_fits_in_that_time_takes_its_part_of_the_link_and_no_more() -> None:
     late = LateBubbles(40)
     went = late.send(20 * COPY)
