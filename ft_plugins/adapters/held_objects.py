@@ -2,11 +2,11 @@
 
     texts    by path from the attribute, '' for the object itself: its kind, and a digest of plain values, functions and
              arrays in it
-    counts   by path, whole numbers in attributes of objects, and in small dicts that hold more than plain values
+    counts   by path, whole numbers in attributes of objects, and in small dicts that hold more than plain values; any
+             plain value next to tensors in a list or tuple, which may be a cache
 
 Followed: containers, and objects with their slots, but none of torch or of Python's own library (a logger fills a cache
-in its first line). Left out: tensors of more than one element, plain values next to them in a list or tuple, which is a
-cache, and empty containers.
+in its first line). Left out: tensors of more than one element (`held_tensors`), and empty containers.
 
 Invariant: nothing of the script is called. Bounded in levels and values, the nearest first; of a large container, text
 or array a sample is read: a change between samples is not seen.
@@ -66,7 +66,7 @@ class _Node:
     mark: list[int]
     kept: list[Any]
     text: str
-    counts: Mapping[str, int]
+    counts: Mapping[str, int | str]
     inside: list[tuple[str, int]]
     changing: list[tuple[int, Any]]
     cost: int
@@ -81,9 +81,9 @@ class Reading:
         self.known: set[int] = set()  # ids
 
 
-def held_by(value: Any, reading: Reading, counted: Callable[[str, int], None]) -> dict[str, str]:
+def held_by(value: Any, reading: Reading, counted: Callable[[str, int | str], None]) -> dict[str, str]:
     """But for what is known by another path. `counted` is called with each count that is new or may have changed."""
-    if (text := text_of(value)) is not None or not _is_followed(value):
+    if (text := text_of(value)) is not None or not is_followed(value):
         return {} if text is None else {"": str(text)}
     texts: dict[str, str] = {}
     pending, left = deque([("", value, False, _DEPTH)]), _MOST
@@ -91,7 +91,7 @@ def held_by(value: Any, reading: Reading, counted: Callable[[str, int], None]) -
     while pending and left > 0:
         path, one, in_object, depth = pending.popleft()
         in_object = in_object or container_of(one) is None
-        keys, values, own = _read(one)
+        keys, values, own = read_parts(one)
         mark = [id(type(one)), own, in_object, *map(id, keys), *map(id, values)]
         node = reading.earlier.get(id(one))
         if node is None or node.mark != mark or any(_token(values[at]) != was for at, was in node.changing):
@@ -115,7 +115,7 @@ def _node(
     """`left`: values that may be read; of containers beyond them only the length is."""
     kind, cost = container_of(one), len(values)
     plain: list[tuple[str, Any]] = []
-    counts: dict[str, int] = {}
+    counts: dict[str, int | str] = {}
     inside: list[tuple[str, int]] = []
     changing: list[tuple[int, Any]] = []
     has_objects = tensors = False
@@ -135,7 +135,7 @@ def _node(
             cost += min(held.__len__(part), _SAMPLE) if held else 0
             if not is_a(part, *PLAIN, *UNCHANGING):
                 changing.append((at, text))
-        elif _is_followed(part):
+        elif is_followed(part):
             inside.append((label, at))
             cached = False
             if container_of(part):
@@ -152,6 +152,8 @@ def _node(
         text = f"a {type(one).__name__} of {kind.__len__(one)} ({_digest(plain)})"
     elif kind is dict and plain:
         text = f"a {type(one).__name__} ({_digest(plain)})"
+    elif tensors:
+        counts |= {label: part if type(part) is int and abs(part) < _LARGE else str(part) for label, part in plain}
     kept = [*keys, *(part for part in values if is_a(part, *PLAIN, *UNCHANGING))]
     return _Node(mark, kept, text, counts, inside, changing, cost)
 
@@ -203,7 +205,7 @@ def _with_tensors(value: Any, levels: int = 2) -> bool:
     return any(_with_tensors(one, levels - 1) for one in [*islice(parts, _PEEK)])
 
 
-def _is_followed(value: Any) -> bool:
+def is_followed(value: Any) -> bool:
     kind: Any = type(value)
     return container_of(value) is not None or _slots_of(kind) is not None
 
@@ -217,7 +219,7 @@ def _array(value: Any) -> str | None:
     return f"an array of {value.shape} ({xxhash.xxh3_64_hexdigest(contents)[:8]})"
 
 
-def _read(value: Any) -> tuple[list[Any], list[Any], int]:
+def read_parts(value: Any) -> tuple[list[Any], list[Any], int]:
     """Keys and values, of which so many are attributes. Copied at once: other threads may change what is read here."""
     class_of: Any = type(value)
     keys, values = [], []

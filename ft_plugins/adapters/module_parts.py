@@ -83,7 +83,7 @@ class ModuleParts:
     """The parts of one model. Hooks of its `optimizers` are a part of its root."""
 
     def __init__(self, module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        self.module, self._optimizers = module, tuple(optimizers)
+        self.module, self.optimizers = module, tuple(optimizers)
         self.modules: list[tuple[str, torch.nn.Module]] = []  # by path, as they were read last
         self._names: list[str] = []
         self._seen: list[_Seen] = []
@@ -124,7 +124,7 @@ class ModuleParts:
 
     def _hooks_of_root(self) -> Iterator[tuple[str, Mapping[int, Any]]]:
         yield from ((name, found) for name in _OF_ALL if (found := vars(torchs_modules)[name]))
-        for one in self._optimizers:
+        for one in self.optimizers:
             yield from ((name, found) for name in _OF_OPTIMIZERS if (found := vars(one).get(name)))
 
     def _described(
@@ -179,7 +179,7 @@ class ModuleParts:
             self._contents[id(value)] = known
         return known
 
-    def _count(self, path: str, number: int) -> None:
+    def _count(self, path: str, number: int | str) -> None:
         if path not in self.counts and len(self.counts) >= _MOST_COUNTS:  # of objects whose names change all the time
             return
         if self.counts.get(path, number) != number:
@@ -187,7 +187,7 @@ class ModuleParts:
         self.counts[path] = number
 
 
-def _contents_of(value: Any, reading: Reading, counted: Callable[[str, int], None]) -> _Contents:
+def _contents_of(value: Any, reading: Reading, counted: Callable[[str, int | str], None]) -> _Contents:
     kind = type(value)
     with suppress(Exception):  # its class may compute what is asked for, and fail
         known_kind = kind in CONTAINERS or kind in weakref.ProxyTypes or is_of_library(kind.__module__)

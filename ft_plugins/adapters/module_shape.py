@@ -20,6 +20,7 @@ import torch
 from ..events import say
 from ..model.digest import WALL_TIMES as NOT_COMPARED
 from .forward_edges import Hook, with_hooks
+from .held_tensors import HeldTensors
 from .module_modes import ModuleNumbers
 from .module_parts import ModulePart, Shape, encoded_bytes
 from .object_counts import ObjectCounts
@@ -29,6 +30,9 @@ _NOTHING = "nothing"
 _COUNTS_ADVICE = (
     "if training depends on it, results differ: keep it in an attribute of the module itself, which is restored, or "
     "compute it from the iteration"
+)
+_TENSORS_ADVICE = (
+    "no version has them; if training depends on what an iteration leaves there, make it a buffer (register_buffer)"
 )
 _ADVICE = (
     "no snapshot can put that back, so a restart has it as the script builds it, and results differ: decide it in each "
@@ -46,7 +50,7 @@ class ModuleShape:
         self._changed: Mapping[str, Shape] = {}  # at the last version point
         self._expected: Mapping[str, Any] | None = None
         self._unmade: Mapping[str, Any] | None = None  # what a restored version has, until the next version point
-        self._counts = ObjectCounts()
+        self._counts, self._tensors = ObjectCounts(), HeldTensors()
         self._first = True  # no version point since training began
         self._said: set[str] = set()
 
@@ -91,7 +95,19 @@ class ModuleShape:
         counts, words = self._counts.captured(self._numbers.parts.counts, self._numbers.parts.moved)
         if words and self._speaks:
             say(f"{words}: {_COUNTS_ADVICE}", alarm=True)
+        if self._speaks:
+            self._say_tensors(iteration)
         return {"digests": _digests(now), NOT_COMPARED: {"shapes": self._changed, "counts": counts}}
+
+    def _say_tensors(self, iteration: int) -> None:
+        parts = self._numbers.parts
+        changed = [f"'{one}'" for one in self._tensors.changed(parts.modules, parts.optimizers)]
+        if new := [one for one in changed if one not in self._said]:
+            self._said.update(new)
+            say(
+                f"iteration {iteration}: training changes tensors that modules keep outside their parameters and "
+                f"buffers: {_joined(new)}: {_TENSORS_ADVICE}"
+            )
 
     def restored(self, saved: Mapping[str, Any] | None) -> None:
         """Compare with what a version has when the first forward begins; None: it has nothing."""

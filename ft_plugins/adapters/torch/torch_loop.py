@@ -210,7 +210,7 @@ class TorchHost(PlainLoop, ReducingHost):
 
     def _say(self, unpositioned: bool) -> None:
         if self.rank == 0 and not launch_context().restart:
-            for notice in notices(self._module, self._parallels, self._world_size, unpositioned):
+            for notice in notices(self._parallels, self._world_size, unpositioned):
                 say(notice)
 
     # ---- small state ----

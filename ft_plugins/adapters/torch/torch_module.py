@@ -41,26 +41,8 @@ _NO_POSITION = (
 _EQUAL = "wrap the model in DistributedDataParallel, or build it from the same seed on all ranks"
 
 
-def stray_tensors(module: torch.nn.Module) -> list[str]:
-    """Names of tensors that are attributes of modules, but neither parameters nor buffers nor views of them."""
-    known = {local_part(one).untyped_storage().data_ptr() for one in (*module.parameters(), *module.buffers())}
-    return [
-        f"{name}.{key}" if name else key
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in known
-    ]
-
-
-def notices(
-    module: torch.nn.Module, parallel: Sequence[DistributedDataParallel], replicas: int, unpositioned: bool
-) -> Iterator[str]:
+def notices(parallel: Sequence[DistributedDataParallel], replicas: int, unpositioned: bool) -> Iterator[str]:
     """What the user of a loop has to know. `unpositioned`: the data position is not captured."""
-    if strays := stray_tensors(module):
-        yield (
-            f"'{strays[0]}' ({len(strays)} in all) is a tensor of a module, but neither parameter nor buffer, and is "
-            "not captured; if training depends on it, make it a buffer (register_buffer)"
-        )
     if replicas > _COMMUTES and not all(one.find_unused_parameters for one in parallel):
         yield _BUCKETS
     if unpositioned:

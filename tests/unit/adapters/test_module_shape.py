@@ -435,6 +435,31 @@ def test_what_differs_in_each_process_or_is_a_cache_is_no_difference(capsys: pyt
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    "change", [lambda n: n + 1, lambda n: 0.5**n, lambda n: n > 1, lambda n: "late" if n else None]
+)
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_a_value_next_to_a_tensor_that_begins_again_is_named(
+    kind: Any, change: Callable[[int], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def built() -> torch.nn.Module:
+        module, table = torch.nn.Linear(2, 2), torch.ones(2)
+        calls = [0]
+
+        def count(*call: Any) -> None:
+            module.kept = {"memory": kind([table, change(calls[0])])}
+            calls[0] += 1
+
+        module.register_forward_pre_hook(count)
+        return module
+
+    saved = recorded(built(), 3, lambda: None)
+    assert "not what" not in (said := capsys.readouterr().err) and "captured" not in said
+    recorded(built(), 1, lambda: None, saved)
+    expected = f"`kept['memory'][1]` is {change(0)!r}, and was {change(2)!r} when that version was captured"
+    assert expected in capsys.readouterr().err
+
+
 def test_objects_that_cannot_be_read_end_nothing() -> None:
     class Computing:
         @property

@@ -78,13 +78,6 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_one_that_the_loop_fills() ->
     assert hosts[1][0].param_groups[0]["lr"] is rates[1] and rates[1] == 0.5
 
 
-def test_a_tensor_that_is_no_buffer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    model = network()
-    model[1].average = torch.zeros(2)  # type: ignore[index, union-attr, assignment, operator]
-    TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert "'1.average' (1 in all) is a tensor of a module, but neither" in "".join(capsys.readouterr())
-
-
 @pytest.mark.parametrize("given", [True, False])
 def test_a_scheduler_that_was_not_given_is_refused_at_the_first_version_point(given: bool) -> None:
     model = network()

@@ -1,0 +1,125 @@
+"""Tensors of modules that no version has are named once they have changed, and only then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ft_plugins.adapters.held_tensors import HeldTensors
+from ft_plugins.adapters.module_parts import parts_of
+
+
+class Holding:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Own(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+
+def memory(model: Any) -> Callable[[], None]:
+    def forward() -> None:
+        model.inner.memory = torch.ones(2)
+
+    forward()
+    return forward
+
+
+def average(model: Any) -> Callable[[], None]:
+    model.average = torch.zeros(2)
+    return lambda: model.average.add_(1)
+
+
+def bank(model: Any) -> Callable[[], None]:
+    model.bank = {"keys": [torch.zeros(2), 0]}
+    return lambda: model.bank["keys"][0].add_(1)
+
+
+def in_an_object(model: Any) -> Callable[[], None]:
+    model.kept = Holding([Slotted(torch.zeros(2))])
+    return lambda: model.kept.held[0].held.mul_(2)
+
+
+def hidden_teacher(model: Any) -> Callable[[], None]:
+    model.teacher = [copy.deepcopy(model.inner)]
+    return lambda: model.teacher[0].weight.data.mul_(0.5)
+
+
+def in_no_grad(model: Any) -> Callable[[], None]:
+    vars(model)["teacher"] = teacher = torch.nn.Sequential(copy.deepcopy(model.inner))
+
+    def follow() -> None:
+        with torch.no_grad():
+            teacher[0].bias.add_(1)
+
+    return follow
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (memory, "inner.memory"), (average, "average"), (bank, "bank['keys'][0]"),
+        (hidden_teacher, "teacher[0].weight"), (in_an_object, "kept.held[0].held"),
+        (in_no_grad, "teacher.0.bias"),
+    ],
+)  # fmt: skip
+def test_tensors_that_training_changes_are_found(make: Callable[[Any], Callable[[], None]], path: str) -> None:
+    model = Own()
+    forward, held = make(model), HeldTensors()
+    found = []
+    for _ in range(8):
+        found.append(held.changed(parts_of(model), ()))
+        forward()
+    assert found == [[], [path], [], [path], [], [], [], [path]]
+
+
+def test_what_is_made_once_or_is_captured_is_not_found() -> None:
+    model, table = Own(), torch.ones(2)
+    optimized = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*model.parameters(), *optimized.parameters()], 0.1, momentum=0.9)
+    held = HeldTensors()
+    model.table, model.view, model.hidden = table, model.inner.weight.detach(), [optimized]  # type: ignore[assignment]
+    model.optimizer, model.root, model.masks = optimizer, [model], {}  # type: ignore[assignment]
+    for number in range(8):
+        assert held.changed(parts_of(model), (optimizer,)) == []
+        model.masks[(2, number)] = torch.ones(2), number  # type: ignore[operator, index]
+        optimized(model.inner(table)).sum().backward()
+        optimizer.step()
+        model.mean.add_(1)  # type: ignore[operator]
+
+
+def test_a_tensor_in_the_memory_of_another_one_that_is_gone_is_another_one() -> None:
+    model, held = Own(), HeldTensors()
+    model.memory = torch.ones(2)  # type: ignore[assignment]
+    held.changed(parts_of(model), ())
+    at = id(model.memory)
+    for _ in range(64):  # until the allocator gives that place again, as it does at once or never
+        del model.memory
+        model.memory = torch.ones(2)  # type: ignore[assignment]
+        if id(model.memory) == at:
+            break
+    assert held.changed(parts_of(model), ()) == ["memory"]
+
+
+def test_one_large_attribute_is_read_in_part() -> None:
+    model, held = Own(), HeldTensors()
+    model.many = [[torch.zeros(1) for _ in range(64)] for _ in range(1000)]  # type: ignore[assignment]
+    assert held.changed(parts_of(model), ()) == []
+    for row in model.many:  # type: ignore[union-attr]
+        row[0].add_(1)
+    assert len(held.changed(parts_of(model), ())) < 256
