@@ -143,6 +143,7 @@ class _Preloader:
                 variables |= what_to_import.variables_set(text)
                 self._read_path(text, file)
             named = what_to_import.statements(source, self._adjacent)
+        variables.discard(NVML)  # set here, too, and by accelerate for a moment
         if unfit := what_to_import.read_when_loaded(variables):
             raise _Refused(f"the script sets {', '.join(unfit)}, which libraries read when they are loaded")
         if not self._installed("torch"):

@@ -27,6 +27,7 @@ from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.preload import parent as preload
 from ft_plugins.launcher.preload.new_process import Clocks
 from ft_plugins.launcher.preload.parent import PreloadedParent, record_of
+from ft_plugins.launcher.preload.preloader import NVML
 from ft_plugins.model import imported
 
 WAIT = 300.0
@@ -439,6 +440,13 @@ def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(m
     node.said(node.start())
     assert node.forked() == [(0, 1)]
     assert "OMP_NUM_THREADS" in node.reasons("preload.refused")[0]
+
+
+def test_what_accelerate_sets_for_a_moment_refuses_nothing(make: Callable[..., Node]) -> None:
+    node = make(script=SCRIPT.replace("record()\n", f"os.environ[{NVML!r}] = '1'\nrecord()\n", 1))
+    node.parent.begin()
+    node.said(node.start())
+    assert node.reasons("preload.refused") == [] and node.forked() == [(1, 0)]
 
 
 @pytest.mark.parametrize("place", ["str(FOLDER)", pytest.param("f'{FOLDER}'", marks=READ)])
