@@ -268,3 +268,24 @@ def test_the_network_policy_opens_the_ports_of_the_pods(name: str) -> None:
     ports = [each["containerPort"] for each in spec["containers"][0]["ports"]]
     assert inside == [{"protocol": "TCP", "port": ports[0]}, {"protocol": "TCP", "port": first, "endPort": last}]
     assert scrape == [{"protocol": "TCP", "port": ports[1]}]
+
+
+def test_a_train_job_has_spares_with_more_nodes_than_its_arguments_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_spec("trainer.yaml")
+    job["successPolicy"] = {"rules": [{"succeededCount": NODES}]}
+    for version in (OLDEST, NEWEST):
+        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": job}
+        kubernetes_validate.validate(whole, version, strict=True)
+    line, unset = words("trainer.yaml")
+    variables = {key: value for key, value in environment("trainer.yaml").items() if key not in unset}
+    variables["PET_NNODES"] = str(NODES + 1)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    at = line.index("pretrain_gpt.py")
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    found = command.plan(
+        [*line[:at], f"--nnodes={NODES}", *line[at:]], 1000, str(tmp_path), "my-job-node-0-1", variables
+    )
+    assert found.torch.nnodes == str(NODES)
