@@ -1,4 +1,4 @@
-"""What an object that a module holds has in it, as text that is the same in every process; its whole numbers apart.
+"""Describe what is in an object that a module holds, as text that is the same in every process; whole numbers apart.
 
     texts    by path from the attribute, '' for the object itself: its kind, and a digest of plain values, functions and
              arrays in it
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import random
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import xxhash
 
-from .data.data_parts import GENERATORS
+from .data.data_parts import is_generator
 from .data.loader_values import mark_of
 from .script.loop_values import attributes, comparable, container_of, has_tensors, is_a
 from .script.script_names import is_of_library
@@ -82,7 +82,8 @@ class Reading:
 
 
 def held_by(value: Any, reading: Reading, counted: Callable[[str, int | str], None]) -> dict[str, str]:
-    """But for what is known by another path. `counted` is called with each count that is new or may have changed."""
+    """The texts of `value` by path, without objects that another path has reached. `counted` is called with each count
+    that is new or may have changed."""
     if (text := text_of(value)) is not None or not is_followed(value):
         return {} if text is None else {"": str(text)}
     texts: dict[str, str] = {}
@@ -124,11 +125,11 @@ def _node(
         counting = at < own or (kind is dict and type(key) is str and len(values) <= _SMALL)
         if counting and type(part) is int and abs(part) < _LARGE:
             counts[label] = part
-        elif is_a(part, *GENERATORS):
-            if in_object and not is_a(part, random.SystemRandom):  # others are restored
+        elif is_generator(part):
+            if in_object:  # others are restored
                 changing.append((at, comparable(part)))
                 plain.append((label, changing[-1][1]))
-        elif (held := container_of(part)) and cost > left:
+        elif (held := container_of(part)) and cost > left:  # only its length
             plain.append((label, held.__len__(part)))
         elif (text := text_of(part)) is not None:
             plain.append((label, text))
@@ -160,7 +161,7 @@ def _node(
 
 def _token(value: Any) -> Any:
     """What `_Node.changing` has of a value."""
-    if is_a(value, *GENERATORS):
+    if is_generator(value):
         return comparable(value)
     return _with_tensors(value) if (text := text_of(value)) is None else text
 
@@ -183,7 +184,7 @@ def text_of(value: Any) -> str | int | None:
         return _array(value)
     if (kind := container_of(value)) and kind.__len__(value) and _is_flat(kind, value):
         text = str(comparable(value))
-        return text if text.endswith(")") or kind in (set, frozenset) else None
+        return text if text.endswith(")") or kind in (set, frozenset) else None  # ")": the digest of all its values
     return None
 
 
@@ -236,10 +237,14 @@ def read_parts(value: Any) -> tuple[list[Any], list[Any], int]:
         return [*keys, *(key for key, _ in items)], [*values, *(one for _, one in items)], attributes_read
     if kind is deque:
         places: Sequence[int] = sorted({*range(min(size, _SAMPLE)), *range(max(0, size - _SAMPLE), size)})
-        sample = [deque.__getitem__(value, at) for at in places]
+        sample: list[Any] = []
+        with suppress(IndexError):  # another thread has made it shorter since
+            sample += (deque.__getitem__(value, at) for at in places)
+        places = places[: len(sample)]
     else:
-        places = range(0, size, -(-size // _SAMPLE) or 1)
-        sample = kind.__getitem__(value, slice(None, None, places.step))
+        step = -(-size // _SAMPLE) or 1
+        sample = kind.__getitem__(value, slice(None, None, step))
+        places = range(0, step * len(sample), step)  # of what was copied: its length may have changed since
     return [*keys, *places], [*values, *sample], attributes_read
 
 

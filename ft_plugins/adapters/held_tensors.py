@@ -1,8 +1,8 @@
 """Find the tensors that modules keep outside their parameters and buffers, and that training changes.
 
-No version has them: a memory of earlier batches, an average, a teacher hidden in a list. A table that is made once is a
-tensor, too, so only those that another one has replaced, or that were changed in place, are found. They are looked at
-at a few version points only, the first, second, fourth, eighth and so on: what changes later is found later.
+They are in no version: a memory of earlier batches, an average, a teacher hidden in a list. A table that is made once
+is a tensor, too, so only those that another one has replaced, or that were changed in place, are found. Only version
+points 1, 2, 4, 8 and so on are examined: a later change is found later.
 
 Followed: containers and objects, as in `held_objects`, and modules in them. Left out: modules of packages whose state
 is known, objects of libraries, views of parameters and buffers, and what the optimizers update. Nothing of the script
@@ -41,14 +41,14 @@ class HeldTensors:
     def changed(
         self, modules: Sequence[tuple[str, torch.nn.Module]], optimizers: Iterable[torch.optim.Optimizer]
     ) -> list[str]:
-        """At a version point: the paths of those that are not what they were when it was looked last."""
+        """At a version point: the paths of those that were replaced or changed since the last examined one."""
         self._points += 1
         if self._points & (self._points - 1):
             return []
         known = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
         storages = {_storage(one) for _, part in modules for _, one in _own_tensors(part)} - {0}
         seen, self._seen = self._seen, {}
-        found = []
+        changed = []
         for name, module in modules:
             if f"{type(module).__module__}.".startswith(_KNOWN):
                 continue
@@ -59,8 +59,8 @@ class HeldTensors:
                     now = self._seen[place] = weakref.ref(tensor), _contents(tensor)
                     before = seen.get(place, now)
                     if before[0]() is not tensor or before[1] != now[1]:
-                        found.append(place)
-        return found
+                        changed.append(place)
+        return changed
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,8 +88,8 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """In a module's attributes, by path."""
     met = set[int]()
     for key, attribute in [*vars(module).items()]:
-        pending, left = deque([(key, attribute, _DEPTH)]), _MOST
-        while pending and left > 0 and key not in _OWN:
+        pending, left = deque([(key, attribute, _DEPTH)]), 0 if key in _OWN else _MOST
+        while pending and left > 0:
             path, one, depth = pending.popleft()
             if id(one) in met:
                 continue

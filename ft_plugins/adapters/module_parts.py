@@ -16,7 +16,6 @@ In: a module. Out: a `ModulePart` for each of its modules, by path; counts.
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ import xxhash
 from torch.nn.modules import module as torchs_modules
 
 from ..snapshot.capture import codec
-from .data.data_parts import GENERATORS
+from .data.data_parts import is_generator
 from .data.loader_values import encoding
 from .data.loaders import state_of
 from .held_objects import PLAIN, UNCHANGING, Reading, held_by, name_of, text_of
@@ -200,8 +199,8 @@ def _contents_of(value: Any, reading: Reading, counted: Callable[[str, int | str
 
 def generators_in(value: Any, depth: int = _DEPTH) -> list[Any]:
     """`value`, if it is a generator; those in a list, tuple or dict that is not large."""
-    if is_a(value, *GENERATORS):
-        return [] if is_a(value, random.SystemRandom) else [value]
+    if is_generator(value):
+        return [value]
     if type(value) not in CONTAINERS or len(value) > MOST or not depth:
         return []
     inside = [*value.values()] if type(value) is dict else [*value]

@@ -136,12 +136,11 @@ def _halved(words: Sequence[str]) -> list[str]:
         raise ConfigError(f"--nnodes {options.nnodes}: give the command of one node; --nodes emulates {_NODES}")
     half = str(int(options.nproc_per_node) // _NODES)
     scripts = len(words) - len(options.training_script_args)  # where the script's own words begin
-    halved: list[str] = []
+    halved = [f"--nproc-per-node={half}"]  # also where the number comes from the environment
     skip = False
     for word in words[:scripts]:
         name, equals, _ = word.partition("=")
         if name.replace("_", "-") == "--nproc-per-node":
-            halved.append(f"--nproc-per-node={half}")
             skip = not equals
         elif skip:
             skip = False

@@ -241,7 +241,7 @@ class Door:
     def _take(self, now: float) -> None:
         try:
             connection, (address, *_) = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):  # none, or it has hung up already
             return
         except OSError as error:  # out of descriptors
             self._rejected.count("unknown", f"a connection could not be accepted: {error.strerror}")

@@ -50,7 +50,12 @@ def parts(source: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def data_parts(source: Any) -> Iterator[tuple[str, Any]]:
     """What makes samples and batches, each with its attribute path."""
-    return ((path, one) for path, one in _walk(source, packages=False) if not isinstance(one, GENERATORS))
+    return ((path, one) for path, one in _walk(source, packages=False) if not is_generator(one))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is one of `GENERATORS`, and has a state: the system's has none."""
+    return issubclass(type(value), GENERATORS) and not issubclass(type(value), random.SystemRandom)
 
 
 def generators_of(source: Any, data: bool = True) -> dict[str, Any]:
@@ -60,7 +65,7 @@ def generators_of(source: Any, data: bool = True) -> dict[str, Any]:
     seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
     for path, one in (*own, *((path[:-1], one) for path, one in (_walk(source, packages=True) if data else ()))):
-        if isinstance(one, GENERATORS) and id(one) not in seen:
+        if is_generator(one) and id(one) not in seen:
             seen.add(id(one))
             found[path] = one
     return found
@@ -119,7 +124,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     """Generators that a class keeps, or that its methods refer to."""
     for base in kind.__mro__:
         for name, one in list(vars(base).items()) if _is_scripts(base) else ():
-            if isinstance(one, GENERATORS):
+            if is_generator(one):
                 yield name, one
             elif isinstance(one, FunctionType):
                 yield from _global_generators(one)
@@ -127,7 +132,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 def _global_generators(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name in _global_names(function.__code__):
-        if isinstance(one := function.__globals__.get(name), GENERATORS):
+        if is_generator(one := function.__globals__.get(name)):
             yield name, one
 
 

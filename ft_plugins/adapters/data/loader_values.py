@@ -28,7 +28,7 @@ import xxhash
 from ...errors import InventoryError, ResumeError, StateChangedError
 from ...events import say
 from ...snapshot.capture import codec
-from .data_parts import GENERATORS, data_parts, parts
+from .data_parts import data_parts, is_generator, parts
 from .loaders import is_stateful, sampler_epoch
 
 GROWTH = 16 << 10  # bytes by which the values of a loader may grow
@@ -89,7 +89,7 @@ class LoaderValues:
             if path in self._marks or path in self._named:
                 continue
             owner, name = places.get(path) or self._owner(path)
-            if isinstance(vars(owner).get(name), GENERATORS):
+            if is_generator(vars(owner).get(name)):
                 continue  # made later
             if path not in wanted:
                 if encoding(vars(owner)[name], _limit(path)) is not None:
@@ -132,7 +132,7 @@ class LoaderValues:
             f"{path}{name}": (owner, name)
             for path, owner in owners.items()
             for name, value in vars(owner).items()
-            if not isinstance(value, GENERATORS) and id(value) not in known
+            if not is_generator(value) and id(value) not in known
         }
 
     def _owners(self) -> Iterator[tuple[str, Any]]:

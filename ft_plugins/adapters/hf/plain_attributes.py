@@ -1,8 +1,9 @@
 """What a Trainer and its callbacks keep in attributes as plain values: counters, sums, histories, and random number
 generators.
 
-Invariant: after `write(read())` every plain attribute is again what it was. Attributes of other kinds (models, writers,
-file handles) are left alone; one that a script's own class keeps is named once if it changes.
+Invariant: after `write(read())` every plain attribute that was there has its value again; one that was deleted since
+the construction is back. Attributes of other kinds (models, writers, file handles) are left alone; one that a script's
+own class keeps is named once if it changes.
 
 In: objects and classes by name. Out: encoded values by path, and back."""
 
@@ -17,7 +18,7 @@ import torch
 
 from ...events import say
 from ...snapshot.capture import codec
-from ..data.data_parts import GENERATORS
+from ..data.data_parts import is_generator
 from ..data.loader_values import assign, deep_mark, encoding
 from ..data.loaders import set_state_of, state_of
 
@@ -102,22 +103,34 @@ class PlainAttributes:
 
 def _plain(value: Any) -> Any:
     """What of a value is encoded: of a random number generator its state."""
-    if isinstance(value, GENERATORS):
+    if is_generator(value):
         return (_GENERATOR, state_of(value))
     elsewhere = type(value) is torch.Tensor and value.device.type != "cpu" and value.nbytes <= LIMIT
     return value.cpu() if elsewhere else value
 
 
 def _drawing_from(present: Any, state: Any) -> Any:
-    """The present generator, else one of the kind that has such a state, which draws from there."""
+    """The present generator, or one of the kind that has such a state, which draws from there."""
     made = present
-    if not isinstance(present, GENERATORS):
+    if not is_generator(present) or _kind_of(state_of(present)) != _kind_of(state):
         match state:
             case torch.Tensor():
                 made = torch.Generator()
+                if _kind_of(made.get_state()) != _kind_of(state):
+                    made = torch.Generator("cuda")
             case dict():
                 made = np.random.Generator(getattr(np.random, state["bit_generator"])())
             case _:
                 made = np.random.RandomState() if isinstance(state[0], str) else random.Random()
     set_state_of(made, state)
     return made
+
+
+def _kind_of(state: Any) -> Any:
+    """What the states of one kind of generator have in common."""
+    match state:
+        case torch.Tensor():
+            return state.nbytes  # of a CPU, or of a GPU
+        case dict():
+            return state["bit_generator"]
+    return type(state[0])

@@ -146,6 +146,8 @@ def _common(
 ) -> dict[str, Any]:
     kinds: Sequence[str] = names["optimizers"]
     step = _step(shares)
+    if all(kind == "stub" for kind in kinds):
+        raise UnsupportedError(f"{shares.folder}: cannot be exported, because rank 0 updates no parameter")
     each = {number: _optimizer(kind, number, small, step) for number, kind in enumerate(kinds) if kind != "stub"}
     common: dict[str, Any] = {} if arguments is None else {"args": arguments}
     counters = dict(small["counters"])
@@ -301,18 +303,38 @@ def _blocks(tensor: Mapping[str, Any], groups: list[list[int]]) -> Iterable[Tens
 
 
 def _require_whole(blocks: Iterable[TensorBlock]) -> None:
-    """Raises StorageError for a gap or an overlap. Offsets are distinct, so comparing volumes is enough."""
-    covered: dict[str, int] = {}
-    known: dict[str, TensorBlock] = {}
+    """Raises StorageError for a gap or an overlap: blocks lie within the tensor, are disjoint, and have its volume."""
+    by_key: dict[str, list[TensorBlock]] = {}
     for block in blocks:
-        first = known.setdefault(block.key, block)
-        if (block.shape, block.dtype) != (first.shape, first.dtype):
-            raise StorageError(
-                f"'{block.key}' is {block.dtype} {block.shape} on rank {block.ranks[0]} and {first.dtype} "
-                f"{first.shape} on rank {first.ranks[0]}"
-            )
-        covered[block.key] = covered.get(block.key, 0) + math.prod(block.size)
-    for key, volume in covered.items():
-        if volume != (whole := math.prod(known[key].shape)):
+        by_key.setdefault(block.key, []).append(block)
+    for key, of_one in by_key.items():
+        first = of_one[0]
+        for block in of_one:
+            if (block.shape, block.dtype) != (first.shape, first.dtype):
+                raise StorageError(
+                    f"'{key}' is {block.dtype} {block.shape} on rank {block.ranks[0]} and {first.dtype} "
+                    f"{first.shape} on rank {first.ranks[0]}"
+                )
+            if any(at < 0 or at + size > whole for at, size, whole in zip(*_place(block), block.shape, strict=True)):
+                raise StorageError(f"'{key}' has shape {block.shape}, but rank {block.ranks[0]} a block beyond it")
+        volume, whole = sum(math.prod(block.size) for block in of_one), math.prod(first.shape)
+        if volume != whole or _overlap(of_one):
             problem = "the checkpoint is incomplete, an index is missing" if volume < whole else "blocks overlap"
             raise StorageError(f"'{key}' has {whole} elements, but the blocks of all ranks cover {volume}: {problem}")
+
+
+def _overlap(blocks: Iterable[TensorBlock]) -> bool:
+    """Whether two blocks of a tensor have an element in common."""
+    open_blocks: list[TensorBlock] = []  # those that reach the present one in the first dimension
+    for block in sorted(blocks, key=lambda one: one.offset):
+        open_blocks = [one for one in open_blocks if not one.size or one.offset[0] + one.size[0] > block.offset[0]]
+        for one in open_blocks:
+            edges = zip(*_place(one), *_place(block), strict=True)
+            if all(max(at, other) < min(at + size, other + length) for at, size, other, length in edges):
+                return True
+        open_blocks.append(block)
+    return False
+
+
+def _place(block: TensorBlock) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return block.offset, block.size

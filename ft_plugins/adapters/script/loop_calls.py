@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..data.data_parts import GENERATORS
+from ..data.data_parts import is_generator
 from .loop_code import FunctionCode
 from .loop_statements import EACH, root_of
 from .loop_values import NOTHING, Spaces, attribute, is_a, length_of, parsed, unparsed, value_of
@@ -90,7 +90,7 @@ def _generators(node: ast.expr, spaces: Spaces) -> Iterator[tuple[str, Any]]:
         receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         for part in (*receiver, *node.args, *(one.value for one in node.keywords)):
             value = value_of(part, spaces)
-            if is_a(value, *GENERATORS):
+            if is_generator(value):
                 yield unparsed(part), value
 
 

@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from ...snapshot.capture import codec
-from ..data.data_parts import GENERATORS
+from ..data.data_parts import is_generator
 from ..data.loaders import is_stateful, state_of
 from .script_names import is_of_library
 
@@ -131,7 +131,7 @@ def comparable(value: Any) -> int | str | None:
     if is_a(value, torch.Tensor):
         plain_tensor = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
         return repr(value.detach().reshape(()).item()) if plain_tensor and value.numel() == 1 else None
-    if is_a(value, *GENERATORS):
+    if is_generator(value):
         return _drawing(value)
     if is_a(value, np.generic):
         return repr(value.item())
@@ -212,7 +212,7 @@ def _leaves(value: Any) -> list[Any] | None:
                 found.append(_sampled(kind, one))
             elif type(one) in _PLAIN:
                 found.append(one)
-            elif is_a(one, *GENERATORS):
+            elif is_generator(one):
                 found.append(_drawing(one))
             elif _is_small(one):
                 bytes_of = one.detach().contiguous().view(-1).view(torch.uint8)

@@ -56,6 +56,25 @@ def test_a_tensor_with_a_gap_is_refused() -> None:
         assemble([told(0, ("first", [0, 0, 0], [block(0)]))], anywhere)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "problem"),
+    [
+        ([([0, 0], [3, 4]), ([2, 0], [1, 4])], "blocks overlap"),  # one row is missing, another is there twice
+        ([([0, 0], [4, 2]), ([0, 1], [4, 2])], "blocks overlap"),
+        ([([0, 0], [2, 4]), ([3, 0], [2, 4])], "beyond it"),
+    ],
+)
+def test_a_gap_and_an_overlap_of_the_same_size_are_refused(blocks: list[Any], problem: str) -> None:
+    with pytest.raises(StorageError, match=f"'w' .*{problem}"):
+        assemble([told(0, *(("first", [0], [["w", [4, 4], *each]]) for each in blocks))], anywhere)
+
+
+def test_blocks_in_any_order_and_of_no_element_cover_a_tensor() -> None:
+    blocks = [([2, 1], [2, 3]), ([0, 0], [2, 4]), ([2, 0], [2, 1]), ([2, 2], [0, 2])]
+    made = assemble([told(0, *(("first", [0], [["w", [4, 4], *each]]) for each in blocks))], anywhere)
+    assert len(made.blocks) == 4
+
+
 def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
     other = ["w", [8, 4], [2, 0], [2, 4]]
     with pytest.raises(StorageError, match="on rank 1 .* on rank 0"):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ft_plugins.adapters.data.loaders import state_of
 from ft_plugins.adapters.hf.log_history import LogHistory, expected_bytes
 from ft_plugins.adapters.hf.plain_attributes import LIMIT, PlainAttributes
 from ft_plugins.adapters.hf.refusals import require_followed, require_loop
@@ -260,6 +261,24 @@ def test_deques_and_dataclasses_of_plain_values_come_back_in_place(capsys: pytes
     assert vars(second) == vars(first) and second.window.maxlen == 2
     assert second.window is window and second.best is best and second.best.steps is steps
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("captured", "present"),
+    [
+        (lambda: np.random.default_rng(3), lambda: random.Random(5)),
+        (lambda: np.random.default_rng(3), lambda: np.random.Generator(np.random.MT19937(5))),
+        (lambda: random.Random(3), lambda: np.random.RandomState(5)),
+        (lambda: torch.Generator().manual_seed(3), lambda: random.SystemRandom()),
+    ],
+)
+def test_a_generator_in_the_place_of_one_of_another_kind_draws_as_the_captured_one(captured: Any, present: Any) -> None:
+    first, second = SimpleNamespace(drawing=None), SimpleNamespace(drawing=None)
+    kept, again = (PlainAttributes(lambda one=one: {"mine": one}, lambda *_: False, True) for one in (first, second))
+    first.drawing, second.drawing = captured(), present()
+    again.write(codec.decode(codec.encode(kept.read())))
+    expected, found = state_of(first.drawing), state_of(second.drawing)
+    assert type(second.drawing) is type(first.drawing) and codec.encode(found) == codec.encode(expected)
 
 
 def test_a_dataclass_that_is_captured_elsewhere_is_not_captured_twice() -> None:

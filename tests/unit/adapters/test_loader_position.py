@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
 
+from ft_plugins.adapters.data.loaders import generator_states
 from ft_plugins.adapters.data.worker_draws import watched
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.errors import ConfigError, ResumeError, StateChangedError
@@ -764,3 +765,17 @@ def test_a_loader_that_a_script_drops_goes_at_once_and_its_workers_with_it() -> 
     gone = weakref.ref(loader)
     del loader
     assert gone() is None
+
+
+def test_a_source_that_draws_from_the_system_has_no_state_and_ends_nothing() -> None:
+    class Noisy(Dataset[int]):
+        def __init__(self) -> None:
+            self.rng, self.seeded = random.SystemRandom(), random.Random(3)
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    assert [path.rpartition(".")[2] for path in generator_states(DataLoader(Noisy()))["own"]] == ["seeded"]

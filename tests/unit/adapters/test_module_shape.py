@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import sys
 import threading
 import tracemalloc
 import uuid
@@ -22,6 +23,7 @@ import torch
 from torch.distributed._composable import contract
 
 from ft_plugins.adapters import module_parts
+from ft_plugins.adapters.held_objects import read_parts
 from ft_plugins.adapters.module_modes import ModuleNumbers
 from ft_plugins.adapters.module_parts import ModuleParts
 from ft_plugins.adapters.module_shape import ModuleShape
@@ -458,6 +460,28 @@ def test_a_value_next_to_a_tensor_that_begins_again_is_named(
     recorded(built(), 1, lambda: None, saved)
     expected = f"`kept['memory'][1]` is {change(0)!r}, and was {change(2)!r} when that version was captured"
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_container_that_another_thread_changes_is_read_as_it_was_at_some_time(kind: Any) -> None:
+    changing, over = kind(range(500)), threading.Event()
+
+    def change() -> None:
+        while not over.is_set():
+            changing.pop()
+            changing.append(1)
+
+    thread, interval = threading.Thread(target=change), sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(1e-6)
+        for _ in range(2000):
+            keys, values, _ = read_parts(changing)
+            assert len(keys) == len(values) > 200
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()
 
 
 def test_objects_that_cannot_be_read_end_nothing() -> None:

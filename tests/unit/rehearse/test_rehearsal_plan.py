@@ -46,7 +46,7 @@ def test_faults_and_kills_that_make_no_sense_are_refused() -> None:
         planned("ft-run")
 
 
-def test_two_emulated_nodes_take_half_of_the_processes_each() -> None:
+def test_two_emulated_nodes_take_half_of_the_processes_each(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned("ft-run", "--nproc_per_node=8", "--reft", "train.py", nodes=2)
     assert "--nproc-per-node=4" in plan.arguments and "--nproc_per_node=8" not in plan.arguments
     plan = planned("ft-run", "--nproc-per-node", "4", "train.py", "--reft", "--nproc-per-node", nodes=2)
@@ -54,6 +54,8 @@ def test_two_emulated_nodes_take_half_of_the_processes_each() -> None:
     assert plan.arguments[-1] == "--nproc-per-node"  # the script's own
     with pytest.raises(ConfigError, match="expected an even number"):
         planned("ft-run", "--nproc-per-node", "3", "train.py", "--reft", nodes=2)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
+    assert "--nproc-per-node=4" in planned("ft-run", "train.py", "--reft", nodes=2).arguments
 
 
 @pytest.mark.parametrize(
