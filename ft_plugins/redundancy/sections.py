@@ -105,11 +105,11 @@ def local_sections(
     group_of = {rank: number for number, group in enumerate(groups) for rank in group}
     sections: list[Section] = []
     for stream in replicated:
-        members: dict[int, dict[int, list[Extent]]] = {}
+        by_group: dict[int, dict[int, list[Extent]]] = {}
         for extent in stream:
-            by_node = members.setdefault(group_of[extent.rank], {})
-            by_node.setdefault(positions[extent.rank], []).append(extent)
-        for _, by_node in sorted(members.items()):
+            of_group = by_group.setdefault(group_of[extent.rank], {})
+            of_group.setdefault(positions[extent.rank], []).append(extent)
+        for _, by_node in sorted(by_group.items()):
             ordered = tuple(sorted(by_node))
             streams = tuple(tuple(by_node[position]) for position in ordered)
             sizes = [sum(extent.nbytes for extent in extents) for extents in streams]

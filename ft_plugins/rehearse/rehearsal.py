@@ -1,14 +1,14 @@
 """Rehearse a job: run a user's command twice for some iterations, unfailed and killed, and compare both bit for bit.
 
     run 1    unfailed
-    run 2    killed in the iteration `kills[0]`, and in `kills[1]`, by then usually one after the resume
+    run 2    killed in the iteration `kills[0]`, and again in `kills[1]`, by default the next one
 
 Both are jobs of their own; a run ends in order after the last iteration. Before each restore the state of the restarted
 ranks is overwritten (`systems.transcript.disturb`), and no two starts have the same hash seed, so what is not restored
 shows. On two emulated nodes the first kill takes a whole node with its memory, for which a fresh one comes.
 
-Invariant: nothing of the job that is rehearsed is touched: neither its memory nor its checkpoints. A script that saves
-by itself is refused unless each run has a folder of its own ({run}).
+Invariant: nothing of the job that is rehearsed is touched: neither its memory nor its checkpoints. A flag that
+names a folder to save to is refused unless each run has its own ({run}); folders named elsewhere are not seen.
 
 In: a command for ft-run. Out: two transcripts, `Rehearsal`.
 """
@@ -149,14 +149,14 @@ def _halved(words: Sequence[str]) -> list[str]:
     return [*halved, *words[scripts:]]
 
 
-def place_kills(iterations: int, ends: Sequence[int], begun: int = 0) -> tuple[int, int]:
-    """The iterations to kill in, near the middle. Pure. `ends`: iterations with which an epoch began. If possible one
+def place_kills(iterations: int, boundaries: Sequence[int], begun: int = 0) -> tuple[int, int]:
+    """The iterations to kill in, near the middle. Pure. `boundaries`: where epochs began or ended. If possible one
     comes after the kills, and one before them: what a script counts from zero is right in the first epoch. `begun`: the
     iteration of the checkpoint that the job itself loads."""
     middle = max(begun + 3, begun + (iterations - begun - 2) // 2 + 1)
 
     def merit(second: int) -> tuple[bool, bool, int]:
-        return any(end > second for end in ends), any(end < second - 1 for end in ends), -abs(second - middle)
+        return any(at > second for at in boundaries), any(at < second - 1 for at in boundaries), -abs(second - middle)
 
     second = max(range(begun + 3, max(begun + 4, iterations)), key=merit)
     return second - 1, second

@@ -218,7 +218,7 @@ class Door:
         self._strangers: OrderedDict[_Stranger, None] = OrderedDict()  # oldest first
         self._crowds: Counter[str] = Counter()
         listener.setblocking(False)
-        self._listen(0.0)
+        self._watch_listener(0.0)
 
     def close(self) -> None:
         """Stop listening, for forked processes too, and close the unauthenticated connections, in the loop's thread or
@@ -226,19 +226,19 @@ class Door:
         self._loop.forget(self._listener)
         close_connection(self._listener)
         self._loop.at(math.inf, self._check)
-        self._loop.at(math.inf, self._listen)
+        self._loop.at(math.inf, self._watch_listener)
         for stranger in list(self._strangers):
             self._forget(stranger)
             close_connection(stranger.link.connection)
 
-    def _listen(self, now: float) -> None:
-        self._loop.watch(self._listener, self._accept)
+    def _watch_listener(self, now: float) -> None:
+        self._loop.watch(self._listener, self._accept_soon)
 
-    def _accept(self, events: int) -> None:
+    def _accept_soon(self, events: int) -> None:
         """Accept one connection, after those that are open had their turn."""
-        self._loop.soon(self._take)
+        self._loop.soon(self._accept)
 
-    def _take(self, now: float) -> None:
+    def _accept(self, now: float) -> None:
         try:
             connection, (address, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # none, or it has hung up already
@@ -248,7 +248,7 @@ class Door:
             self._schedule()
             if not self._make_room(None):
                 self._loop.forget(self._listener)
-                self._loop.at(time.monotonic() + _PAUSE_SECONDS, self._listen)
+                self._loop.at(time.monotonic() + _PAUSE_SECONDS, self._watch_listener)
             return
         crowd, room = crowd_of(str(address)), self._room() - len(self._strangers)
         if self._crowds[crowd] >= self._limits.of_one_address:

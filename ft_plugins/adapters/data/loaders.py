@@ -1,8 +1,8 @@
 """Passes over a torch DataLoader that can be moved while a script iterates them, and the generators of a loader.
 
 Invariant: a pass yields what torch's own iterator yields, in the same order. It can be restarted with other random
-numbers, or after batches already read, without a new iterator for the script. Only loaders iterated after `follow` are
-followed, without those inside DeepSpeed's loaders.
+numbers, or after batches already read, without a new iterator for the script. Only passes that begin after `follow` are
+followed; those of loaders inside DeepSpeed's are not.
 
 In: `torch.utils.data.DataLoader` and its subclasses. Out: `LoaderPass`es; generator states, read and set.
 """
@@ -158,6 +158,7 @@ def begin_after(loader: Any, epoch: LoaderEpoch, begin: Callable[[Any], Any]) ->
     """`begin(loader)` with a sampler that skips the batches read in `epoch` once it is started; returns both."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     started = StartedSampler(getattr(loader, name), epoch.read)
+    # a pass that used workers of an earlier one drew no seed for them: this one must use those that are there by now
     persistent = getattr(loader, "_iterator", None) if epoch.reused_workers else None
     if persistent is None:
         loader._iterator = None
@@ -266,8 +267,8 @@ class Passes:
     """Makes loaders return `LoaderPass`es, except for those iterated `within` another one.
 
     `beginning` may replace what begins a pass, followed or not. `reading` is called before each read that yields a
-    batch. Of a loader without length it is also called before the
-    read that finds the end. `finished` is called before a pass raises StopIteration, with whether `reading` was.
+    batch, and of a loader without length also before the one that finds the end. `finished` is called before a pass
+    raises StopIteration, with whether `reading` was called.
     """
 
     def __init__(

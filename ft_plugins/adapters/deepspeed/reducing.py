@@ -1,7 +1,7 @@
 """Average the gradients of a DeepSpeed job over all replicas of local SGD, or over the ranks of one.
 
     optimizer                       over one replica (LOCAL)                   over all (ALL)
-    torch's: fp32 without ZeRO      over the inner group, none if it is one    DeepSpeed's own
+    torch's: fp32 without ZeRO      over the inner group of several ranks       DeepSpeed's own
     FP16_Optimizer (bf16 too)       the same                                   DeepSpeed's own
     BF16_Optimizer                  the same                                   DeepSpeed's own
     ZeRO-1, 2, 3                    DeepSpeed's own, over the inner group      and then over the sync group, before the
@@ -62,6 +62,7 @@ class DeepSpeedReduction(DeepSpeedRank):
             replace(engine, "_reduce_non_expert_gradients", self._reducing)
             replace(engine, "clip_fp32_gradients", self._clipping)
         if type(engine.optimizer).__name__ == STAGE3 and self._shards.inner[0] != self._shards.whole[0]:
+            # every replica would write files of the same names: the first one's are saved
             replace(engine, "_save_checkpoint", _leave_to_first_replica)
 
     def reduce_over(self, replicas: ReducedOver) -> None:

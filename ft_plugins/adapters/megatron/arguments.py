@@ -8,9 +8,9 @@ Refusal: by the arguments alone, right after Megatron-LM has validated them: bef
 built.
 
 Reading: without a device and without starting the job. The version's own parser and validation say what an argument is;
-no name of an argument is listed here, but those of parallel sizes. Process groups, files of data and models are not
-touched. A process reads one version. What the validation refuses is named with the arguments that its failed statement
-reads.
+named here are only arguments that change how others are read: parallel sizes, FSDP, vocabulary, a YAML file. Process
+groups, files of data and models are not touched. A process reads one version. What the validation refuses is named with
+the arguments that its failed statement reads.
 
 In: `megatron.training.arguments` right after its import; a script and its arguments. Out: the module with an extended
 parser; a configuration; `ReadArguments`, for the rules. Raises FtError.

@@ -8,10 +8,10 @@ In an event:
 
     spans     [kind, begin, end]            forward, backward, update, reduce: in order
     bubbles   [index, begin, end]
-    windows   [bubble, begin, end, bytes]   bytes that may be sent, in any iteration; of several bubbles after one span,
-                                            `bubble` is the first, under which a gate counts all bytes sent after it
+    windows   [bubble, begin, end, bytes]   bytes that may be sent, in any iteration; `bubble`: of several after one
+                                            span the first; a gate counts all bytes sent after that span under it
 
-The first `MOST` of each kind, and how many were left out, so the event is bounded. Times in seconds since the iteration
+The first `MOST` of each list, and how many were left out, so the event is bounded. Times in seconds since the iteration
 began, to ten microseconds. `Row` reads it.
 
 In: timelines; bubbles and the plan of a rank. Out: plain values, and timelines or rows again.

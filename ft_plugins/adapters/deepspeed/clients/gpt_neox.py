@@ -1,4 +1,4 @@
-"""gpt-neox's `pretrain`: its loop continues from neox_args.iteration, its samplers from batches that they leave out.
+"""gpt-neox's `pretrain`: its loop continues from neox_args.iteration, its samplers skip the batches that were read.
 
     neox_args.iteration        set after setup_model_and_optimizer; the loader of training is moved there later
     validation                 gpt-neox guesses how many batches were read, which is wrong with accumulation; here they
@@ -6,7 +6,7 @@
     lr_scheduler, trackers     captured with the engine
 
 Invariant: a loader is read once: `itertools.cycle` keeps the batches of its first pass and repeats them, and a restart
-lacks those before it. A job whose data end earlier is refused.
+lacks those before it. Training data that end earlier are refused at the start, validation data at a restart.
 
 `train.py` gets its configuration from deepy.py, which starts DeepSpeed's own launcher. Under ft-run it takes deepy.py's
 arguments itself: the yml files, in which `ft_plugins` is our block.
@@ -74,7 +74,8 @@ class GptNeox(ForkLoop):
         else:
             if self._read >= len(valid):
                 raise ResumeError(one_pass("validation", len(valid), self._read))
-            interval = neox_args.iteration * self._accumulation  # so that its guess, a whole number of times, is once
+            # it skips iteration * accumulation // eval_interval * eval_iters batches: with these 1 * self._read
+            interval = neox_args.iteration * self._accumulation
             with replaced(neox_args, "eval_interval", interval), replaced(neox_args, "eval_iters", self._read):
                 iterators = original(neox_args, data_loaders, *args, **kwargs)
         self._valid = iterators[1]
