@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BOUND = 60
+BOUND = 240
 
 
 def ran(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "gpu_check.sh"
 
 def checked(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPT), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, cwd=cwd)
 
 
 def test_its_measurement_runs_and_is_reported(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ class Silent:
 
 
 def test_silent_nodes_take_a_bounded_time_together_and_those_that_were_not_asked_say_so() -> None:
-    count, seconds = 3 * other_nodes.AT_ONCE, 0.2
+    count, seconds = 3 * other_nodes.AT_ONCE, 2.0  # in which the first ones are asked also on a busy machine
     answers = other_nodes.ask({f"n{at}": cast(Any, Silent()) for at in range(count)}, seconds)
     assert [each["node"] for each in answers] == [f"n{at}" for at in range(count)]
     asked, others = answers[: other_nodes.AT_ONCE], answers[other_nodes.AT_ONCE :]

@@ -26,6 +26,7 @@ from ..watch import liveness
 from . import isolated, job_file
 from .local_connection import RETRY_SECONDS, LocalConnection
 
+_START_SECONDS = 120.0  # for an SMP to start: nothing but a node that is overloaded takes so long
 _STATUS_SECONDS = 1.0  # for an SMP that holds its lock to answer, before the lock is checked again
 _FAULT_BYTES_PER_SECOND = 50e6  # pessimistic rate at which fresh pages are allocated: bounds the wait for an attach
 _REBUILT_BYTES_PER_SECOND = 10e6  # pessimistic rate of a rebuild over a slow link
@@ -221,7 +222,14 @@ def ensure(
         command = [*isolated.command(), "--run-dir", str(run_dir), "--job", job, "--node", node]
         command += ["--orphan-seconds", str(orphan_seconds), "--faults", faults, "--watch", str(watch or 0)]
         with open(run_dir / "smp.log", "ab") as log:
-            started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout)
+            seconds = max(timeout, _START_SECONDS)
+            try:
+                started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=seconds)
+            except subprocess.TimeoutExpired as error:
+                raise ProtectionError(
+                    f"the SMP of node {node} did not start within {seconds:g} s; is the node overloaded? See "
+                    f"{run_dir / 'smp.log'}"
+                ) from error
         if started.returncode != 0 and not liveness.held(run_dir / "smp.lock"):
             lock = paths.lock_of(job, node)
             if liveness.held(lock):

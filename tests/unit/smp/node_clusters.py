@@ -31,7 +31,7 @@ from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import SLOTS, Pin, SlotState, Version, choose, slots_for
 
 BUCKET = 100_000
-PATIENCE = 90  # a bound for waits: a busy machine takes long
+PATIENCE = 300  # a bound for waits: a busy machine takes long
 DETECT = 1.5
 Groups = tuple[tuple[int, ...], ...]
 

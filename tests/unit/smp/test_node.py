@@ -42,7 +42,7 @@ from harness.job_control import wait_until
 
 from .node_clusters import DETECT, Cluster, clusters, wait
 
-SECONDS = 90
+SECONDS = 600
 
 
 Make = Callable[..., Cluster]
@@ -392,7 +392,7 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     job.write(2, 39)  # captured, but nothing may go
     first, second = (node.run_dir / protocol.ALARM for node in job.nodes)
     wait(first.exists)
-    (alarm,) = json.loads(first.read_text()).values()
+    (alarm,) = (one for one in json.loads(first.read_text()).values() if one.startswith("exchange.slowed"))
     assert re.match(r"exchange\.slowed: node n0: none in (2[6-9]|3\d) iterations, planned 1: ", alarm), alarm
     assert not second.exists() and job.nodes[0].status("rarer")
 
