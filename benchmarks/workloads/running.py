@@ -82,7 +82,7 @@ BENCHMARKS = {
     "sdc": Benchmark(1300, 170, _DIGITS),
     "local_sgd": Benchmark(1350, 160, links=True),
     "local_sgd_quality": Benchmark(3400, 170, _DIGITS),
-    "dreamddp": Benchmark(3600, 160, _DIGITS, links=True),
+    "dreamddp": Benchmark(4200, 175, _DIGITS, links=True),
     "dreamddp_quality": Benchmark(2000, 150, _DIGITS),
     "scale": Benchmark(600, 120),
 }
