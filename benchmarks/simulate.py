@@ -10,8 +10,9 @@
                               that sends by bytes plans one rank, a job that sends by layers all 64
     analytic_error_worst      relative error of bubble shares against closed forms, over schedules and sizes
     shapes                    the paper's configurations: bubbles, iterations per checkpoint, overhead (figures 3, 7)
-    bert_bubble_share_least, bert_iterations_middle
-                              the same with the sizes of its two BERT models, and with the bytes that it sends
+    bert_bubble_share_least, bert_iterations_middle, bert_iterations_reserved_middle
+                              the same with the sizes of its two BERT models, and with the bytes that it sends; with
+                              nothing, and with the longest message's time reserved at both ends of each bubble
     bubbles_16_SCHEDULE       16 stages, as many microbatches, backward twice the forward; `chimera_of_1f1b`: of those
     family                    16 to 16,384 ranks: bubbles by schedule (figure 4), goodput by protection
 
@@ -189,12 +190,12 @@ def measure(chosen: argparse.Namespace) -> Figures:
     scales = [study_scale(job) for job in FAMILY[: 2 if chosen.smoke else None]]
     for text in (shapes_table(shapes), scales_table(scales), table([one.plan for one in scales])):
         say(f"{text}\n")
-    lighter = [[study_shape(replace(job, state_bytes=WEIGHTS_ONLY)) for job in jobs] for jobs in BERT.values()]
-    for name, text in zip(BERT, map(shapes_table, lighter), strict=True):
-        say(f"{name}: {text}\n")
-    berts = [one for jobs in lighter for one in jobs]
+    lighter = [replace(job, state_bytes=WEIGHTS_ONLY) for jobs in BERT.values() for job in jobs]
+    for name, reserves in (("bert_iterations", False), ("bert_iterations_reserved", True)):
+        berts = [study_shape(job, reserves=reserves) for job in lighter]
+        say(f"{name}: {shapes_table(berts)}\n")
+        figures[f"{name}_middle"] = statistics.median(one.iterations for one in berts)
     figures["bert_bubble_share_least"] = min(min(one.bubble_shares) for one in berts)
-    figures["bert_iterations_middle"] = statistics.median(one.iterations for one in berts)
     for schedule in PipelineSchedule:
         share = fitting.bubble_share(simulate(of(schedule, EVEN, EVEN), Times()))
         figures[f"bubbles_{EVEN}_{schedule.value}"] = share

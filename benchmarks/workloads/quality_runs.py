@@ -20,7 +20,7 @@ with half of the baseline's: the outer optimizer goes lr / (1 - momentum) = 5.3 
 `swept` (figures 6a and b): plain and EDiT with 2, 4 and 8 replicas, each with the inner rate and multiples of it.
 `elastic` (6c): with 2, then 4, then 8 replicas, and the other way round, a third of the iterations each, at the low
 rate, constant. A loop like this cannot be resized: each time the model and replica 0's optimizer are handed on, and
-EDiT begins anew from them, as in the paper.
+EDiT starts from them as a new job would, as in the paper.
 `longer`: plain and `edit_low_rate`, `LONGER` times as many iterations.
 
 The loss of a run is that of all held-out examples, measured right after a synchronisation, when replicas are equal; its

@@ -6,7 +6,7 @@ are never equal, it evaluates their mean, and trains on with its own parameters.
 
 Invariant: a run of plain data parallelism calls nothing of the package.
 
-Where the number of replicas changes, ranks are forked anew, and begin with the model and optimizer of replica 0.
+Where the number of replicas changes, other ranks are forked, which begin with the model and optimizer of replica 0.
 
 In: `QualityRun`. Out: `QualityOutcome`; it is also what a line of a file of results holds.
 """
