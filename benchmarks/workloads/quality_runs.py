@@ -104,6 +104,13 @@ class QualityRun:
     averaged: bool = False
     worlds: tuple[int, ...] = (RANKS,)
 
+    @property
+    def bounds(self) -> list[int]:
+        """The iterations after which the number of replicas changes, right after a synchronisation; and 0, and the
+        last one."""
+        periods, parts = self.scale.iterations // self.scale.tau, len(self.worlds)
+        return [periods * number // parts * self.scale.tau for number in range(parts + 1)]
+
     def is_garbage(self, iteration: int, rank: int) -> bool:
         """Whether this rank's batch is garbage."""
         return self.garbage is not None and rank == GARBAGE_RANK and self.garbage[0] <= iteration <= self.garbage[1]

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,7 @@ def train_quality(run: QualityRun, run_dir: Path, seconds: float = 600.0) -> Qua
     divergences: Losses = ()
     records: list[SynchronisationRecord] = []
     modules = 0
-    bounds = [run.scale.iterations * number // len(run.worlds) for number in range(len(run.worlds) + 1)]
-    for world, before, last in zip(run.worlds, bounds, bounds[1:], strict=False):
+    for world, (before, last) in zip(run.worlds, pairwise(run.bounds), strict=True):
         folder = run_dir / str(last)
         folder.mkdir(parents=True)
         results = gang(_train, world, run, str(folder), before + 1, last, seconds=seconds)

@@ -139,6 +139,13 @@ def test_losses_of_the_other_parts_are_over_those_of_plain() -> None:
     assert {one.run.rate for one in made if len(one.run.worlds) > 1} == {LOW_RATE}
 
 
+@pytest.mark.parametrize("scale", FULL.values())
+def test_replicas_are_equal_when_their_number_changes(scale: QualityScale) -> None:
+    for run in elastic("text", 1, scale):
+        assert len(run.bounds) == 4 and (run.bounds[0], run.bounds[-1]) == (0, scale.iterations)
+        assert all(bound % scale.tau == 0 for bound in run.bounds)
+
+
 def test_replicas_go_on_from_the_model_of_fewer_or_more(tmp_path: Path) -> None:
     """So its last third begins where its second ended, not where a new model would."""
     learners.prepare(("text",))
