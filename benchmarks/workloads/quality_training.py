@@ -143,7 +143,7 @@ def _train(rank: int, world: int, run: QualityRun, run_dir: str, first: int, las
     return tuple(losses), len(modules), tuple(divergences)
 
 
-def train_quality(run: QualityRun, run_dir: Path, seconds: float = 600.0) -> QualityOutcome:
+def train_quality(run: QualityRun, run_dir: Path, seconds: float = 1800.0) -> QualityOutcome:
     """Train on forked ranks. Raises RankError, TimeoutError."""
     losses: Losses = ()
     divergences: Losses = ()
