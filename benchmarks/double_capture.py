@@ -10,8 +10,12 @@ shared; with a device, where capture waits, wall time. Medians; x = with parity 
     parity_n    bytes of parity in a slot, in multiples of the data
     sent_n      bytes that the node sends per version, in multiples of its share: compared digests, small state and
                 digest tables; an exchange of the whole share would be 1
+    weak_n      speed of saving, the whole state over the seconds of a share, over that of one node, over n: 1 if n
+                nodes, each with a memory of its own, save n times as fast
+    strong_n    the same for a pipeline of n stages without replicas: the largest stage's seconds
+    weak_scaling, strong_scaling      of the largest n
 
-Claims: double <= 2.5 for every n, sent <= 0.01.
+Claims: double <= 2.5 for every n, sent <= 0.01, weak_scaling >= 0.78 (REFT: 18.74 times from 1 to 24 replicas).
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 
 import torch
 
@@ -73,6 +78,30 @@ class TimedCapture:
         return self._clock() - started
 
 
+def inventory_of(state: dict[str, torch.Tensor], count: int) -> Inventory:
+    """State that `count` ranks replicate."""
+    ranks = tuple(range(count))
+    return Inventory.of(
+        0, [Item(n, "float32", tuple(t.shape), t.nbytes, Role.PARAMETER, ranks) for n, t in state.items()]
+    )
+
+
+def largest_stage(state: dict[str, torch.Tensor], stages: int) -> dict[str, torch.Tensor]:
+    """Of as many tensors in each stage, in order, those of the stage with most bytes."""
+    names = list(state)
+    cuts = [len(names) * number // stages for number in range(stages + 1)]
+    parts = [names[begin:end] for begin, end in pairwise(cuts)]
+    return {name: state[name] for name in max(parts, key=lambda part: sum(state[name].nbytes for name in part))}
+
+
+def share_seconds(state: dict[str, torch.Tensor], count: int, repeats: int, clock: Callable[[], float]) -> float:
+    """Seconds in which one of `count` nodes captures its share."""
+    layout = plan_layout(inventory_of(state, count), tuple(f"n{number}" for number in range(count)), BUCKET)
+    with ExitStack() as stack:
+        capture = TimedCapture(stack, layout, state, "s", clock)
+        return statistics.median([capture.seconds() for _ in range(repeats)][3:])
+
+
 def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints a table."""
     torch.set_num_threads(1)
@@ -82,17 +111,17 @@ def measure(chosen: argparse.Namespace) -> Figures:
     clock = time.process_time if device == "cpu" else time.perf_counter
     figures: Figures = {}
     counts = (2,) if chosen.smoke else (2, 4) if quick else (2, 3, 4, 8, 16)
-    PROGRESS.plan(len(counts))
+    stages, repeats = counts if chosen.smoke else counts[:2] if quick else (2, 4, 8), 8 if quick else 25
+    PROGRESS.plan(len(counts) + len(stages) + 1)
     for count in counts:
         PROGRESS.step(f"{count} nodes")
         nodes, ranks = tuple(f"n{number}" for number in range(count)), tuple(range(count))
-        items = [Item(n, "float32", tuple(t.shape), t.nbytes, Role.PARAMETER, ranks) for n, t in state.items()]
-        plain = plan_layout(Inventory.of(0, items), nodes, BUCKET)
+        plain = plan_layout(inventory_of(state, count), nodes, BUCKET)
         layout = with_parity(plain, nodes, [ranks], 1, BUCKET)
         with ExitStack() as stack:
             without_parity = TimedCapture(stack, plain, state, "p", clock)
             with_both = TimedCapture(stack, layout, state, "d", clock)
-            pairs = [(without_parity.seconds(), with_both.seconds()) for _ in range(8 if quick else 25)][3:]
+            pairs = [(without_parity.seconds(), with_both.seconds()) for _ in range(repeats)][3:]
         data, double = (statistics.median(column) for column in zip(*pairs, strict=True))
         digests = len(layout.ranges) + layout.source_digest_count
         sent = (layout.source_digest_count * CHECK_BYTES + 8 * digests + SMALL) / layout.nbytes
@@ -102,6 +131,15 @@ def measure(chosen: argparse.Namespace) -> Figures:
         )
         figures |= {f"data_seconds_{count}": data, f"double_{count}": double / data}
         figures |= {f"parity_{count}": layout.parity_nbytes / layout.nbytes, f"sent_{count}": sent}
+    PROGRESS.step("one node")
+    whole = share_seconds(state, 1, repeats, clock)
+    for count in counts:
+        figures[f"weak_{count}"] = whole / figures[f"data_seconds_{count}"] / count
+    for count in stages:
+        PROGRESS.step(f"{count} stages")
+        figures[f"strong_{count}"] = whole / share_seconds(largest_stage(state, count), 1, repeats, clock) / count
+    figures |= {"weak_scaling": figures[f"weak_{counts[-1]}"], "strong_scaling": figures[f"strong_{stages[-1]}"]}
+    say("   ".join(f"{name} {value:.3f}" for name, value in figures.items() if name.startswith(("weak", "strong"))))
     for name in ("double", "sent"):
         figures[f"{name}_worst"] = max(figures[f"{name}_{count}"] for count in counts)
     return figures

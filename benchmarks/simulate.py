@@ -10,6 +10,10 @@
                               that sends by bytes plans one rank, a job that sends by layers all 64
     analytic_error_worst      relative error of bubble shares against closed forms, over schedules and sizes
     shapes                    the paper's configurations: bubbles, iterations per checkpoint, overhead (figures 3, 7)
+    bert_bubble_share_least, bert_iterations_middle, bert_iterations_reserved_middle
+                              the same with the sizes of its two BERT models, and with the bytes that it sends; with
+                              nothing, and with the longest message's time reserved at both ends of each bubble
+    bubbles_16_SCHEDULE       16 stages, as many microbatches, backward twice the forward; `chimera_of_1f1b`: of those
     family                    16 to 16,384 ranks: bubbles by schedule (figure 4), goodput by protection
 
 --cluster FILE: measured iterations to compare with, one JSON object per line:
@@ -35,7 +39,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,7 @@ from ft_plugins.bubbles.timeline.messages import traffic
 from ft_plugins.errors import ConfigError
 from ft_plugins.planner.intervals import Costs
 from ft_plugins.planner.survival import Cluster
-from workloads.jobs import FAMILY, PAPER
+from workloads.jobs import BERT, FAMILY, PAPER, WEIGHTS_ONLY
 from workloads.pipelines import fitting
 from workloads.pipelines.goodput import ProtectionKind, table
 from workloads.pipelines.outlook import PipelineOutlook, PlannedPipeline, plan_pipeline
@@ -53,6 +57,7 @@ from workloads.running import PROGRESS, Figures, arguments, run, say
 from workloads.study import ScaleStudy, ShapeStudy, scales_table, shapes_table, study_scale, study_shape
 
 STAGES, MICROBATCHES, LAYERS = 64, 512, 96
+EVEN = 16  # stages, and microbatches: a unit of chimera
 LONG_STATE = 25e9  # bytes
 
 
@@ -86,8 +91,11 @@ def analytic_error() -> float:
             idle, work = (ranks - 1) * (forward + backward), pipeline.chunks * count * (forward + backward)
             if schedule is PipelineSchedule.ZERO_BUBBLE:
                 idle = (ranks - 1) * (forward + (backward - weight) - weight)
+            if schedule is PipelineSchedule.CHIMERA:  # units one after another, as they are
+                idle = (ranks - 2) * (backward + (count / ranks - 1) * (backward - forward))
             share = fitting.bubble_share(simulate(pipeline, Times((forward,), (backward,), (weight,))))
-            worst = max(worst, abs(share / (idle / (idle + work)) - 1))
+            expected = idle / (idle + work)
+            worst = max(worst, abs(share - expected) / (expected or 1.0))
     return worst
 
 
@@ -182,6 +190,16 @@ def measure(chosen: argparse.Namespace) -> Figures:
     scales = [study_scale(job) for job in FAMILY[: 2 if chosen.smoke else None]]
     for text in (shapes_table(shapes), scales_table(scales), table([one.plan for one in scales])):
         say(f"{text}\n")
+    lighter = [replace(job, state_bytes=WEIGHTS_ONLY) for jobs in BERT.values() for job in jobs]
+    for name, reserves in (("bert_iterations", False), ("bert_iterations_reserved", True)):
+        berts = [study_shape(job, reserves=reserves) for job in lighter]
+        say(f"{name}: {shapes_table(berts)}\n")
+        figures[f"{name}_middle"] = statistics.median(one.iterations for one in berts)
+    figures["bert_bubble_share_least"] = min(min(one.bubble_shares) for one in berts)
+    for schedule in PipelineSchedule:
+        share = fitting.bubble_share(simulate(of(schedule, EVEN, EVEN), Times()))
+        figures[f"bubbles_{EVEN}_{schedule.value}"] = share
+    figures["chimera_of_1f1b"] = float(figures[f"bubbles_{EVEN}_chimera"]) / float(figures[f"bubbles_{EVEN}_1f1b"])
     figures["bubble_share_least"] = min(min(one.bubble_shares) for one in shapes)
     figures["iterations_per_checkpoint_worst"] = max(one.iterations for one in shapes)
     figures["without_ring"] = sum(one.ring is None for one in [*shapes, *scales])

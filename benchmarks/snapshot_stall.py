@@ -9,9 +9,13 @@ order within one run, and the memcpy is measured again for each load. x = multip
     committed   version point -> sealed in shared memory, digests included     stall      waited for at the fence
     step_slowdown   step during a snapshot minus step without                  first      first snapshot after start
 
+    step_memory, step_storage   with nothing else to do: version point -> sealed in shared memory -> a complete
+                                checkpoint in the folder for temporary files; from a device: `gpu_snapshot.py`
+
 Claims: committed <= 1.5, first within 1.5 of a later one, stall <= 0.05 under matmul, committed <= 2.5 under the
-host-bound loop. torchsnapshot and dlrover are measured too if installed (`pip install -e .[bench]`), without their
-first snapshot, which allocates memory.
+host-bound loop. CheckFreq's way is measured too, and torchsnapshot and dlrover if installed (`pip install -e
+.[bench]`), without their first snapshot, which allocates memory. `over_torchsnapshot_x`, `over_checkfreq_x`: their
+committed over ours, under matmul; CheckFreq's is complete in the folder for temporary files, the others' in memory.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import random
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -126,8 +131,9 @@ class Ours:
 
     name = "ft_plugins"
 
-    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
+    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack, *flags: str) -> None:
         self._state, self._stack = state, stack
+        self._flags = ("--reft", *flags)
         base = Path(tempfile.mkdtemp(prefix="ft-"))
         stack.callback(shutil.rmtree, base)
         job, node = f"stall{os.getpid()}", "node0"
@@ -146,7 +152,7 @@ class Ours:
         if self._iteration:
             self.session.shutdown()
         token = self._client.fence()
-        context = LaunchContext(Config.from_flags(["--reft"])[0], self._folder, token, None, 0, 0, 1, 1, 0, 1)
+        context = LaunchContext(Config.from_flags(self._flags)[0], self._folder, token, None, 0, 0, 1, 1, 0, 1)
         assert context.config is not None
         self.session = Session(PlainHost(self._state), context.config, context)
         self._stack.callback(self.session.shutdown)
@@ -169,6 +175,52 @@ class Ours:
     def committed(self) -> float:
         """Seconds of the last snapshot, from the version point to the seal."""
         return self._committed[-1]
+
+    def checkpoint(self) -> float:
+        """Have the last snapshot written to storage. Returns the seconds until it is complete."""
+        started = time.perf_counter()
+        reply = self._client.checkpoint("measured", 600)
+        assert reply["state"] == "done", reply
+        return time.perf_counter() - started
+
+
+class CheckFreq:
+    """What CheckFreq does with the whole state, one checkpoint at a time: a thread copies it, for which the next update
+    waits, then serializes the copy and writes it to a disk."""
+
+    name = "checkfreq"
+
+    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
+        self._state, self._copy = state, {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        folder = tempfile.mkdtemp(prefix="ft-")
+        stack.callback(shutil.rmtree, folder)
+        self._path = Path(folder) / "checkpoint"
+        self._copied, self._saved = threading.Event(), threading.Event()
+        self._seconds = 0.0
+
+    def snapshot(self) -> None:
+        self._copied.clear()
+        self._saved.clear()
+        threading.Thread(target=self._save, args=(time.perf_counter(),), daemon=True).start()
+
+    def _save(self, started: float) -> None:
+        for name, tensor in self._state.items():
+            self._copy[name].copy_(tensor)
+        self._copied.set()
+        with self._path.open("wb") as file:
+            torch.save(self._copy, file)
+            file.flush()
+            os.fsync(file.fileno())
+        self._seconds = time.perf_counter() - started
+        self._saved.set()
+
+    def fence(self) -> None:
+        self._copied.wait()
+
+    def committed(self) -> float:
+        """Waits until it is: the next one may not begin before."""
+        self._saved.wait()
+        return self._seconds
 
 
 class TorchSnapshot:
@@ -233,8 +285,10 @@ class DLRover:
         return self._seconds
 
 
-System = Ours | TorchSnapshot | DLRover
-PEERS: dict[str, type[TorchSnapshot] | type[DLRover]] = {"torchsnapshot": TorchSnapshot, "dlrover": DLRover}
+System = Ours | CheckFreq | TorchSnapshot | DLRover
+PEERS: dict[str, type[CheckFreq] | type[TorchSnapshot] | type[DLRover]] = {
+    "checkfreq": CheckFreq, "torchsnapshot": TorchSnapshot, "dlrover": DLRover
+}  # fmt: skip
 
 
 def measure_under_load(system: System, load: str, steps: int, rng: random.Random, nbytes: int) -> StallMeasurement:
@@ -269,8 +323,8 @@ def measure(chosen: argparse.Namespace) -> Figures:
     quick, steps, nbytes = chosen.quick, 7 if chosen.quick else 25, GIB
     if chosen.smoke:
         steps, nbytes = 2, GIB >> 6
-    peers = [name for name in PEERS if importlib.util.find_spec(name) is not None]
-    PROGRESS.plan(len(LOADS) + len(peers) * (1 if quick else len(LOADS)))
+    peers = [name for name in PEERS if name == CheckFreq.name or importlib.util.find_spec(name) is not None]
+    PROGRESS.plan(1 + len(LOADS) + len(peers) * (1 if quick else len(LOADS)))
     state = make_state(nbytes)
     figures: Figures = {"memcpy_seconds": memcpy(nbytes)}
     with ExitStack() as stack:
@@ -288,6 +342,15 @@ def measure(chosen: argparse.Namespace) -> Figures:
             figures[f"committed{suffix}_x"] = measured.committed
             figures[f"stall{suffix}_x"] = measured.stall
             figures[f"step_slowdown_{load}_x"] = measured.slowdown
+    PROGRESS.step("by step")
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="ft-") as folder:
+        ours = Ours(state, stack, "--reft-checkpoint-dir", folder, "--reft-checkpoint-interval", "0")
+        for _ in range(3):  # the first two touch memory
+            ours.snapshot()
+            ours.fence()
+        for name, seconds in (("memory", ours.committed()), ("storage", ours.checkpoint())):
+            figures[f"step_{name}_x"] = seconds / memcpy(nbytes)
+            say(f"{ours.name}, to {name} with nothing else to do: {figures[f'step_{name}_x']:.2f}x")
     for name in peers:
         with ExitStack() as stack:
             theirs = PEERS[name](state, stack)
@@ -300,6 +363,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
                 figures[f"{name}_committed_{load}_x"] = measured.committed
                 figures[f"{name}_stall_{load}_x"] = measured.stall
                 figures[f"{name}_step_slowdown_{load}_x"] = measured.slowdown
+        figures[f"over_{name}_x"] = figures[f"{name}_committed_matmul_x"] / figures["committed_x"]
     return figures
 
 

@@ -18,7 +18,7 @@ from workloads.local_pictures import draw_bars, draw_lanes
 from workloads.quality_pictures import median_curve
 from workloads.sleeping_replica import SETTLE
 
-COLOURS = dict(zip(COMPARED, ("#7a8794", "#c8322b", "#d98e04", "#0b6fb8"), strict=True))
+COLOURS = dict(zip(COMPARED, ("#7a8794", "#7a4fb3", "#c8322b", "#d98e04", "#0b6fb8"), strict=True))
 MeasuredColumn = tuple[Sequence[Mapping[str, float]], PlannedColumn, float]
 
 

@@ -11,6 +11,8 @@ Bounds, of a column's compute c, communication m (as measured) and H:
 
     over overlapped   plain / c, plain as measured; where the paper's baseline takes less (ASC-WFBP gets more out of
                       links than one reduction at a time), as much as that one
+    over ASC          the run of ASC-WFBP / c: each layer's gradients are reduced once its backward has ended, over the
+                      next of GROUPS groups, so that as many are under way at the same time
     over full         (H c + m) / (H c + what any schedule of H iterations exposes)
     over ENP          period of equal numbers of layers / the same
 
@@ -24,7 +26,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,10 @@ from workloads.local_bounds import Stragglers
 from workloads.sleeping_replica import EXCHANGE, SETTLE, LayeredModel, LocalBlock
 
 REPLICAS = 8
-FULL, ENP, DREAMDDP = "full", "enp", "dreamddp"
-COMPARED = (PLAIN, FULL, ENP, DREAMDDP)
+ASC, FULL, ENP, DREAMDDP = "asc_wfbp", "full", "enp", "dreamddp"
+COMPARED = (PLAIN, ASC, FULL, ENP, DREAMDDP)
+REDUCED = (PLAIN, ASC)  # gradients, in every iteration
+GROUPS = 4
 MEGABIT = 1e6 / 8
 # Seconds of a link's rate that pass at once after a pause. More would help iterations, which have pauses, but not what
 # is profiled; less would be lost whenever the kernel sends a little late on busy processors.
@@ -84,6 +88,7 @@ class ColumnScenario:
         last = self._last(policy)
         return {
             PLAIN: {},
+            ASC: {},
             FULL: {"policy": "post_local_sgd", "apply": "wait", "tau": H},
             ENP: {"policy": "dreamddp", "h": H, "schedule": "equal", "tau": last},
             DREAMDDP: {"policy": "dreamddp", "h": H, "profile": str(profile), "tau": last},
@@ -99,12 +104,13 @@ class ColumnScenario:
         return self._block(FULL, sync, PROFILED_TAU * PROFILED + 1, True)
 
     def _block(self, policy: str, sync: dict[str, Any], last: int, records: bool) -> LocalBlock:
-        config = json.dumps(sync) if sync else ""
-        return LocalBlock(policy, config, 1, last, self.model, Stragglers.NONE, 0.0, 0, records)
+        config, one = json.dumps(sync) if sync else "", policy == ASC
+        model = replace(self.model, bucket_bytes=1) if one else self.model  # a bucket for each layer
+        return LocalBlock(policy, config, 1, last, model, Stragglers.NONE, 0.0, 0, records, groups=GROUPS if one else 0)
 
     def _measured(self, policy: str) -> int:
         """Iterations of the window."""
-        return self.iterations if policy == PLAIN else H * self.periods
+        return self.iterations if policy in REDUCED else H * self.periods
 
     def _last(self, policy: str) -> int:
         return SETTLE + self._measured(policy) + 1
@@ -113,16 +119,16 @@ class ColumnScenario:
         """Seconds of an iteration, from the logs of a block."""
         return seconds_in_step(logs, SETTLE + 1, SETTLE + 1 + self._measured(policy))
 
-    def overlapped(self) -> float:
-        """Seconds of a plain iteration on an ideal link: buckets are reduced one after another, each once the backward
-        of its last layer has ended."""
+    def overlapped(self, bucket_bytes: int | None = None) -> float:
+        """Seconds of a plain iteration on an ideal link: buckets (the model's, or of another size) are reduced one
+        after another, each once the backward of its last layer has ended."""
         model, rate = self.model, self.mbps * MEGABIT
         clock, free, waiting = sum(model.forwards), 0.0, 0
         sent = model.sent(REPLICAS) / model.parameters  # bytes for a parameter
         for layer in reversed(range(len(model))):
             clock += model.backwards[layer]
             waiting += model.widths[layer]
-            if 4 * waiting >= model.bucket_bytes or layer == 0:
+            if 4 * waiting >= (bucket_bytes or model.bucket_bytes) or layer == 0:
                 free = max(free, clock) + waiting * sent / rate
                 waiting = 0
         return max(clock, free)
@@ -175,6 +181,7 @@ class PlannedColumn:
         per = H * NANO
         seconds = {
             PLAIN: scenario.overlapped(),
+            ASC: scenario.overlapped(1),
             FULL: unhidden_period_ns(profile, H) / per,
             ENP: period_ns(profile, equal_number(len(profile), H)) / per,
             DREAMDDP: planned_seconds(profile, H),
@@ -190,8 +197,8 @@ class PlannedColumn:
         return period / max(self.compute, self.communication / H)
 
     def bound(self, policy: str, baseline: float) -> float:
-        """At most what DreamDDP gains over `policy`, which takes `baseline` seconds if it is plain."""
-        return (baseline if policy == PLAIN else self.seconds[policy]) / self.least
+        """At most what DreamDDP gains over `policy`, which takes `baseline` seconds if it reduces gradients."""
+        return (baseline if policy in REDUCED else self.seconds[policy]) / self.least
 
 
 def holds(value: float, wanted: float, bound: float) -> bool:

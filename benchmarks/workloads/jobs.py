@@ -10,10 +10,11 @@ A job has sizes and speeds, which determine the times of a pass and the bytes of
     state        of a rank: `state_bytes` x parameters / (pp x tp x dp), its part of the replicated state or its shard
 
 The paper's testbed has 4 nodes of 4 A40, 10 Gb/s between nodes (shared by their ranks) and 31.5 GB/s within. It does
-not state the size of GPT-2 or the speed of an A40; assumed are 1.5 B parameters, 1,024 tokens and 40 Tflop/s. The
-family has nodes of 8 H100 with 400 Gb/s and 500 Tflop/s in a pass each. The largest job is the training of Llama 3
-405B (The Llama 3 Herd of Models: tp 8, pp 16, dp 128, 16 M tokens per batch, storage of 2 TB/s), with its failures: 419
-in 54 days, 63 of them in software.
+not state the sizes of its models or the speed of an A40; assumed are 1.5 B parameters and 1,024 tokens for GPT-2, 512
+tokens and 340 M or 1.27 B parameters for Bert-large and Bert-exlarge, and 40 Tflop/s. The family has nodes of 8 H100
+with 400 Gb/s and 500 Tflop/s in a pass each. The largest job is the training of Llama 3 405B (The Llama 3 Herd of
+Models: tp 8, pp 16, dp 128, 16 M tokens per batch, storage of 2 TB/s), with its failures: 419 in 54 days, 63 of them in
+software.
 
 Invariant: a job has dp x tp x pp ranks; the ranks of a tensor-parallel group, then of a data-parallel group, are
 adjacent.
@@ -139,12 +140,24 @@ class TrainingJob:
         )
 
 
-def _paper(dp: int, tp: int, pp: int, batch: int) -> TrainingJob:
-    return TrainingJob(f"d{dp}m{tp}p{pp}", A40, 1.5e9, 1600, 1024, dp, tp, pp, batch, micro_batch=8, vocabulary=50257)
+def _paper(dp: int, tp: int, pp: int, batch: int, model: str = "gpt2") -> TrainingJob:
+    parameters, hidden, sequence, vocabulary = PAPER_MODELS[model]
+    return TrainingJob(
+        f"d{dp}m{tp}p{pp}", A40, parameters, hidden, sequence, dp, tp, pp, batch, micro_batch=8, vocabulary=vocabulary
+    )
 
 
+PAPER_MODELS = {  # parameters, hidden, tokens, vocabulary
+    "gpt2": (1.5e9, 1600, 1024, 50257),
+    "bert_large": (0.34e9, 1024, 512, 30522),
+    "bert_exlarge": (1.27e9, 2048, 512, 30522),
+}
 PAPER_SHAPES = ((2, 2, 4), (4, 1, 4), (1, 4, 4), (2, 1, 8), (1, 2, 8))  # dp, tp, pp
 PAPER = {batch: tuple(_paper(*shape, batch) for shape in PAPER_SHAPES) for batch in (128, 64)}
+BERT = {
+    model: tuple(_paper(*shape, batch, model) for batch in PAPER for shape in PAPER_SHAPES)
+    for model in ("bert_large", "bert_exlarge")
+}
 
 FAMILY = (
     TrainingJob("16", H100, 8e9, 4096, 8192, 2, 2, 4, 64),

@@ -14,7 +14,7 @@ from pathlib import Path
 from ft_plugins.report.plan_pictures import new_figure, style_axes
 from workloads.quality_runs import POLICIES, Outcomes, QualityOutcome
 
-_SEVERAL = ("#1c1f22", "#d98e04", "#c8322b", "#0b6fb8", "#2c8a4b", "#7a4fb3", "#4fb3a5", "#b34f7a")
+_SEVERAL = ("#1c1f22", "#d98e04", "#c8322b", "#0b6fb8", "#2c8a4b", "#7a4fb3", "#4fb3a5", "#b34f7a", "#7a8794")
 COLOURS = dict(zip(POLICIES, _SEVERAL, strict=True))
 
 

@@ -15,7 +15,13 @@ Settings, few and the same for all policies:
 `edit_low_rate` is EDiT with a quarter of the inner rate. EDiT's authors searched the rate of each method, and trained
 with half of the baseline's: the outer optimizer goes lr / (1 - momentum) = 5.3 times as far as replicas agree.
 
-`edit_without_...` leave out a part of the penalty, as the paper's ablation does (figure 7a).
+`edit_without_...` leave out a part of the penalty, or all of it, as the paper's ablation does (figure 7a).
+
+`swept` (figures 6a and b): plain and EDiT with 2, 4 and 8 replicas, each with the inner rate and multiples of it.
+`elastic` (6c): with 2, then 4, then 8 replicas, and the other way round, a third of the iterations each, at the low
+rate, constant. A loop like this cannot be resized: each time the model and replica 0's optimizer are handed on, and
+EDiT starts from them as a new job would, as in the paper.
+`longer`: plain and `edit_low_rate`, `LONGER` times as many iterations.
 
 The loss of a run is that of all held-out examples, measured right after a synchronisation, when replicas are equal; its
 final loss is the mean of the last 3 evaluations, at most the last 10% of the iterations.
@@ -29,7 +35,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 RANKS = 4
@@ -45,9 +51,12 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "edit_without_elimination": {"policy": "edit", "threshold": 1e30},
     "edit_without_weighting": {"policy": "edit", "weighting": False},
     "edit_without_clipping": {"policy": "edit", "clip": 1e30},
+    "edit_without_all": {"policy": "edit", "threshold": 1e30, "weighting": False, "clip": 1e30},
 }
-ABLATED = tuple(POLICIES)[-3:]
+ABLATED = tuple(POLICIES)[-4:]
 LOW_RATE = 0.25  # of the inner rate of the others
+REPLICAS, RATES = (2, 4, 8), (0.125, 0.25, 0.5, 1.0, 2.0)  # of a sweep
+LONGER = 4
 STRUCK = (POST, DILOCO, EDIT, *ABLATED)  # policies that also have a run with garbage
 WARM_UP, GARBAGE_FROM, GARBAGE_FOR = 0.1, 0.6, 0.1  # shares of the iterations
 LAST = 3  # evaluations in the final loss
@@ -82,7 +91,8 @@ SMOKE = QualityScale(60, 4, 5)
 class QualityRun:
     """One run. `sync`: the policy's JSON block, empty for plain data parallelism; `rate`: by which the learner's rate
     is multiplied; `garbage`: the first and the last iteration in which one rank trains on garbage; `averaged`: losses
-    are those of the mean of the replicas, as these are never equal; the schedule follows from the sizes of layers."""
+    are those of the mean of the replicas, as these are never equal; the schedule follows from the sizes of layers.
+    `worlds`: numbers of replicas, one after another for an equal part of the iterations; if several, at one rate."""
 
     learner: str
     seed: int
@@ -92,6 +102,14 @@ class QualityRun:
     rate: float = 1.0
     garbage: tuple[int, int] | None = None
     averaged: bool = False
+    worlds: tuple[int, ...] = (RANKS,)
+
+    @property
+    def bounds(self) -> list[int]:
+        """The iterations after which the number of replicas changes, right after a synchronisation; and 0, and the
+        last one."""
+        periods, parts = self.scale.iterations // self.scale.tau, len(self.worlds)
+        return [periods * number // parts * self.scale.tau for number in range(parts + 1)]
 
     def is_garbage(self, iteration: int, rank: int) -> bool:
         """Whether this rank's batch is garbage."""
@@ -112,6 +130,32 @@ def runs(learner: str, seed: int, scale: QualityScale) -> list[QualityRun]:
     """All runs of a learner and seed."""
     clean = [run_of(learner, seed, policy, scale) for policy in POLICIES]
     return clean + [run_of(learner, seed, policy, scale, garbage=True) for policy in STRUCK]
+
+
+def swept(
+    learner: str, seed: int, scale: QualityScale, replicas: Sequence[int] = REPLICAS, rates: Sequence[float] = RATES
+) -> list[QualityRun]:
+    """The runs of a sweep of inner rates over numbers of replicas."""
+    return [
+        replace(
+            run_of(learner, seed, policy, scale), policy=f"{policy} of {count} at {rate:g}", rate=rate, worlds=(count,)
+        )
+        for policy in (PLAIN, EDIT) for count in replicas for rate in rates
+    ]  # fmt: skip
+
+
+def elastic(learner: str, seed: int, scale: QualityScale) -> list[QualityRun]:
+    """The runs whose number of replicas grows or shrinks."""
+    return [
+        replace(run_of(learner, seed, policy, scale), policy=f"{policy} {way}", rate=LOW_RATE, worlds=worlds)
+        for policy in (PLAIN, EDIT) for way, worlds in (("growing", REPLICAS), ("shrinking", REPLICAS[::-1]))
+    ]  # fmt: skip
+
+
+def longer(learner: str, seed: int, scale: QualityScale) -> list[QualityRun]:
+    """The runs with more synchronisations."""
+    more = replace(scale, iterations=LONGER * scale.iterations)
+    return [replace(run_of(learner, seed, policy, more), policy=f"{policy} longer") for policy in (PLAIN, EDIT_LOW)]
 
 
 @dataclass(frozen=True)
@@ -168,6 +212,17 @@ def by_policy(outcomes: Sequence[QualityOutcome], learner: str) -> dict[tuple[st
 def ratios(outcomes: Outcomes, ours: tuple[str, bool], reference: tuple[str, bool]) -> list[float]:
     """Final loss over that of the reference with the same seed, by seed."""
     return [one.loss / outcomes[reference][seed].loss for seed, one in sorted(outcomes[ours].items())]
+
+
+def best_rates(outcomes: Outcomes, policy: str) -> dict[int, float]:
+    """Of a sweep: the rate with the lowest loss, the median over seeds, by number of replicas."""
+    losses: dict[int, dict[float, float]] = {}
+    for by_seed in outcomes.values():
+        one = next(iter(by_seed.values())).run
+        if one.policy.startswith(f"{policy} of "):
+            loss = statistics.median(each.loss for each in by_seed.values())
+            losses.setdefault(one.worlds[0], {})[one.rate] = loss
+    return {count: min(by_rate, key=by_rate.__getitem__) for count, by_rate in losses.items()}
 
 
 def worst(outcomes: Outcomes, policy: str) -> list[float]:

@@ -6,6 +6,8 @@ are never equal, it evaluates their mean, and trains on with its own parameters.
 
 Invariant: a run of plain data parallelism calls nothing of the package.
 
+Where the number of replicas changes, other ranks are forked, which begin with the model and optimizer of replica 0.
+
 In: `QualityRun`. Out: `QualityOutcome`; it is also what a line of a file of results holds.
 """
 
@@ -13,9 +15,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +49,11 @@ def _iterations(
     model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     run_dir: str,
+    first: int,
+    last: int,
 ) -> Iterable[int]:
     if not run.sync:
-        return range(1, run.scale.iterations + 1)
+        return range(first, last + 1)
     context = replace(launch_context(), run_dir=Path(run_dir))
     sync = dict(run.sync)
     if sync.get("policy") == DREAMDDP:
@@ -57,7 +62,7 @@ def _iterations(
             write_profile(profile_by_size(dict(model.module.named_parameters()), world), path)
         dist.barrier()
     session = attach(TorchHost(model, optimizer), Config.from_json({"sync": sync}), context)
-    return session.iterations(run.scale.iterations)
+    return session.iterations(last, first - 1)
 
 
 def profile_by_size(parameters: Mapping[str, torch.Tensor], replicas: int) -> LayerProfile:
@@ -107,16 +112,22 @@ def _held_out(one: Learner, rank: int, world: int) -> float:
     return (sums[0] / sums[1]).item()
 
 
-def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses, int, Losses]:
-    """The losses, the number of modules, the divergences."""
+def _train(rank: int, world: int, run: QualityRun, run_dir: str, first: int, last: int) -> tuple[Losses, int, Losses]:
+    """The losses, the number of modules, the divergences, of some of the iterations."""
     one = learner(run.learner, run.seed)
-    model = DistributedDataParallel(one.model)
     optimizer = optimizer_of(one.optimizer, list(one.model.parameters()))
+    handed_on = Path(run_dir).parent / f"{run.seed}.pt"
+    if first > 1:
+        model_state, optimizer_state = torch.load(handed_on)
+        one.model.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+    model = DistributedDataParallel(one.model)
     points = evaluated_at(run.scale.iterations, run.scale.evaluations)
     losses, divergences = [], []
-    for iteration in _iterations(rank, world, run, model, optimizer, run_dir):
+    for iteration in _iterations(rank, world, run, model, optimizer, run_dir, first, last):
         for group in optimizer.param_groups:
-            group["lr"] = run.rate * one.rate(iteration, run.scale.iterations)
+            rate = one.rate(iteration, run.scale.iterations) if len(run.worlds) == 1 else one.peak_rate
+            group["lr"] = run.rate * rate
         optimizer.zero_grad()
         loss = one.garbage if run.is_garbage(iteration, rank) else one.loss
         loss(model, iteration, rank).backward()
@@ -126,20 +137,28 @@ def _train(rank: int, world: int, run: QualityRun, run_dir: str) -> tuple[Losses
         if iteration in points:
             with mean_of_replicas(one.model, world) if run.averaged else nullcontext():
                 losses.append((iteration, _held_out(one, rank, world)))
+    if rank == 0 and last < run.scale.iterations:
+        torch.save((one.model.state_dict(), optimizer.state_dict()), handed_on)
     modules = {module_of(name) for name, _ in one.model.named_parameters()}
     return tuple(losses), len(modules), tuple(divergences)
 
 
-def train_quality(run: QualityRun, run_dir: Path, seconds: float = 600.0) -> QualityOutcome:
+def train_quality(run: QualityRun, run_dir: Path, seconds: float = 1800.0) -> QualityOutcome:
     """Train on forked ranks. Raises RankError, TimeoutError."""
-    run_dir.mkdir(parents=True)
-    results: Sequence[tuple[Losses, int, Losses]] = gang(_train, RANKS, run, str(run_dir), seconds=seconds)
-    losses, modules, divergences = results[0]
-    records = [
-        SynchronisationRecord(*(event.fields[name] for name in ("iteration", "left_out", "rolled_back", "clipped")))
-        for event in read(run_dir / "events.jsonl")
-        if event.name == catalogue.REPLICAS_SYNCHRONISED.name and event.rank == 0
-    ]
+    losses: Losses = ()
+    divergences: Losses = ()
+    records: list[SynchronisationRecord] = []
+    modules = 0
+    for world, (before, last) in zip(run.worlds, pairwise(run.bounds), strict=True):
+        folder = run_dir / str(last)
+        folder.mkdir(parents=True)
+        results = gang(_train, world, run, str(folder), before + 1, last, seconds=seconds)
+        losses, modules, divergences = losses + results[0][0], results[0][1], divergences + results[0][2]
+        records += [
+            SynchronisationRecord(*(event.fields[name] for name in ("iteration", "left_out", "rolled_back", "clipped")))
+            for event in read(folder / "events.jsonl")
+            if event.name == catalogue.REPLICAS_SYNCHRONISED.name and event.rank == 0
+        ]
     return QualityOutcome(run, losses, modules, tuple(records), divergences)
 
 
@@ -153,6 +172,7 @@ def from_line(line: str) -> QualityOutcome:
     fields: dict[str, Any] = json.loads(line)
     run = fields["run"]
     run |= {"scale": QualityScale(**run["scale"]), "garbage": tuple(run["garbage"]) if run["garbage"] else None}
+    run["worlds"] = tuple(run.get("worlds", (RANKS,)))
     records = tuple(SynchronisationRecord(**one) for one in fields["synchronisations"])
     losses, apart = (tuple((at, value) for at, value in fields.get(name, ())) for name in ("losses", "divergences"))
     return QualityOutcome(QualityRun(**run), losses, fields["modules"], records, apart)

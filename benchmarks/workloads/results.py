@@ -77,12 +77,18 @@ class ResultRow:
 
 
 _LOCAL, _DREAM = "local_sgd", "dreamddp"
-_PEERS = ("torchsnapshot", "dlrover")
+_PEERS = ("torchsnapshot", "dlrover", "checkfreq")
 ROWS = (
     ResultRow("snapshot_stall", "stall_x", "wait of training for a snapshot of 1 GiB, in multiples of copying it",
               most=0.05, limit=0.0, headline=True, peers={name: f"{name}_stall_matmul_x" for name in _PEERS}),
     ResultRow("snapshot_stall", "committed_x", "a snapshot with its digests, in multiples of copying it", most=1.5,
               limit=1.0, peers={name: f"{name}_committed_matmul_x" for name in _PEERS}),
+    *(ResultRow("snapshot_stall", f"over_{peer}_x", f"speed of saving over {name}'s, one rank", least=1.0, paper=paper)
+      for peer, name, paper in (("torchsnapshot", "TorchSnapshot", "14.1 (24 replicas)"),
+                                ("checkfreq", "CheckFreq", "106 (24 replicas, of which it uses one)"))),
+    *(ResultRow("snapshot_stall", f"step_{step}_x", f"a snapshot {meaning}, nothing else to do, in the same",
+                paper="by a curve")
+      for step, meaning in (("memory", "to shared memory"), ("storage", "from there to storage"))),
     ResultRow("gpu_snapshot", "1gib_registered_x", "copies from a device to a segment, in multiples of pinned memory",
               least=0.9, limit=1.0),
     ResultRow("gpu_snapshot", "slowdown", "cost of a snapshot after every step of a GPT that keeps the device busy",
@@ -90,6 +96,10 @@ ROWS = (
     ResultRow("double_capture", "double_worst", "capture with parity of replicas, over capture without", most=2.5,
               limit=2.0),
     ResultRow("double_capture", "sent_worst", "of a share, what then is sent to other nodes", most=0.01, share=True),
+    ResultRow("double_capture", "weak_scaling", "speed of saving with most replicas over one, of as many times (weak "
+              "scaling)", least=0.78, limit=1.0, paper="78% (24 replicas)", share=True),
+    ResultRow("double_capture", "strong_scaling", "the same with most stages over one (strong scaling)", least=0.78,
+              limit=1.0, paper="by a curve", share=True),
     ResultRow("ledger_cost", "share", "of an iteration, what the ledger of inputs takes", most=0.001, share=True),
     ResultRow("watch_cost", "share", "of a second, what metrics, events and scalars take", most=0.001, share=True),
     ResultRow("parity", "encode_x", "RAIM5 encoding, in multiples of an XOR in place", least=0.9, limit=1.0),
@@ -116,6 +126,15 @@ ROWS = (
     ResultRow("simulate", "plan_seconds", "s to plan 64 stages with 512 microbatches", most=1.0),
     ResultRow("simulate", "analytic_error_worst", "error of simulated bubbles against closed forms", most=1e-9,
               limit=0.0),
+    ResultRow("simulate", "bubble_share_least", "bubbles of the stage with fewest, the paper's shapes with GPT-2",
+              least=0.2, paper="20%", share=True),
+    ResultRow("simulate", "bert_bubble_share_least", "the same with its two BERT models", least=0.2, paper="20%",
+              share=True),
+    ResultRow("simulate", "bert_iterations_middle", "iterations between two copies of what it sends, BERT, median",
+              most=3.0, paper="1 to 3"),
+    ResultRow("simulate", "bert_iterations_reserved_middle", "the same with time reserved for messages"),
+    ResultRow("simulate", "chimera_of_1f1b", "bubbles with Chimera's schedule over those with 1f1b, 16 stages",
+              most=1.0, paper="below 1, by a curve"),
     ResultRow("sync_overhead", "paft_dyn_of_sync", "cost of averaging in the background, over waiting for it",
               most=0.5, limit=0.0, paper="0.51"),
     *(ResultRow("sync_overhead", f"paft_dyn_of_sync_{ranks}", f"the same, {ranks} ranks that sleep, not compute",
@@ -152,10 +171,30 @@ ROWS = (
       for learner, title in (("noisy_digits", "digits"), ("text", "GPT"))
       for figure, meaning, most in (("edit_loss_x", "loss of EDiT over that of plain training", 1.01),
                                     ("edit_garbage_x", "loss with one of 4 replicas fed garbage over without", 1.02))),
+    *(ResultRow("local_sgd_quality", f"noisy_digits_edit_without_{part}_garbage_x",
+                f"digits: garbage on one of 4 replicas, EDiT without {what}",
+                peers={"EDiT": "noisy_digits_edit_garbage_x"}, paper="worse than EDiT, by a curve")
+      for part, what in (("elimination", "anomaly elimination"), ("weighting", "weighted averages"),
+                         ("clipping", "clipping"), ("all", "all three"))),
+    *(ResultRow("local_sgd_quality", f"{learner}_{prefix}edit_low_rate_loss_x",
+                f"{title}: loss of EDiT at a quarter of the inner rate over plain{more}", most=1.01, paper="below 1")
+      for learner, title in (("noisy_digits", "digits"),
+                             ("text", "GPT, tau times that rate 0.05 (paper: 0.02 to 0.08)"))
+      for prefix, more in (("", ""), ("longer_", ", 4 times as many iterations"))),
+    *(ResultRow("local_sgd_quality", f"{learner}_edit_best_rate_x", f"{title}: best inner rate of EDiT with 8 replicas "
+                "over that with 2", least=1.0, most=1.0, peers={"plain": f"{learner}_plain_best_rate_x"},
+                paper="1 (plain: more)")
+      for learner, title in (("noisy_digits", "digits"), ("text", "GPT"))),
+    *(ResultRow("local_sgd_quality", f"noisy_digits_{way}_x", f"digits: loss of EDiT over plain, {numbers} replicas",
+                most=1.0, paper="perplexity " + paper)
+      for way, numbers, paper in (("growing", "2, 4, then 8", "4.5% lower"),
+                                  ("shrinking", "8, 4, then 2", "2.6% lower"))),
     ResultRow(_DREAM, "over_overlapped_x", "DreamDDP over overlapped data parallelism, least of all columns",
-              least=1.73, headline=True),
-    ResultRow(_DREAM, "over_full_x", "over local SGD that waits, least", least=1.16),
-    ResultRow(_DREAM, "over_enp_x", "over equal numbers of layers, least", least=1.02),
+              least=1.73, paper="1.73 to 5.22", headline=True),
+    ResultRow(_DREAM, "over_asc_x", "over reductions of several layers at a time, as ASC-WFBP has them, least",
+              least=1.73, paper="1.73 to 5.22"),
+    ResultRow(_DREAM, "over_full_x", "over local SGD that waits, least", least=1.16, paper="1.16 to 1.50"),
+    ResultRow(_DREAM, "over_enp_x", "over equal numbers of layers, least", least=1.02, paper="1.02 to 1.24"),
     ResultRow(_DREAM, "search_planned_x", "planned period over the best of contiguous sets, by brute force; median",
               most=1.0, peers={"the paper's search": "search_paper_search_x", "equal": "search_equal_x"},
               paper="1 to slightly more"),

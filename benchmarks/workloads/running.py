@@ -69,9 +69,9 @@ class Benchmark:
 
 _DIGITS = ("scikit-learn",)
 BENCHMARKS = {
-    "snapshot_stall": Benchmark(300, 50),
+    "snapshot_stall": Benchmark(400, 80),
     "gpu_snapshot": Benchmark(240, 60),
-    "double_capture": Benchmark(240, 60),
+    "double_capture": Benchmark(270, 70),
     "ledger_cost": Benchmark(60, 40),
     "watch_cost": Benchmark(180, 50),
     "parity": Benchmark(180, 50),
@@ -81,8 +81,8 @@ BENCHMARKS = {
     "sync_overhead": Benchmark(840, 160, links=True),
     "sdc": Benchmark(1300, 170, _DIGITS),
     "local_sgd": Benchmark(1350, 160, links=True),
-    "local_sgd_quality": Benchmark(1500, 150, _DIGITS),
-    "dreamddp": Benchmark(3600, 160, _DIGITS, links=True),
+    "local_sgd_quality": Benchmark(3400, 170, _DIGITS),
+    "dreamddp": Benchmark(4200, 175, _DIGITS, links=True),
     "dreamddp_quality": Benchmark(2000, 150, _DIGITS),
     "scale": Benchmark(600, 120),
 }

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -123,7 +123,8 @@ class SleepingModel:
 @dataclass(frozen=True)
 class LocalBlock:
     """One block of one policy. `config`: the `sync` block as JSON, '' for plain. `first`: its first iteration; `last`:
-    the last one, at which iterations of all replicas together have come to so many for each."""
+    the last one, at which iterations of all replicas together have come to so many for each. `groups`: of which each
+    bucket of gradients takes the next, so that several are reduced at the same time; 0: one after another."""
 
     policy: str
     config: str
@@ -134,6 +135,7 @@ class LocalBlock:
     lag: float
     seed: int
     records: bool = False  # the timeline
+    groups: int = 0
 
 
 class EmulatedDevice(Sleeper):
@@ -267,6 +269,13 @@ def bytes_besides(others: Iterable[torch.Tensor]) -> int:
     return sum(nbytes for address, nbytes in storages.items() if address not in known)
 
 
+def simultaneous(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+    """Reduce a bucket while others still are in other groups. The future gradients."""
+    own = bucket.buffer().div_(dist.get_world_size())
+    work = dist.all_reduce(own, group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     """Run one block together with all ranks."""
     before = [weakref.ref(one) for one in live_tensors()]  # an earlier block's may live on
@@ -276,6 +285,10 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
     stack = SleepingStack(model, sleeper, recorder, rank)
     megabytes = model.bucket_bytes / (1 << 20)
     parallel = DistributedDataParallel(stack, bucket_cap_mb=megabytes)  # type: ignore[arg-type]
+    groups = [dist.new_group() for _ in range(block.groups)]
+    if groups:
+        own = cycle(groups)
+        parallel.register_comm_hook(None, lambda _, bucket: simultaneous(next(own), bucket))
     optimizer = EmulatedSgd(stack.parameters(), sleeper, model.update)
     config = Config.from_json({"sync": json.loads(block.config)}) if block.config else Config()
     hidden, begins = torch.ones(1, requires_grad=True), []
@@ -292,6 +305,8 @@ def run_block(rank: int, world: int, block: LocalBlock) -> StepLog:
             optimizer.step()
         ended = time.perf_counter()
     dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
     others: list[Any] = [each for layer in stack.layers for each in (layer.weight, layer.weight.grad, layer.gradient)]
     others += [each for state in optimizer.state.values() for each in state.values()]
     others += [each for one in before if (each := one()) is not None]

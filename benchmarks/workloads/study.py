@@ -68,12 +68,12 @@ class ScaleStudy:
     pairs: int | None
 
 
-def study_shape(job: TrainingJob, snapshot_seconds: float = 0.02) -> ShapeStudy:
-    """Study one configuration of the paper."""
+def study_shape(job: TrainingJob, snapshot_seconds: float = 0.02, reserves: bool = True) -> ShapeStudy:
+    """Study one configuration of the paper. `reserves`: time at both ends of a bubble, for the longest message."""
     pipeline = job.pipeline()
     times = job.times(pipeline)
     timelines = simulate(pipeline, times)
-    fit = fit_for(job, times)
+    fit = fit_for(job, times) if reserves else partial(fitting.fit, per_node=job.stages_per_node)
     ring, pairs = (fit(timelines, job.rank_bytes, job.rank_link, placement=to) for to in fitting.CopyPlacement)
     return ShapeStudy(
         job,

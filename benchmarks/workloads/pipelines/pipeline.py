@@ -28,6 +28,7 @@ class PipelineSchedule(Enum):
     INTERLEAVED = "interleaved"
     DEEPSPEED = "deepspeed"
     ZERO_BUBBLE = "zero-bubble"
+    CHIMERA = "chimera"
 
 
 class Pass(Enum):
@@ -85,6 +86,8 @@ class Pipeline:
             self._check_chunks()
         elif self.chunks != 1 or self.group or self.overlap:
             raise ConfigError(f"chunks, group, overlap: without effect in the schedule {self.schedule.value}")
+        elif self.schedule is PipelineSchedule.CHIMERA and self.ranks % 2:
+            raise ConfigError(f"chimera: expected an even number of ranks, found {self.ranks}")
 
     def _check_chunks(self) -> None:
         if self.chunks < 2 or self.ranks < 2:
@@ -112,6 +115,13 @@ class Pipeline:
     def virtual_stages(self) -> int:
         """Stages of the model, on all ranks: a rank has as many as it has chunks."""
         return self.ranks * self.chunks
+
+    def upward(self, microbatch: int) -> bool:
+        """Whether it begins on the last rank: of chimera, the second half of as many as there are ranks."""
+        if self.schedule is not PipelineSchedule.CHIMERA:
+            return False
+        unit, place = divmod(microbatch, self.ranks)
+        return place >= (min(self.ranks, self.microbatches - unit * self.ranks) + 1) // 2
 
     @property
     def messages(self) -> int:

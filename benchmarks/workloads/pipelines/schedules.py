@@ -11,6 +11,9 @@
     zero-bubble   ZB-H1 (Qi et al., 'Zero Bubble Pipeline Parallelism'): 1f1b with weight gradients deferred on rank r
                   by r microbatches, so no rank holds more activations than rank 0 of 1f1b; receives are posted a pass
                   ahead, sends are not waited for
+    chimera       two replicas of the model in opposite directions (Li and Hoefler, 'Chimera', figure 3): half of the
+                  microbatches begin on the last rank, whose stage is then the first. Messages as with zero-bubble. The
+                  reduction of gradients over the two replicas is not modelled
 
 Invariant: a program has each pass and each end of each message once; a wait follows its post.
 
@@ -46,14 +49,16 @@ def program(pipeline: Pipeline, rank: int) -> list[Operation]:
         case PipelineSchedule.DEEPSPEED:
             return list(_deepspeed(_Ends(pipeline, rank)))
         case PipelineSchedule.ZERO_BUBBLE:
-            return _posted_ahead(_Ends(pipeline, rank), _zero_bubble_passes(pipeline, rank))
+            return _posted_ahead(pipeline, rank, _zero_bubble_passes(pipeline, rank))
+        case PipelineSchedule.CHIMERA:
+            return _posted_ahead(pipeline, rank, _chimera_passes(pipeline, rank))
         case PipelineSchedule.INTERLEAVED:
             return Interleaved(pipeline, rank).program()
 
 
 @dataclass(frozen=True)
 class _Ends:
-    """The messages of a rank with one chunk; empty at the ends of the pipeline."""
+    """The messages of a rank (chimera: of a stage) with one chunk; empty at the ends of the pipeline."""
 
     pipeline: Pipeline
     rank: int
@@ -134,19 +139,39 @@ def _zero_bubble_passes(pipeline: Pipeline, rank: int) -> list[Compute]:
     return passes + [Compute(Pass.WEIGHT, weight, 0) for weight in range(max(0, count - rank), count)]
 
 
-def _posted_ahead(ends: _Ends, passes: list[Compute]) -> list[Operation]:
+def _chimera_passes(pipeline: Pipeline, rank: int) -> list[Compute]:
+    """By the slots of passes of equal length, in which no two of a rank meet. A unit has as many microbatches as there
+    are ranks, and begins as many passes after the one before as a rank has of a unit."""
+    ranks, slots = pipeline.ranks, []
+    for microbatch in range(pipeline.microbatches):
+        unit, place = divmod(microbatch, ranks)
+        upward = pipeline.upward(microbatch)
+        stage = ranks - 1 - rank if upward else rank
+        number = place - (min(ranks, pipeline.microbatches - unit * ranks) + 1) // 2 if upward else place
+        first = 2 * (ranks * unit + number)
+        slots.append((first + stage, Compute(Pass.FORWARD, microbatch, 0)))
+        slots.append((first + 2 * ranks - 1 - stage, Compute(Pass.BACKWARD, microbatch, 0)))
+    return [one for _, one in sorted(slots, key=lambda each: each[0])]
+
+
+def _posted_ahead(pipeline: Pipeline, rank: int, passes: list[Compute]) -> list[Operation]:
     """The program of `passes` with the receive of each posted before the previous pass."""
-    receive = {Pass.FORWARD: ends.receive_forward, Pass.BACKWARD: ends.receive_backward}
-    send = {Pass.FORWARD: ends.send_forward, Pass.BACKWARD: ends.send_backward}
-    needs = [receive[one.what](one.microbatch) if one.what in receive else () for one in passes] + [()]
+    down, up = _Ends(pipeline, rank), _Ends(pipeline, pipeline.ranks - 1 - rank)
+    ends = [up if pipeline.upward(one.microbatch) else down for one in passes]
+    receive = {Pass.FORWARD: _Ends.receive_forward, Pass.BACKWARD: _Ends.receive_backward}
+    send = {Pass.FORWARD: _Ends.send_forward, Pass.BACKWARD: _Ends.send_backward}
+    needs = [
+        receive[one.what](end, one.microbatch) if one.what in receive else ()
+        for one, end in zip(passes, ends, strict=True)
+    ] + [()]
     operations: list[Operation] = [MessagePost((), needs[0], False)] if needs[0] else []
-    for one, need, following in zip(passes, needs, needs[1:], strict=False):
+    for one, end, need, following in zip(passes, ends, needs, needs[1:], strict=False):
         if need:
             operations.append(Wait((), need))
         if following:
             operations.append(MessagePost((), following, False))
         operations.append(one)
-        if one.what in send and (made := send[one.what](one.microbatch)):
+        if one.what in send and (made := send[one.what](end, one.microbatch)):
             operations.append(MessagePost(made, (), False))
     return operations
 

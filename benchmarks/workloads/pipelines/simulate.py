@@ -134,7 +134,8 @@ class _Run:
             at += 1
             if isinstance(operation, Compute):
                 begin = now
-                now += self._seconds[operation.what][operation.chunk * ranks + rank]
+                place = ranks - 1 - rank if self._pipeline.upward(operation.microbatch) else rank
+                now += self._seconds[operation.what][operation.chunk * ranks + place]
                 kind = Kind.FORWARD if operation.what is Pass.FORWARD else Kind.BACKWARD
                 spans.append(Span(kind, begin, now, operation.microbatch, operation.chunk))
                 continue
@@ -170,7 +171,10 @@ class _Run:
         """Begin a posted message. `now` is the time of the side that was executed later, which need not be the later
         time."""
         start = now if self._eager else max(self._sent[message], self._posted[message])
-        self._arrived[message] = start + self._costs[message // self._pipeline.microbatches]
+        made, microbatch = divmod(message, self._pipeline.microbatches)
+        if self._pipeline.upward(microbatch):  # the link at the same distance from the other end
+            made = 2 * self._pipeline.ranks - 4 - made + 6 * (made % 2)
+        self._arrived[message] = start + self._costs[made]
         waiting = self._waiting.pop(message, None)
         if waiting is not None:
             self._ready.append(waiting)

@@ -9,25 +9,32 @@ import pytest
 
 import local_sgd_quality
 from ft_plugins.config import SyncConfig
-from local_sgd_quality import QUICK_RUNS, learner_figures, measure_runs
+from local_sgd_quality import QUICK_RUNS, learner_figures, measure_runs, part_figures
+from workloads import learners
 from workloads.quality_runs import (
     EDIT,
     FULL,
     GARBAGE_RANK,
+    LOW_RATE,
     PLAIN,
     POLICIES,
+    REPLICAS,
+    SMOKE,
     STRUCK,
     QualityOutcome,
     QualityRun,
     QualityScale,
     SynchronisationRecord,
     by_policy,
+    elastic,
+    longer,
     ratios,
     run_of,
     runs,
+    swept,
     worst,
 )
-from workloads.quality_training import from_line, to_line
+from workloads.quality_training import from_line, to_line, train_quality
 
 SCALE = FULL["noisy_digits"]
 
@@ -107,6 +114,47 @@ def test_the_peak_is_that_since_the_garbage_began() -> None:
     clean = outcome(EDIT, 1, (1.0,) * count)
     struck = outcome(EDIT, 1, (7.0,) * before + (3.0,) + (1.0,) * (after - 1), garbage=True)
     assert worst(by_policy([clean, struck], "digits"), EDIT) == [3.0]
+
+
+def test_the_best_rate_is_that_of_the_least_loss_with_as_many_replicas() -> None:
+    """Plain's grows with the replicas, EDiT's does not."""
+    best = {PLAIN: {2: 0.25, 4: 0.5, 8: 1.0}, EDIT: dict.fromkeys(REPLICAS, 0.5)}
+    made = [
+        QualityOutcome(run, ((1, 1.0 if run.rate == best[run.policy.split()[0]][run.worlds[0]] else 2.0),), 2)
+        for run in swept("digits", 1, SCALE)
+    ]
+    values = part_figures(by_policy(made, "digits"))
+    assert (
+        values["plain_best_rate_x"] == 4.0 and values["edit_best_rate_x"] == 1.0 and values["plain_best_rate_4"] == 0.5
+    )
+
+
+def test_losses_of_the_other_parts_are_over_those_of_plain() -> None:
+    made = [
+        QualityOutcome(run, ((1, 1.8 if run.policy.startswith(EDIT) else 2.0),), 2)
+        for run in (*elastic("text", 1, SCALE), *longer("text", 1, SCALE))
+    ]
+    values = part_figures(by_policy(made, "text"))
+    assert values == dict.fromkeys(("growing_x", "shrinking_x", "longer_edit_low_rate_loss_x"), pytest.approx(0.9))
+    assert {one.run.rate for one in made if len(one.run.worlds) > 1} == {LOW_RATE}
+
+
+@pytest.mark.parametrize("scale", FULL.values())
+def test_replicas_are_equal_when_their_number_changes(scale: QualityScale) -> None:
+    for run in elastic("text", 1, scale):
+        assert len(run.bounds) == 4 and (run.bounds[0], run.bounds[-1]) == (0, scale.iterations)
+        assert all(bound % scale.tau == 0 for bound in run.bounds)
+
+
+def test_replicas_go_on_from_the_model_of_fewer_or_more(tmp_path: Path) -> None:
+    """So its last third begins where its second ended, not where a new model would."""
+    learners.prepare(("text",))
+    grown = next(run for run in elastic("text", 1, SMOKE) if run.policy == f"{EDIT} growing")
+    found = train_quality(grown, tmp_path / "run", seconds=500)
+    assert [one.name for one in sorted((tmp_path / "run").iterdir()) if one.is_dir()] == ["20", "40", "60"]
+    losses = [loss for _, loss in found.losses]
+    assert [at for at, _ in found.losses] == [12, 24, 36, 48, 60] and losses[-1] < losses[0] - 0.05
+    assert [one.iteration for one in found.synchronisations][-1] == 60 and from_line(to_line(found)) == found
 
 
 def test_what_was_left_out_is_a_share_of_modules_of_replicas() -> None:

@@ -36,7 +36,8 @@ def interleaved(draw: st.DrawFn) -> Pipeline:
 
 
 def plain(schedule: PipelineSchedule) -> st.SearchStrategy[Pipeline]:
-    return st.builds(Pipeline, st.just(schedule), st.integers(1, 9), st.integers(1, 24))
+    ranks = st.sampled_from([2, 4, 6, 8]) if schedule is PipelineSchedule.CHIMERA else st.integers(1, 9)
+    return st.builds(Pipeline, st.just(schedule), ranks, st.integers(1, 24))
 
 
 pipelines = st.one_of(
@@ -175,6 +176,7 @@ def test_the_table_of_passes_by_hand() -> None:
     [
         ((PipelineSchedule.ONE_F_ONE_B, 0, 4), "ranks: expected an integer >= 1, found 0"),
         ((PipelineSchedule.ONE_F_ONE_B, 4, True), "microbatches: expected an integer >= 1, found True"),
+        ((PipelineSchedule.CHIMERA, 3, 4), "chimera: expected an even number of ranks, found 3"),
         ((PipelineSchedule.GPIPE, 4, 4, 2), "chunks, group, overlap: without effect in the schedule gpipe"),
         ((PipelineSchedule.INTERLEAVED, 4, 4, 1), "interleaved: expected at least 2 chunks and 2 ranks, found 1 and 4"),
         ((PipelineSchedule.INTERLEAVED, 4, 3, 2), r"group: expected from ranks \(4\) to microbatches \(3\), found 4"),

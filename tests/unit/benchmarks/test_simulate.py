@@ -18,12 +18,15 @@ from workloads.pipelines.simulate import PipelineLink, Times, simulate
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 BUSY = (*PASSES, Kind.REDUCE, Kind.UPDATE)
 ROUNDING = 1e-9  # relative: sums of some hundred doubles
-PLAIN = [schedule for schedule in PipelineSchedule if schedule is not PipelineSchedule.INTERLEAVED]
+PLAIN = [
+    each for each in PipelineSchedule if each not in (PipelineSchedule.INTERLEAVED, PipelineSchedule.CHIMERA)
+]  # of any sizes
 NOT_SPLIT = [PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.DEEPSPEED]
 
 seconds = st.floats(0.01, 10)
 some_pipelines = st.one_of(
     st.builds(Pipeline, st.sampled_from(PLAIN), st.integers(1, 7), st.integers(1, 12)),
+    st.builds(Pipeline, st.just(PipelineSchedule.CHIMERA), st.sampled_from([2, 4, 6]), st.integers(1, 12)),
     st.builds(
         lambda ranks, groups, chunks, overlap: Pipeline(
             PipelineSchedule.INTERLEAVED, ranks, ranks * groups, chunks, overlap=overlap
@@ -95,6 +98,19 @@ def test_zero_bubble_idles_for_forward_plus_backward_minus_weight(
     assert found[0].seconds == pytest.approx((3 * count + ranks - 1) * unit, rel=ROUNDING)
 
 
+@given(st.integers(1, 8), st.integers(1, 4), st.booleans())
+def test_the_bubble_share_of_chimera(half: int, units: int, eager: bool) -> None:
+    # Li and Hoefler, table 2: (D-2)/(2N+D-2) for passes of one length; (D-2)/(3N/2+D-2) if the backward takes twice
+    ranks, count = 2 * half, 2 * half * units
+    pipeline = Pipeline(PipelineSchedule.CHIMERA, ranks, count)
+    even, usual = (simulate(pipeline, Times((1.0,), (backward,)), eager=eager) for backward in (1.0, 2.0))
+    expected = (ranks - 2) / (2 * count + ranks - 2)
+    assert idle_shares(even) == pytest.approx([expected] * ranks, rel=ROUNDING, abs=ROUNDING)
+    if units == 1:
+        expected = (ranks - 2) / (3 * count / 2 + ranks - 2)
+        assert idle_shares(usual) == pytest.approx([expected] * ranks, rel=ROUNDING, abs=ROUNDING)
+
+
 @given(st.integers(2, 10), st.integers(1, 40), seconds, seconds, st.floats(0.05, 1))
 def test_zero_bubble_idles_less_than_1f1b(ranks: int, count: int, forward: float, backward: float, part: float) -> None:
     times = Times((forward,), (backward,), (part * min(backward / 2, forward),))
@@ -119,15 +135,19 @@ def test_no_pass_begins_before_its_input_is_there_and_no_rank_does_two_things(
         assert one.spans[0].begin >= 0 and one.spans[-1].end <= one.seconds
         for span in one.spans:
             if span.kind in PASSES:
-                at[span.kind, span.microbatch, span.chunk * pipeline.ranks + one.rank].append(span)
+                place = pipeline.ranks - 1 - one.rank if pipeline.upward(span.microbatch) else one.rank
+                at[span.kind, span.microbatch, span.chunk * pipeline.ranks + place].append(span)
     hops = [link.seconds(times.message_bytes) for link in times.links]
     for (kind, microbatch, stage), spans in at.items():
+        before_stage, after_stage = stage - 1, stage
+        if pipeline.upward(microbatch):  # its links are counted from the other end
+            before_stage, after_stage = pipeline.ranks - 1 - stage, pipeline.ranks - 2 - stage
         if kind is Kind.FORWARD and stage:
             (before,) = at[Kind.FORWARD, microbatch, stage - 1]
-            assert spans[0].begin >= before.end + hops[(stage - 1) % pipeline.ranks]
+            assert spans[0].begin >= before.end + hops[before_stage % pipeline.ranks]
         if kind is Kind.BACKWARD and stage < pipeline.virtual_stages - 1:
             before = at[Kind.BACKWARD, microbatch, stage + 1][0]
-            assert spans[0].begin >= before.end + hops[stage % pipeline.ranks]
+            assert spans[0].begin >= before.end + hops[after_stage % pipeline.ranks]
         if kind is Kind.BACKWARD:
             assert spans[0].begin >= at[Kind.FORWARD, microbatch, stage][0].end
             whole = sum(span.end - span.begin for span in spans)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import cycle
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from harness.gang import gang
 from workloads.emulated_rank import StageSpec
@@ -20,6 +23,7 @@ from workloads.sleeping_replica import (
     live_tensors,
     preload,
     run_block,
+    simultaneous,
 )
 
 
@@ -61,3 +65,27 @@ def test_sessions_hold_the_last_synchronised_parameters_and_the_momentum() -> No
     preload()
     for held in gang(_held, 2, seconds=300):
         assert held == [pytest.approx(each, abs=0.1) for each in (0, 4, 8, 8)]
+
+
+def _reduced(rank: int, world: int) -> list[list[list[float]]]:
+    """The gradients of the second iteration, without groups and with two, both of which are used."""
+    found = []
+    for count in (0, 2):
+        torch.manual_seed(1)
+        layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+        model = DistributedDataParallel(layers, bucket_cap_mb=1e-6)  # type: ignore[arg-type]
+        taken = cycle(groups := [dist.new_group() for _ in range(count)])
+        if groups:
+            model.register_comm_hook(taken, lambda state, bucket: simultaneous(next(state), bucket))
+        for _ in range(2):  # buckets are as small as they are to be after the first
+            model.zero_grad()
+            model(torch.full((1, 3), rank + 1.0)).sum().backward()
+        if groups:
+            assert next(taken) is groups[(1 + 6) % 2], "one bucket, then one for each parameter"
+        found.append([each.grad.flatten().tolist() for each in layers.parameters()])
+    return found
+
+
+def test_reductions_of_several_buckets_at_a_time_give_the_same_gradients() -> None:
+    first, *others = [each for one in gang(_reduced, 2, seconds=300) for each in one]
+    assert others == [first] * 3

@@ -8,7 +8,7 @@ import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.planner.survival import Cluster
-from workloads.jobs import FAMILY, PAPER, RANK_FAILURES, WEIGHTS_ONLY
+from workloads.jobs import BERT, FAMILY, PAPER, RANK_FAILURES, WEIGHTS_ONLY, TrainingJob
 from workloads.pipelines.goodput import ProtectionKind
 from workloads.pipelines.outlook import PlannedPipeline, plan_pipeline
 from workloads.pipelines.pipeline import Pipeline, PipelineSchedule
@@ -47,6 +47,14 @@ def test_bubbles_of_the_papers_configurations_are_a_fifth_and_more(job: object) 
     assert found.in_bubbles < 0.01 < found.at_once < found.while_sending
     light = study_shape(replace(job, state_bytes=WEIGHTS_ONLY))  # type: ignore[type-var]
     assert light.pairs is not None and light.pairs <= -(-found.pairs // 2)
+
+
+@pytest.mark.parametrize("job", [*BERT["bert_large"], *BERT["bert_exlarge"]], ids=lambda job: job.name)
+def test_bubbles_are_a_fifth_and_more_with_its_other_models_too(job: TrainingJob) -> None:
+    light = replace(job, state_bytes=WEIGHTS_ONLY)
+    found, reserved = study_shape(light, reserves=False), study_shape(light)
+    assert min(found.bubble_shares) > 0.2 and job.ranks == 16
+    assert found.pairs is not None and found.pairs <= 5 and (reserved.pairs is None or found.pairs < reserved.pairs)
 
 
 def test_the_tables_name_every_job() -> None:
