@@ -255,6 +255,18 @@ def test_domains_that_are_given_later_or_no_longer_wait_for_a_fresh_start(job: C
     assert one.record()["domains"] == ["x", "x", "y", "y"]
 
 
+def test_a_longer_interval_resumes_from_slots_of_the_shorter_one_and_not_the_other_way(job: Callable[..., Job]) -> None:
+    """As `ft-plugins plan interval` advises. A shorter one needs a slot more, or a version would be overwritten."""
+    one = job("ab", reft={"interval": 1})
+    one.protected_at(4)
+    resumed_rightly(one.live(4, reft={"interval": 2}), 4)
+    other = job("cd", reft={"interval": 2})
+    other.protected_at(4)
+    (error, *_) = [found["error"] for found in other.live(6, reft={"interval": 1})]
+    assert "another layout (stored -> now: free: 2 -> 3" in error and "'ft-plugins end JOB'" in error
+    resumed_rightly(other.live(4, reft={"interval": 2}), 4)
+
+
 def test_another_group_size_is_another_layout_of_replicated_state(job: Callable[..., Job]) -> None:
     one = job(reft=PAIRS, own=False)
     one.protected_at(2)

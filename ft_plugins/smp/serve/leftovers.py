@@ -193,7 +193,11 @@ def _reason(path: Path) -> str:
 
 def _require_same_job(segment: Segment, request: Attach) -> None:
     """Raises ResumeError if a segment holds the state of another job, or of this job with another layout."""
-    rank, drop = request.rank, "drop it with --ftp-resume fresh"
+    rank = request.rank
+    drop = (
+        "drop it: 'ft-plugins end JOB' on each node, after which the job resumes from its newest checkpoint, or "
+        "--ftp-resume fresh, from the beginning"
+    )
     if segment.fingerprint != request.fingerprint:
         changed = changes(segment.fingerprint, request.fingerprint)
         raise ResumeError(
@@ -203,10 +207,13 @@ def _require_same_job(segment: Segment, request: Attach) -> None:
     stored, now = asdict(segment.shape), asdict(request.shape)
     room, wanted = stored.pop("small_nbytes"), now.pop("small_nbytes")
     del stored["first"], now["first"]  # how many slots had memory at first is of no importance to what they hold
+    if request.shape.free <= segment.shape.free and request.shape.pinned <= segment.shape.pinned:
+        for shape in (stored, now):  # it has the slots that are needed, as after a longer --reft-interval
+            del shape["slots"], shape["free"]
     if changed := changes(stored, now):
         raise ResumeError(
             f"rank {rank}: the snapshot in memory has another layout (stored -> now: {changed}): give the previous "
-            f"command (nodes, bucket size, model) to resume from it, or {drop}"
+            f"command (nodes, bucket size, model; of slots: --reft-interval, --reft-slots) to resume from it, or {drop}"
         )
     if 2 * room < wanted:  # trainers request twice what they need
         raise ResumeError(

@@ -33,6 +33,11 @@ class Shape:
     free: Count = SLOTS  # of the slots: never pinned
     first: Count = 0  # slots with memory from the start; 0: all
 
+    @property
+    def pinned(self) -> int:
+        """How many slots hold versions that are pinned, one for each purpose."""
+        return self.slots - self.free
+
     @cached_property
     def data_nbytes(self) -> int:
         return self.nbytes - self.parity_nbytes
