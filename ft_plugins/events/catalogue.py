@@ -277,7 +277,8 @@ INCARNATION_FENCED = EventType(
 )  # fmt: skip
 METRICS_FAILED = EventType(
     "metrics.failed", WARNING, "The SMP cannot serve the metrics of this node; nothing else is affected.",
-    "Give --ftp-metrics an address of this node and a port that is free on it, and restart the job when convenient.",
+    "Free the port (`ft-plugins end JOB`, if it is an ended job's): the SMP tries again each 30 s. Or give "
+    "--ftp-metrics another address or port at the next start.",
     reason=_REASON,
 )  # fmt: skip
 SCALARS_FAILED = EventType(

@@ -31,13 +31,14 @@ Place = tuple[str, int]
 
 
 class MetricsEndpoint:
-    """The metrics of one run directory. `become` and `close` are called under the SMP's lock, and never
-    wait for a scrape."""
+    """The metrics of one run directory. `become`, `again` and `close` are called under the SMP's lock, and
+    never wait for a scrape."""
 
     def __init__(self, run_dir: Path, status: Status, events: Events) -> None:
         self._run_dir, self._status, self._events = run_dir, status, events
         self._server: _Server | None = None
         self._place: Place | None = None  # as asked for
+        self._failure = ""  # as said last
         self._counts = counts_of(run_dir)
         self._counting = threading.Lock()
 
@@ -58,7 +59,13 @@ class MetricsEndpoint:
             self._server = _Server(place, self.text)
         except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
             reason = f"{place[0]}, port {place[1]}: {getattr(error, 'strerror', None) or error}"
-            self._events.emit(catalogue.METRICS_FAILED, reason=reason)
+            if reason != self._failure:
+                self._events.emit(catalogue.METRICS_FAILED, reason=reason)
+            self._failure = reason
+
+    def again(self) -> None:
+        """Try again if it failed, as while the SMP of an ended job has the port."""
+        self.become(self._place)
 
     def text(self) -> str | None:
         """What a scrape gets; None if another one is not over in time."""

@@ -457,13 +457,19 @@ class SnapshotProcess:
         self._history.look(self._segments.values(), self.token, tiers, always)
 
     def touch(self) -> None:
-        """Update the lock file's time and a stamp now and then, so that a sweep knows when this SMP last lived."""
+        """Update the lock file's time and a stamp now and then, so that a sweep knows when this SMP last lived; try to
+        serve the metrics again if that failed."""
         if time.monotonic() - self._touched >= _TOUCH_SECONDS:
             self._touched = time.monotonic()
             with suppress(OSError):
                 os.utime(paths.lock_of(self._job, self._node))
             with suppress(OSError):
                 leftovers.stamp(self._run_dir)
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._metrics.again()
+                finally:
+                    self._lock.release()
 
     def finish_alone(self, reason: str, keep: bool = False) -> None:
         """`finish`, but not while a request is being carried out."""
