@@ -78,7 +78,7 @@ def test_a_job_whose_parameters_are_divided_keeps_its_number_of_ranks(
     monkeypatch.setattr(core.MegatronCoreHost, "sharded", divided)
     monkeypatch.setattr(core, "get_current_global_batch_size", lambda: None)
     assert host.admits(2) and host.admits(4) is not divided
-    parts = [{"scalars": {}}]
+    parts: list[dict[str, Any]] = [{"scalars": {}}]
     if not divided:
         assert host.merged(parts) == parts[0]
         return

@@ -95,20 +95,20 @@ def test_a_device_that_cannot_be_captured_is_refused_by_name() -> None:
 
 
 class _Scaled(torch.Tensor):
-    """Stands for int8 values and their scale, as fp8 parameters do; `computed`: what an operation on it returns."""
+    """Stands for int8 values and their scale, as fp8 parameters do."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Any:
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
+        self.of = values
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(cls, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # type: ignore[override]
         if operation is torch.ops.aten.detach.default:
-            return cls(given[0].values)
-        return operation(*(one.values * 0.5 if isinstance(one, cls) else one for one in given), **(named or {}))
+            return cls(given[0].of)
+        return operation(*(one.of * 0.5 if isinstance(one, cls) else one for one in given), **(named or {}))
 
 
 def test_a_tensor_that_stands_for_others_is_refused_by_name() -> None:
