@@ -37,7 +37,7 @@ from ft_plugins.errors import FtError
 
 _TRAINS = re.compile(r"--(train-iters|train-samples|lr)\b")
 _SETTINGS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
-_NEVER = ("inference",)  # MODE of a recipe that trains nothing
+_NEVER = "inference"  # MODE, or a folder, of a recipe that trains nothing
 _LARGEST = 1 << 18  # bytes of a file that is a configuration
 _HEREDOC = re.compile(r"<<\s*-?['\"]?(\w+)['\"]?[^\n]*\n(.*?)\n\s*\1\b", re.DOTALL)
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+)?(\w+)=([^\s;]+)", re.MULTILINE)
@@ -62,7 +62,7 @@ def megatron_words(root: Path) -> Iterator[tuple[str, list[str]]]:
     """The recipes of a checkout that train, as command lines."""
     for path in sorted(root.glob("tests/functional_tests/test_cases/**/model_config.yaml")):
         recipe = yaml.safe_load(path.read_text())
-        if recipe.get("MODE") not in _NEVER:
+        if recipe.get("MODE") != _NEVER:
             yield str(path.parent.relative_to(root)), list(_of_yaml(recipe.get("MODEL_ARGS") or {}))
     for path in sorted(root.glob("examples/**/*.sh")):
         text = path.read_text(errors="replace")
@@ -134,8 +134,10 @@ def deepspeed_settings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(root.rglob("*")):
         if path.suffix not in (".json", ".sh", ".yml", ".yaml") or not path.is_file() or path.stat().st_size > _LARGEST:
             continue
-        text = path.read_text(errors="replace")
-        name = str(path.relative_to(root))
+        text, within = path.read_text(errors="replace"), path.relative_to(root)
+        name = str(within)
+        if _NEVER in within.parts:
+            continue
         if path.suffix == ".sh":
             bodies = [match[2] for match in _HEREDOC.finditer(text)]
         else:

@@ -13,6 +13,7 @@ import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from .rules import DEEPSPEED, HUGGING_FACE, MEGATRON, Finding, Treatment, findin
 from .rules.deepspeed import OTHERWISE as WITHOUT_THE_BLOCK
 from .rules.hugging_face import OTHERWISE as WITHOUT_THE_FLAG
 from .rules.hugging_face import PERSISTENT
+from .rules.megatron import OF_TRANSFORMER_ENGINE, layer_wise
 from .rules.megatron import OTHERWISE as WITHOUT_PROTECTION
-from .rules.megatron import layer_wise
 from .rules.megatron_forks import GPT_NEOX, NEOX
 from .rules.megatron_forks import OTHERWISE as WITHOUT_THE_LOOP
 from .rules.rule import at
@@ -85,7 +86,8 @@ def check_megatron(folder: Path, words: Sequence[str], systems: Sequence[str], r
     from .megatron.arguments import read_arguments  # imports torch
 
     read = read_arguments(folder, words, ranks)
-    found = findings(MEGATRON, read.values, systems=systems)
+    lacking = () if find_spec("transformer_engine") else OF_TRANSFORMER_ENGINE
+    found = findings((*MEGATRON, *lacking), read.values, systems=systems)
     notes = _unknown("Megatron-LM", read.unknown)
     if read.ranks > ranks:
         notes.append(
@@ -150,10 +152,15 @@ def _unknown(library: str, words: Sequence[str]) -> list[str]:
     return [f"not arguments of {library}, so the script's own or misspelt: {', '.join(words)}"] if words else []
 
 
+class _Said(io.StringIO):
+    def fileno(self) -> int:
+        return 2  # faulthandler, which a version enables when it is imported, writes there later
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
     """Without what a framework prints, which is yielded."""
-    said = io.StringIO()
+    said = _Said()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         yield said
 

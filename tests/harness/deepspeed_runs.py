@@ -5,7 +5,9 @@ of which the fork server gets the flags that ft-run would read there.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 from ft_plugins.config import Config
@@ -54,6 +56,7 @@ class DeepSpeedConfiguration:
     checked: bool = False  # bf16 with ZeRO: skip an update whose gradients overflow
     optimizer: str = "AdamW"  # the type in the configuration
     offload: str = ""  # optimizer state in host memory: updated by 'torch', or by DeepSpeed's 'own', which it compiles
+    ratio: float = 1.0  # of the optimizer's state that is offloaded
     offload_param: bool = False  # the parameters too
     fp16: bool = False
     untested: bool = False  # DeepSpeed accepts any optimizer with ZeRO
@@ -92,7 +95,7 @@ class DeepSpeedConfiguration:
             "steps_per_print": 1000,
         }
         if self.offload:
-            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": self.ratio}
             config["zero_force_ds_cpu_optimizer"] = self.offload == "own"
         if self.offload_param:
             config["zero_optimization"]["offload_param"] = {"device": "cpu"}
@@ -102,6 +105,14 @@ class DeepSpeedConfiguration:
         """The example's flags."""
         words = ["--pp", str(self.pp), "--tp", str(self.tp), *_MODEL, "--axes", self.axes]
         return [*words, "--eval-at", "2"] if self.pp else words
+
+
+def with_a_device(argv: Sequence[str]) -> None:
+    """One rank of the DeepSpeed example, which takes memory of this CPU by another name for that of a device, and lets
+    torch's AdamW update a part in host memory in place of DeepSpeed's own, which takes minutes to compile."""
+    import_module("deepspeed.accelerator").get_accelerator()._name = "cpu:0"
+    vars(import_module("deepspeed.runtime.zero.stage3"))["DeepSpeedCPUAdam"] = import_module("torch").optim.AdamW
+    import_module("deepspeed_gpt").main(argv)
 
 
 @dataclass(frozen=True)

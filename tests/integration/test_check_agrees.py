@@ -180,7 +180,8 @@ def test_a_job_of_megatron_lm_ends_as_check_says(short: Path, name: str) -> None
     assert checked["notes"] == [], checked
     assert bool(checked["refusal"]) == (list(ARGUMENTS).index(name) > 6), checked
     if "--use-precision-aware-optimizer" in command and find_spec("transformer_engine") is None:
-        pytest.skip("Megatron-LM itself needs Transformer Engine for it")
+        assert status == 1 and checked["missing"], output[-3000:]  # Megatron-LM's own error, foreseen
+        return
     require_agreement(checked, status, output)
 
 

@@ -7,6 +7,7 @@ all losses, evaluations included.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -105,3 +106,20 @@ def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run
     if configuration.pp:
         assert "valid_loss_hex" in losses(run.loss_log)[ITERATIONS], "the last evaluation is behind the kills"
     assert_identical(run, whole, configuration.ranks)
+
+
+@pytest.mark.all_configurations
+def test_what_two_optimizers_update_ends_as_the_unfailed_run(jobs: Jobs, tmp_path: Path) -> None:
+    """ZeRO-3 updates what an offload of a part leaves on the device with an optimizer of its own."""
+    configuration = DeepSpeedConfiguration(2, 3, offload="torch", ratio=0.5, sub_group_size=8_000)
+    script, kills = "harness.deepspeed_runs:with_a_device", (
+        "iteration.forward@iteration=3,rank=1,restart=0:kill;update.middle@iteration=5,rank=0,restart=1:kill"
+    )  # fmt: skip
+    whole = DeepSpeedRun("golden", tmp_path / "golden", configuration, script=script)
+    jobs.finish(whole)
+    run = replace(whole, name="killed", folder=tmp_path / "killed", block={"reft": {}, "faults": kills})
+    job = jobs.finish(run, 2)
+    first, second = restored(job)
+    assert first in (1, 2) and second == 4, "in the update, every rank is past the fence of the version before"
+    assert_identical(run, whole, configuration.ranks)
+    assert len(run.state(0)["small"]["groups"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,42 @@ def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatc
     assert ["--own" in checked.notes[0], "4 ranks" in checked.notes[1]] == [True, True]
     assert checked.rejected == "Megatron-LM's own validation refuses it on this machine: AssertionError: no"
     assert checked.size == job_check.ModelSize(1e6, ("fp32 master or parameter, and fp32 momentum", 8.0), 2, 1, 4, True)
+
+
+MISSING = {  # options that Megatron-LM has Transformer Engine for
+    "transformer_impl": "transformer_engine", "cuda_graph_impl": "transformer_engine", "fp8": "hybrid", "fp4": "e2m1",
+    "use_precision_aware_optimizer": True, "optimizer_cpu_offload": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_what_megatron_itself_has_a_missing_package_for_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    """Such a job ended by an error of Megatron-LM's own, and check had foreseen nothing."""
+    local = {"transformer_impl": "local", "cuda_graph_impl": "none", "fp8": None, "fp4": None}
+    monkeypatch.setattr(job_check, "find_spec", lambda name: installed or None)
+    for given in (MISSING, local):
+        values = argparse.Namespace(
+            tensor_model_parallel_size=1, pipeline_model_parallel_size=1, use_distributed_optimizer=True, **given
+        )
+        read = SimpleNamespace(version="9.9", values=values, unknown=(), problem="", ranks=1, parameters=None)
+        reading = SimpleNamespace(read_arguments=lambda folder, words, ranks, read=read: read)
+        monkeypatch.setitem(sys.modules, "ft_plugins.adapters.megatron.arguments", reading)
+        checked = check_megatron(Path(), [], ("reft",), 1)
+        missing = checked.treated(Treatment.MISSING)
+        assert len(missing) == (0 if installed or given is local else len(MISSING)), missing
+        assert all("Transformer Engine for it, which is not installed here: install it" in text for text in missing)
+        assert "Transformer Engine" not in checked.refusal and not checked.rejected, "the job may run elsewhere"
+        assert [f"  missing     {text}" in checked.lines() for text in missing] == [True] * len(missing)
+
+
+def test_a_version_that_asks_the_errors_of_its_import_for_a_descriptor_is_read() -> None:
+    """Megatron-LM 0.16 enables faulthandler when it is imported, and check ended by an error of its own."""
+    command = (
+        "import faulthandler\nfrom ft_plugins.adapters.job_check import quiet\nwith quiet(): faulthandler.enable()"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("refusal", ["", "cannot protect this job: QK clipping"])

@@ -64,6 +64,8 @@ def test_configurations_are_found_in_json_templates_scripts_and_yml(tmp_path: Pa
     (tmp_path / "template.json").write_text(TEMPLATE)
     (tmp_path / "vocabulary.json").write_text('{"a": 1}')
     (tmp_path / "run.sh").write_text(f"cat <<EOT > ds.json\n{TEMPLATE}\nEOT\n")
+    (tmp_path / "inference").mkdir()
+    (tmp_path / "inference" / "serve.json").write_text(TEMPLATE)
     (tmp_path / "neox.yml").write_text("train-batch-size: 4\nzero_optimization: {stage: 1}\n")
     found = dict(recipes.deepspeed_settings(tmp_path))
     expected = {

@@ -102,7 +102,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
-        self._numbers = ModuleNumbers(engine.module, [state.inner(engine.optimizer)])
+        self._numbers = ModuleNumbers(engine.module, state.updating(engine.optimizer))
         self._shape = ModuleShape(self._numbers, speaks(self._topology, self.rank))
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
@@ -131,7 +131,7 @@ class DeepSpeedHost(DeepSpeedStepping):
             "architecture": _architecture(engine.module),
             "precision": [_dtype_name(model), _dtype_name(accumulated)],
             "parallel": {axis: getattr(topology, axis) for axis in ("tp", "pp", "dp", "order")} | sharded,
-            "optimizer": sorted({type(engine.optimizer).__name__, type(state.inner(engine.optimizer)).__name__}),
+            "optimizer": sorted({type(one).__name__ for one in (engine.optimizer, *state.updating(engine.optimizer))}),
             "settings": {name: getattr(engine, name)() for name in _SETTINGS},
         }
 
@@ -145,7 +145,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
         self._report_own_scheduler()
         return {
-            "groups": groups(state.inner(optimizer)),
+            "groups": groups(state.all_groups(optimizer)),
             "members": self._members,
             "scalars": state.scalars(optimizer),
             "counts_from": state.counts_from(optimizer),
@@ -176,8 +176,10 @@ class DeepSpeedHost(DeepSpeedStepping):
         own = tuple(self._own_schedulers().values())
         objects = self.engine, vars(self.engine), module, getattr(module, "_layer_specs", None), own
         trained = [one for one in module.parameters() if one.requires_grad]
-        inner = state.inner(self.engine.optimizer)
-        return Given((*objects, self.engine.optimizer, inner), (*self.tensors().values(),), tuple(trained), True)
+        optimizer = self.engine.optimizer
+        return Given(
+            (*objects, optimizer, *state.updating(optimizer)), (*self.tensors().values(),), tuple(trained), True
+        )
 
     def _own_schedulers(self) -> dict[str, Any]:
         """Those that the script steps itself, searched once after its first update; until then, the restored ones."""
@@ -293,7 +295,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         optimizer = self.engine.optimizer
         if self.engine.lr_scheduler is not None:
             self.schedule.load(small["scheduler"], self.rank)
-        restore_groups(state.inner(optimizer), small["groups"], dict(state.updated_tensors(optimizer)))
+        restore_groups(state.all_groups(optimizer), small["groups"], dict(state.updated_tensors(optimizer)))
         state.restore_scalars(optimizer, small["scalars"], small.get("counts_from", 1))
         state.restore_scaler(optimizer, small["scaler"])
 
@@ -308,7 +310,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
             self._own = restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
             optimizer = self.engine.optimizer
-            restore_groups(state.inner(optimizer), small["groups"], dict(state.updated_tensors(optimizer)))
+            restore_groups(state.all_groups(optimizer), small["groups"], dict(state.updated_tensors(optimizer)))
         restore_rng(small["rng"])
         if self._positions is not None:
             self._positions.restart_unplaced()
@@ -372,8 +374,8 @@ class DeepSpeedHost(DeepSpeedStepping):
             return outcome
 
         wrap(self.engine, "_take_model_step", take_model_step)
-        inner = state.inner(self.engine.optimizer)
-        reach_fault_points([self.engine.module], [inner], lambda: self.engine.global_steps + 1)
+        updating = state.updating(self.engine.optimizer)
+        reach_fault_points([self.engine.module], updating, lambda: self.engine.global_steps + 1)
 
 
 def lines_to_add(lost: Sequence[Undeclared]) -> str:

@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, compress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 
@@ -77,6 +78,23 @@ def inner(optimizer: Any) -> torch.optim.Optimizer:
     return unwrapped
 
 
+def updating(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
+    """`inner`, and the one with which ZeRO-3 updates what an offload of a part leaves on the device."""
+    on_device = getattr(optimizer, "backup_optimizer", None)
+    return (inner(optimizer),) if on_device is None else (inner(optimizer), on_device)
+
+
+def all_groups(optimizer: Any) -> Any:
+    """The parameter groups of `updating`, as of one optimizer."""
+    return SimpleNamespace(param_groups=[group for one in updating(optimizer) for group in one.param_groups])
+
+
+def _state_of(optimizer: Any, main: torch.Tensor) -> dict[str, Any]:
+    """The state of a tensor, in the optimizer that updates it."""
+    holds = next((one for one in updating(optimizer)[1:] if main in one.state), inner(optimizer))
+    return cast(dict[str, Any], holds.state[main])
+
+
 def is_own(updating: Any) -> bool:
     """Whether DeepSpeed made the class of an inner optimizer."""
     return type(updating).__module__.startswith("deepspeed.")
@@ -94,7 +112,7 @@ def updated_tensors(optimizer: Any) -> list[tuple[int, torch.Tensor]]:
 def with_optimizer_state(optimizer: Any, main: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor that the inner optimizer updates, and its moments."""
     yield main
-    yield from (value for value in inner(optimizer).state[main].values() if is_item(value))
+    yield from (value for value in _state_of(optimizer, main).values() if is_item(value))
 
 
 def fragments(optimizer: Any) -> Iterator[Fragment]:
@@ -165,9 +183,17 @@ def _of_stage3(parameters: Iterable[Any], flat: torch.Tensor) -> Iterator[Fragme
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Give the inner optimizer the state that its first update would. Idempotent. Raises UnsupportedError."""
-    updating, groups = inner(optimizer), inner(optimizer).param_groups
+    """Give what updates the state that its first update would. Idempotent. Raises UnsupportedError."""
     updated = updated_tensors(optimizer)
+    if len(updating(optimizer)) > 1:
+        on_device = [place != "cpu" for _, place in sorted(optimizer.subgroup_to_device.items())]
+        _create(updating(optimizer)[1], list(compress(updated, on_device)))
+        updated = [one for one, is_there in zip(updated, on_device, strict=True) if not is_there]
+    _create(inner(optimizer), updated)
+
+
+def _create(updating: torch.optim.Optimizer, updated: Sequence[tuple[int, torch.Tensor]]) -> None:
+    groups: Any = updating.param_groups
     adam = isinstance(updating, torch.optim.Adam | torch.optim.AdamW) and not any(one["amsgrad"] for one in groups)
     name = CPU_ADAM if adam else type(updating).__name__
     moments = OWN_MOMENTS.get(name, ()) if adam or is_own(updating) else ()
@@ -205,7 +231,7 @@ def state_items(
             )
         updated.add(one.parameter)
         own_replicas = (sharers or (rank,)) if one.sharded else replicas_of(engine, one.parameter, replicas)
-        items.extend(_of_fragment(one, names[one.parameter], inner(optimizer), own_replicas, first))
+        items.extend(_of_fragment(one, names[one.parameter], optimizer, own_replicas, first))
     elsewhere = set(derived(optimizer))  # may have all elements on other ranks
     for parameter, name in names.items():
         if parameter in updated or parameter in elsewhere:
@@ -252,18 +278,19 @@ def derived(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
 
 def _of_fragment(
-    one: Fragment, name: str, optimizer: torch.optim.Optimizer, replicas: tuple[int, ...], first: bool
+    one: Fragment, name: str, optimizer: Any, replicas: tuple[int, ...], first: bool
 ) -> Iterator[StateItem]:
     role, label = (Role.PARAMETER, name) if one.main is one.parameter else (Role.MAIN_PARAMETER, f"{name}:main")
     layer, in_norm = layer_of(name), _in_norm(one.parameter, first)
     yield state_item(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, in_norm)
-    state = optimizer.state[one.main]
+    state = _state_of(optimizer, one.main)
     for key, value in state.items():
         if is_item(value):
             if one.offset is not None and value.shape != one.main.shape:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} keeps '{key}' of shape {tuple(value.shape)} for a flat partition of "
-                    f"{one.main.numel()} elements, so its elements belong to no parameter; use another optimizer"
+                    f"{type(inner(optimizer)).__name__} keeps '{key}' of shape {tuple(value.shape)} for a "
+                    f"flat partition of {one.main.numel()} elements, so its elements belong to no parameter; use "
+                    "another optimizer"
                 )
             read = lambda one=one, state=state, key=key: one.of(state[key])  # noqa: E731
             yield state_item(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, in_norm)
@@ -297,7 +324,7 @@ def _buffers(module: torch.nn.Module, rank: int) -> Iterator[StateItem]:
 
 def scalars(optimizer: Any) -> list[dict[str, Any]]:
     """The inner optimizer's state without dimensions ('step'), for each tensor that it updates."""
-    return [scalars_of(inner(optimizer).state[main]) for _, main in updated_tensors(optimizer)]
+    return [scalars_of(_state_of(optimizer, main)) for _, main in updated_tensors(optimizer)]
 
 
 def counts_from(optimizer: Any) -> int:
@@ -308,7 +335,7 @@ def counts_from(optimizer: Any) -> int:
 def count_from_loaded(optimizer: Any) -> None:
     """DeepSpeed has loaded a checkpoint into the optimizer, not into its compiled part."""
     if type(inner(optimizer)).__name__ == CPU_ADAM:
-        steps = [int(inner(optimizer).state[main].get("step", 0)) for _, main in updated_tensors(optimizer)]
+        steps = [int(_state_of(optimizer, main).get("step", 0)) for _, main in updated_tensors(optimizer)]
         setattr(inner(optimizer), _COUNTS_FROM, 1 + max(steps, default=0))
 
 
@@ -322,10 +349,10 @@ def restore_scalars(optimizer: Any, saved: list[dict[str, Any]], since: int = 1)
             "the captured job's model and ZeRO settings"
         )
     for (_, main), values in zip(updated, saved, strict=True):
-        state = inner(optimizer).state[main]
+        state = _state_of(optimizer, main)
         state.update({key: own_copy(value, state.get(key)) for key, value in values.items()})
     if type(inner(optimizer)).__name__ == CPU_ADAM:
-        _count_up(inner(optimizer), updated, since)
+        _count_up(inner(optimizer), [one for one in updated if one[1] in inner(optimizer).state], since)
 
 
 def _count_up(optimizer: Any, updated: Sequence[tuple[int, torch.Tensor]], since: int) -> None:

@@ -87,13 +87,8 @@ _REFUSED = (
         "offload of parameters to NVMe", (_PARAM,), equals(_PARAM, "nvme"), "they are in files", _PARAM, "nvme",
     ),
     Rule(
-        "offload of a part", (_RATIO,),
-        every(_offloaded("offload_optimizer"), lambda settings: at(settings, _RATIO) not in (None, 1.0)),
-        "an update is made by several optimizers", _RATIO, "0.5",
-    ),
-    Rule(
         "SuperOffload", (_SUPER,), every(_offloaded("offload_optimizer"), on(_SUPER)),
-        "an update is made by several optimizers", _SUPER,
+        "another process updates masters during the backward", _SUPER,
     ),
     _on(f"{_ZERO}.zenflow", "ZenFlow", "it updates after the step"),
     Rule(
@@ -179,6 +174,11 @@ _FOLLOWED = (
         "optimizer state in host memory", (f"{_ZERO}.offload_optimizer.device",),
         equals(f"{_ZERO}.offload_optimizer.device", "cpu"), "it is captured from there",
         f"{_ZERO}.offload_optimizer.device", "cpu",
+    ),
+    Rule(
+        "offload of a part (not yet run on a GPU)", (_RATIO,),
+        every(_offloaded("offload_optimizer"), lambda settings: at(settings, _RATIO) not in (None, 1.0)),
+        "state is captured from both optimizers that update", _RATIO, "0.5",
     ),
     Rule(
         "parameters in host memory", (_PARAM,), lambda settings: _device(settings, "offload_param") == "cpu",

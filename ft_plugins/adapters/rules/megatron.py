@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .rule import Predicate, Rule, Treatment, above, at, built, equals, every, on, some, treated_as
+from .rule import DROP, Predicate, Rule, Treatment, above, at, built, equals, every, on, some, treated_as
 
 OTHERWISE = "run without protection"
 _WHOLE = "full_iteration"
@@ -261,6 +261,29 @@ _INEFFECTIVE = (
         "an audit completes the gather before the forward begins", systems=("paft",),
     ),
 )  # fmt: skip
+
+_NEEDED = "Megatron-LM needs Transformer Engine for it, which is not installed here: install it where the job runs, or "
+
+OF_TRANSFORMER_ENGINE = treated_as(Treatment.MISSING, (  # with that package alone, whether the job is protected or not
+    Rule(
+        "Transformer Engine's layers", ("transformer_impl",),
+        equals("transformer_impl", "transformer_engine", "inference_optimized"),
+        f"{_NEEDED}choose --transformer-impl local", "--transformer-impl",
+    ),
+    Rule(
+        "CUDA graphs by Transformer Engine", ("cuda_graph_impl",), _graphs("transformer_engine"),
+        f"{_NEEDED}{DROP}", "--cuda-graph-impl",
+    ),
+    *(
+        _named(key, name, f"{_NEEDED}{DROP}", option)
+        for key, name, option in (
+            ("fp8", "fp8", "--fp8-format"),
+            ("fp4", "fp4", "--fp4-format"),
+            ("use_precision_aware_optimizer", "the precision-aware optimizer", ""),
+            ("optimizer_cpu_offload", "optimizer CPU offload", ""),
+        )
+    ),
+))  # fmt: skip
 
 
 def _listed(value: Any) -> list[Any]:

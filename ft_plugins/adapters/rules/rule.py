@@ -30,6 +30,7 @@ class Treatment(str, Enum):
     FOLLOWED = "followed"
     REFUSED = "refused"
     INEFFECTIVE = "ineffective"
+    MISSING = "missing"  # its framework lacks a package for it, here
 
 
 @dataclass(frozen=True)

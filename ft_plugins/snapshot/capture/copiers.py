@@ -114,15 +114,27 @@ def copier_for(device: torch.device) -> Copier:
 def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a dense tensor as one uint8 view, in memory order.
 
-    Raises InventoryError for a tensor with gaps or overlaps, whose bytes cannot be captured or restored as one range.
+    Raises InventoryError for a tensor with gaps or overlaps, whose bytes cannot be captured or restored as one range,
+    and for one that only stands for others, as a quantized one does: it has no bytes, or those of a copy.
     """
     detached = tensor.detach()
     if not _dense(detached):
         raise InventoryError(
             f"item '{name}': shape {tuple(tensor.shape)} with strides {tensor.stride()} is not dense in memory"
         )
-    flat = detached.as_strided((detached.numel(),), (1,))
-    return flat.view(torch.uint8)
+    flat = _as_bytes(detached)
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not (
+        type(flat) is torch.Tensor and 0 != flat.data_ptr() == _as_bytes(detached).data_ptr()
+    ):
+        raise InventoryError(
+            f"item '{name}' is a {type(tensor).__name__}, which stands for other tensors (as one in fp8 does), so that "
+            "its bytes cannot be captured: keep it as a plain tensor"
+        )
+    return flat
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def as_words(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

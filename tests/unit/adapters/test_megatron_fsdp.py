@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
-from ft_plugins.adapters.megatron import fsdp
+from ft_plugins.adapters.megatron import core, export, fsdp
 from ft_plugins.adapters.megatron.rank import MegatronRank
-from ft_plugins.errors import UnsupportedError
+from ft_plugins.errors import ResumeError, UnsupportedError
 
 
 def shard_of(whole: torch.Tensor, ranks: int, rank: int, dimension: int = 0) -> Any:
@@ -67,3 +67,27 @@ def test_a_bias_that_the_first_forward_converts_is_converted_before_it_is_listed
     router.bias = torch.ones(2, dtype=torch.bfloat16)
     assert "FSDP" in fsdp.without_names([torch.nn.Sequential(router)])["problem"]
     assert router.bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_job_whose_parameters_are_divided_keeps_its_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, divided: bool
+) -> None:
+    host = object.__new__(core.MegatronCoreHost)
+    vars(host).update(rank=1, optimizers=(), _topology=SimpleNamespace(dp=2, cp=1), _instances=1)
+    monkeypatch.setattr(core.MegatronCoreHost, "sharded", divided)
+    monkeypatch.setattr(core, "get_current_global_batch_size", lambda: None)
+    assert host.admits(2) and host.admits(4) is not divided
+    parts: list[dict[str, Any]] = [{"scalars": {}}]
+    if not divided:
+        assert host.merged(parts) == parts[0]
+        return
+    with pytest.raises(ResumeError, match="rank 1: with parameters that FSDP divides the number of ranks"):
+        host.merged(parts)
+
+
+def test_a_checkpoint_of_divided_parameters_is_not_exported() -> None:
+    names = fsdp.without_names([torch.nn.Linear(1, 1)])
+    shares: Any = SimpleNamespace(folder="saved", indices=lambda: [SimpleNamespace(rank=0, names=names)])
+    with pytest.raises(UnsupportedError, match="saved: cannot be exported, because rank 0 .*FSDP"):
+        list(export._described(shares))

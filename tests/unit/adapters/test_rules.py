@@ -167,7 +167,8 @@ def test_what_deepspeed_takes_for_off_is_off(value: Any) -> None:
 def test_an_offload_of_no_part_is_one_of_a_part() -> None:
     """DeepSpeed makes all updates with another optimizer then."""
     settings = nested(f"{ZERO}.offload_optimizer", {"device": "cpu", "ratio": 0.0})
-    assert "offload of a part" in [one.rule.name for one in refused(findings(DEEPSPEED, settings))]
+    assert any(one.rule.name.startswith("offload of a part") for one in findings(DEEPSPEED, settings))
+    assert not refused(findings(DEEPSPEED, settings))
 
 
 @pytest.mark.parametrize("kind", ["MuonWithAuxAdam", "OnebitAdam"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -90,3 +92,27 @@ def test_the_host_copier_has_put_every_piece_in_place_when_it_returns() -> None:
 def test_a_device_that_cannot_be_captured_is_refused_by_name() -> None:
     with pytest.raises(InventoryError, match="meta"):
         copier_for(torch.device("meta"))
+
+
+class _Scaled(torch.Tensor):
+    """Stands for int8 values and their scale, as fp8 parameters do."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.of = values
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # type: ignore[override]
+        if operation is torch.ops.aten.detach.default:
+            return cls(given[0].of)
+        return operation(*(one.of * 0.5 if isinstance(one, cls) else one for one in given), **(named or {}))
+
+
+def test_a_tensor_that_stands_for_others_is_refused_by_name() -> None:
+    """The bytes of a copy were captured, and restored into one: training went on with what it had."""
+    parameter = torch.nn.Parameter(_Scaled(torch.ones(4, dtype=torch.int8)), requires_grad=False)
+    with pytest.raises(InventoryError, match="item 'w' is a _Scaled, which stands for other tensors"):
+        flat_bytes("w", parameter)

@@ -70,8 +70,9 @@ class TrainerClient:
     def tensors(self) -> list[Any]:
         """What the ranks hold of parameters, and the optimizer's tensors."""
         held = [getattr(one, "ds_tensor", one) for one in self._engine.module.parameters()]
-        inner = state.inner(self._engine.optimizer)
-        return [*held, *(one for group in inner.param_groups for one in group["params"]), *optimizer_tensors(inner)]
+        updating = state.updating(self._engine.optimizer)
+        given = (one for each in updating for group in each.param_groups for one in group["params"])
+        return [*held, *given, *(one for each in updating for one in optimizer_tensors(each))]
 
     def end(self) -> None:
         self._clients.trained(self)
