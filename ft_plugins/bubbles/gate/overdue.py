@@ -20,7 +20,7 @@ class OverdueFrames:
     On a busy machine a frame takes far longer than its bytes take on the link, and one four times larger at most twice
     as long. On a slow link it takes four times as long. So a small one and a large one are measured; again after
     `retry_frames` usual ones, or after _STRIKES large ones in a row that took long after all. Two that are stuck may
-    look like a slow link, so what counts of it is the quickest of the recent frames that are no small ones."""
+    look like a slow link, so its speed is taken from the quickest of the recent frames that are no small ones."""
 
     large: bool = False
     small: tuple[int, int] | None = None  # bytes and nanoseconds of a smaller frame
