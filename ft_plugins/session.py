@@ -392,8 +392,6 @@ class Session:
         """`unaware`: why some ranks may not know that this one no longer captures; '' if all do."""
         self._reft = None
         self._loss.begin()
-        if self.measured is not None:
-            self.measured.release_gate()
         reason = str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}"
         if unaware:
             reason += (
@@ -406,6 +404,9 @@ class Session:
             max_steps=self._config.max_unprotected_steps,
             echo=isinstance(error, PeerDegraded),
         )
+        if self.measured is not None:
+            with contextlib.suppress(Exception):  # a device that has failed
+                self.measured.release_gate()  # after what was said: it waits for the stream
 
 
 def attach(

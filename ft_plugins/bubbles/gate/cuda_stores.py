@@ -27,6 +27,8 @@ class CudaStores:
     def store(self, words: Words, at: int) -> None:
         source = torch.from_numpy(words.view(np.int64).copy())
         if self._device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():  # a graph would store this opening again at each replay
+                return
             source = source.pin_memory()  # torch's allocator keeps it until the copy is through
         staged = torch.empty_like(source, device=self._device)
         staged.copy_(source, non_blocking=True)

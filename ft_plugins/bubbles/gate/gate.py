@@ -49,6 +49,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ...events import say
 from ...model.timeline import COMPUTE, Kind
 from ..bubble_plan import SenderPlan
 from ..filling import Grant
@@ -152,6 +153,7 @@ class Gate:
         self._clock_ns = clock_ns
         self._stores: StreamStores | None = None
         self._number = 0  # of the last opening given to `_stores`
+        self._failed = False  # a store of theirs
         self._looked_ns = 0
         self._arrived = (-1, 0, 0)  # number of the device's opening read last, when it was first seen, the look before
 
@@ -174,8 +176,8 @@ class Gate:
         sealed = _SEALED.pack(number, iteration, bubble, min(len(grants), WINDOWS) | flag, *flat)
         seal = xxhash.xxh3_64_intdigest(sealed)
         if self._stores is not None:
-            self._number = number
-            self._stores.store(np.frombuffer(sealed + seal.to_bytes(8, sys.byteorder), dtype=np.uint64), _NUMBER)
+            if self._store(np.frombuffer(sealed + seal.to_bytes(8, sys.byteorder), dtype=np.uint64), _NUMBER):
+                self._number = number
             return
         self._bytes[:] = sealed
         self._words[_SEAL] = seal
@@ -190,7 +192,20 @@ class Gate:
         if self._stores is None:
             self._words[_CLOSED] = self._words[_NUMBER]
         else:
-            self._stores.store(np.array([self._number], dtype=np.uint64), _CLOSED)
+            self._store(np.array([self._number], dtype=np.uint64), _CLOSED)
+
+    def _store(self, words: Words, at: int) -> bool:
+        """Whether the device makes a store. One that has no memory left leaves the gate as it is: an opening ends by
+        its deadlines, and copies go at a rate; training goes on."""
+        assert self._stores is not None
+        try:
+            self._stores.store(words, at)
+        except Exception as error:
+            if not self._failed:
+                self._failed = True
+                say(f"the device could not open its gate, so that copies wait or go at a rate: {error}", alarm=True)
+            return False
+        return True
 
     @property
     def by_device(self) -> bool:
@@ -262,8 +277,8 @@ class Gate:
 
     def _seen(self, number: int, windows: _Windows, looked_ns: int) -> _Windows:
         """The windows of a device's opening, by this reader's looks; bytes as the link carries in what is left."""
-        if number != self._arrived[0]:
-            self._arrived = number, self._looked_ns, looked_ns
+        if number != self._arrived[0]:  # not the time before it was read: this process may have been suspended since
+            self._arrived = number, self._clock_ns(), looked_ns
         _, now, before = self._arrived
         cut = [(now + begin, max(now + begin, before + end), end - begin, nbytes) for begin, end, nbytes in windows]
         return tuple((begin, end, nbytes * (end - begin) // max(1, whole)) for begin, end, whole, nbytes in cut)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ...model.pacer import NO_DEADLINE, Allowance
 from ..bubble_plan import LARGEST_RATE_DUTY
 from ..round_trips import RoundTrips
-from .gate import STEADY, Opening
+from .gate import HELD, STEADY, Opening
 from .overdue import OverdueFrames
 from .pacing_limits import PacingLimits
 from .window_use import Fullness, Shortened, WindowKey
@@ -288,7 +288,7 @@ def _starved(state: PacingState, sight: GateSight, now: int) -> bool:
 
 
 def _is_held(opening: Opening | None, now: int) -> bool:
-    return opening is not None and stands(opening, now) and not any(window[2] for window in opening.windows)
+    return opening is not None and opening.bubble == HELD and stands(opening, now)
 
 
 def _in_opening(

@@ -57,6 +57,7 @@ class MetricsEndpoint:
             return
         try:
             self._server = _Server(place, self.text)
+            self._failure = ""
         except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
             reason = f"{place[0]}, port {place[1]}: {getattr(error, 'strerror', None) or error}"
             if reason != self._failure:

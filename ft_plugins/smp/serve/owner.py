@@ -435,11 +435,11 @@ class SnapshotProcess:
             if names != self._removed:
                 kind = catalogue.SEGMENTS_REMOVED if names else catalogue.SEGMENTS_RECOVERED
                 reason = words or "every segment has its file again, or the ranks have started without it"
+                with suppress(OSError):  # first, for an SMP that takes the place of one that dies here
+                    files.write_json(self._run_dir / _REMOVED, [str(path) for path in removed])
                 self._events.emit(kind, paths=[str(path) for path in removed], reason=reason)
                 self._alarms.say("files", kind, reason)
                 self._removed = names
-                with suppress(OSError):  # for an SMP that takes this one's place
-                    files.write_json(self._run_dir / _REMOVED, [str(path) for path in removed])
         finally:
             self._lock.release()
 
@@ -482,7 +482,7 @@ class SnapshotProcess:
         try:
             with suppress(AttributeError, OSError):  # a segment that is closed already
                 self._look(always=True)
-            self._metrics.close()
+            self._metrics.become(None)
             self._tier.close()
             self._spare_client.forget()
             self._spare_server.forget()

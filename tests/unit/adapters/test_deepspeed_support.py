@@ -51,7 +51,6 @@ def test_what_is_followed_passes() -> None:
         ({"has_moe_layers": True, "expert_parallel": True}, "AutoEP (expert_parallel)"),
         ({"zero": {"offload_optimizer": SimpleNamespace(device="nvme")}}, "offload_optimizer.device nvme"),
         ({"zero": {"offload_param": SimpleNamespace(device="nvme")}}, "zero_optimization.offload_param.device nvme"),
-        ({"zero": {"offload_optimizer": SimpleNamespace(device="cpu", ratio=0.5)}}, "offload_optimizer.ratio"),
         ({"zero": {"mics_shard_size": 2}}, "MiCS"),
         ({"zero_hpz_partition_size": 2}, "hpZ"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),

@@ -222,3 +222,50 @@ def test_an_opening_is_the_one_that_the_host_would_have_made() -> None:
         late = reader.read()
     windows = ((42 * MS, 42 * MS, 0), (42 * MS, 42 * MS, 0))
     assert late == Opening(1, 5, 1, windows), "who has not looked before the edge knows no deadline"
+
+
+def test_a_device_without_memory_leaves_the_gate_closed_and_training_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    class Full:
+        def store(self, words: object, at: int) -> None:
+            raise RuntimeError("out of memory")
+
+        def close(self) -> None:
+            pass
+
+    gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
+    gate.follow(Full())
+    keeper = Gatekeeper(gate, SenderPlan(Transfer(0, 0, 1, 1, NBYTES), (), grants(), 1.0, 1.0))
+    for iteration in range(2):
+        keeper.iteration_begin(iteration)
+        keeper.begin(Kind.FORWARD)
+        keeper.end(Kind.FORWARD)
+        assert gate.read() is None
+        keeper.iteration_end()
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("the device could not open its gate") == 1
+
+
+def test_a_reader_that_was_suspended_while_it_looked_counts_from_when_it_saw_the_opening() -> None:
+    class Suspended(Clock):
+        """The reader's process stands still right after it has read the time."""
+
+        after = 0
+
+        def __call__(self) -> int:
+            now = super().__call__()
+            self.now, self.after = self.now + self.after, 0
+            return now
+
+    clock = Suspended()
+    device = Device(clock)
+    gate = Gate(device.memory, clock)
+    with Queued(device.training):
+        gate.follow(CudaStores(gate.memory, CPU, device))
+    reader = Gate(device.memory, clock)
+    assert reader.read() is None
+    with Queued(device.training):
+        gate.open([Grant(0, 0, 0.01, 0.2, NBYTES)], 0, 0)
+    device.run_to(5 * MS)
+    clock.after = 60 * MS
+    opening = reader.read()
+    assert opening is not None and opening.windows[0][0] == 75 * MS

@@ -24,7 +24,8 @@ def played(schedule: PipelineSchedule, latencies: Sequence[float], chunks: int =
     return simulate(pipeline, times, eager=True)
 
 
-@pytest.mark.parametrize("schedule", PLAIN)
+# not Chimera's, which no framework runs: its messages go both ways
+@pytest.mark.parametrize("schedule", [one for one in PLAIN if one is not PipelineSchedule.CHIMERA])
 @pytest.mark.parametrize("seconds", [0.002, 0.03])
 def test_what_messages_take_is_found_in_every_schedule(schedule: PipelineSchedule, seconds: float) -> None:
     found = traffic(played(schedule, [seconds]), ONE)
