@@ -21,12 +21,15 @@
     └── PatchError             a patch of an upstream framework no longer applies
 
 `EXIT_REFUSED` is the exit status of a worker that ended with an `FtError` that a restart cannot cure; the agent does
-not restart after it.
+not restart after it. `EXIT_DRAINED` is that of an ft-run that has left a job which goes on.
 """
 
 import re
 
 EXIT_REFUSED = 78  # EX_CONFIG of sysexits.h
+# Not 0, else who started it would take the whole job for complete; and more than any signal's (128 + 64), because from
+# 128 on a PyTorchJob starts the pod again, and fails the job below.
+EXIT_DRAINED = 199
 _WORD, _MESSAGE = 300, 4000  # characters of a word and of a message that are shown
 
 

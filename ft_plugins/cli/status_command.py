@@ -34,6 +34,7 @@ _SHORTEST, _LONGEST = 0.1, 86400.0  # seconds
 EPILOG = """\b
 states:
   ENDED        ft-run has ended and left how; or it is not known how
+  DRAINED      this node was drained: the job goes on without it
   REFUSED      ft-run has ended because a restart cannot help
   STARTING     the ranks start, or start again after a failure
   TRAINING     all ranks of this node train

@@ -77,9 +77,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan(
-    argv: Sequence[str], uid: int, folder: str, host: str, environment: Mapping[str, str] | None = None
-) -> Plan:
+def plan(argv: Sequence[str], uid: int, folder: str, host: str, environment: Mapping[str, str] | None = None) -> Plan:
     """Parse a command line given by user `uid` in `folder` on `host`. `environment`: where Slurm's variables are, if
     anywhere. Raises ConfigError, SystemExit."""
     config, words = Config.from_flags(argv, whole=False)
@@ -310,8 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + error.sigval
     if outcome.status == "drained":
         print(f"ft-run: {outcome.reason}{where}", file=sys.stderr)
-    if outcome.exit_status == 0:
-        return 0
+    if outcome.status in ("succeeded", "drained"):
+        return outcome.exit_status
     try:
         _raise_for(outcome, planned.torch.training_script)
     except FtError as error:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
-from ..errors import EXIT_REFUSED, ConfigError, FtError, ProtectionError
+from ..errors import EXIT_DRAINED, EXIT_REFUSED, ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink
 from ..recovery.resize import sizes
 from ..smp.serve import leftovers
@@ -68,7 +68,8 @@ class Outcome:
     @property
     def exit_status(self) -> int:
         """With which ft-run ends."""
-        return {"succeeded": 0, "drained": 0, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}.get(self.status, 1)
+        statuses = {"succeeded": 0, "drained": EXIT_DRAINED, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}
+        return statuses.get(self.status, 1)
 
     def raise_for_failure(self, name: str) -> None:
         """Raise torch's ChildFailedError if workers failed, so that `record` copies the error."""

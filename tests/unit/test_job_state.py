@@ -84,6 +84,13 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             "when the job is over on all nodes: ft-plugins end j",
         ),
         (
+            replace(KEPT, note=ended("drained", 199, "node n is drained after iteration 41")),
+            State.DRAINED,
+            "30 s ago, drained, exit status 199: node n is drained after iteration 41; iteration 41 in memory is kept "
+            "for another 29.5 min",
+            "when the job is over on all nodes: ft-plugins end j",
+        ),
+        (
             replace(KEPT, note=ended("signalled", 143, "by SIGTERM")),
             State.ENDED,
             "30 s ago, signalled, exit status 143: by SIGTERM; iteration 41 in memory is kept for another 29.5 min",
@@ -149,6 +156,6 @@ def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Pa
 
 
 def test_only_what_ft_run_does_not_mend_by_itself_needs_a_restart_of_the_container() -> None:
-    mended = {State.STARTING, State.TRAINING, State.WAITING, State.HUNG}
+    mended = {State.STARTING, State.TRAINING, State.WAITING, State.DRAINED, State.HUNG}
     assert {state for state in State if not needs_restart(state, ft_run_alive=True)} == mended
     assert {state for state in State if not needs_restart(state, ft_run_alive=False)} == mended - {State.HUNG}

@@ -344,15 +344,15 @@ class RoundMachine:
 
     def _expects_any(self, last: int, now: float) -> bool:
         """Whether a node of the last round that does not wait yet is alive; not known of a round of other leaders that
-        this node does not remember."""
-        if last != self.roster.round:
+        this node does not remember. `last`: the newest in which a waiting node had a seat; spares alone had none."""
+        if last > self.roster.round:
             return False
         missing = (self.roster.members[self.roster.ranks[node]] for node in self._waiting.missing())
         return any(self._is_alive(place, now) for place in missing)
 
     def _is_alive(self, place: Place, now: float) -> bool:
         token = self._members.get(place.node)
-        if place.node in self._refused:
+        if place.node in self._refused or place.node == self._drained:
             return False
         if place.node == self._own or token and not self._alive.is_silent(token, now):
             return True

@@ -30,6 +30,7 @@ from ...transport.door import RejectedConnections
 from ...transport.serving import Served, Serving
 from ..exchange.traffic import step_back_session
 from ..watch import liveness
+from ..watch.job_history import was_drained
 from .owner import SnapshotProcess
 
 WATCH_SECONDS = 0.2  # maximum delay in noticing that another process is watched
@@ -159,7 +160,9 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
             was_alive = False
             orphaned_at = time.monotonic()
             events.emit(catalogue.SMP_ORPHANED, seconds=patience)
-            process.to_storage("orphaned")
+            last_written = was_drained(run_dir)  # the other nodes go on from it: they would not write their parts
+            if not last_written:
+                process.to_storage("orphaned")
         if not _is_there(run_dir, own) and not process.in_use:
             process.finish_alone("its run directory is gone", keep=True)
             return

@@ -41,6 +41,7 @@ from ..serve import job_file
 from ..serve.node_context import NodeContext
 from ..serve.requests import RebuildSlot, ReleaseSpare, SpareState
 from ..watch.hang import Stall
+from ..watch.job_history import was_drained
 from . import other_nodes
 from .node_driver import NodeDriver
 from .pinned import PinnedVersions
@@ -337,7 +338,8 @@ class NodeTier:
     def declare_lost(self, token: int, lost: list[str]) -> None:
         """Notify the agent that these are lost, so that the workers of incarnation `token` restart."""
         self.restart_workers(token, lost)
-        self._events.emit(catalogue.NODE_LOST, lost=lost)
+        if not was_drained(self._run_dir):  # else it is this node that is not in the job any more
+            self._events.emit(catalogue.NODE_LOST, lost=lost)
 
     # ---- requests of other nodes' SMPs ----
 

@@ -233,6 +233,12 @@ def write_note(run_dir: Path, note: FtRunNote) -> None:
         files.write_json(run_dir / NOTE_FILE, asdict(note) | {"reason": note.reason[:_REASON]})
 
 
+def was_drained(run_dir: Path) -> bool:
+    """Whether the ft-run of this node has left the job, which goes on without it."""
+    note = read_note(run_dir)
+    return note is not None and note.status == "drained"
+
+
 def read_note(run_dir: Path) -> FtRunNote | None:
     """The note of a run directory; None if there is none, or its file is damaged."""
     try:

@@ -21,6 +21,7 @@ class State(str, Enum):
     """What a job does on this node."""
 
     ENDED = "ENDED"
+    DRAINED = "DRAINED"
     REFUSED = "REFUSED"
     STARTING = "STARTING"
     TRAINING = "TRAINING"
@@ -74,7 +75,7 @@ def needs_restart(state: State, ft_run_alive: bool) -> bool:
     itself, as long as it lives and its SMP answers."""
     if state is State.HUNG:
         return not ft_run_alive
-    return state not in (State.STARTING, State.TRAINING, State.WAITING)
+    return state not in (State.STARTING, State.TRAINING, State.WAITING, State.DRAINED)
 
 
 def _running(facts: JobFacts) -> JobState:
@@ -126,10 +127,11 @@ def _gone(facts: JobFacts) -> JobState:
     headline = f"{ago}, {note.status}, exit status {note.exit_status}"
     headline += f": {note.reason}" if note.reason else ""
     if note.status in ("succeeded", "drained"):
+        state = State.DRAINED if note.status == "drained" else State.ENDED
         if not facts.smp_answers and not facts.holds:
-            return JobState(State.ENDED, headline)
+            return JobState(state, headline)
         remedy = f"when the job is over on all nodes: {_drop(facts)}"
-        return JobState(State.ENDED, f"{headline}; {kept}", remedy)
+        return JobState(state, f"{headline}; {kept}", remedy)
     return JobState(State.ENDED, f"{headline}; {kept}", _resume(facts))
 
 

@@ -132,7 +132,11 @@ def failed(rank: int, message: str) -> ProcessFailure:
             78,
             ["ft_plugins: rank 1: bad"],
         ),
-        (Outcome("drained", "node b is drained after iteration 7"), 0, ["ft-run: node b is drained after iteration 7"]),
+        (
+            Outcome("drained", "node b is drained after iteration 7"),
+            199,
+            ["ft-run: node b is drained after iteration 7"],
+        ),
         (Outcome("failed", "another node ended the job"), 1, ["ft-run: another node ended the job"]),
     ],
     ids=lambda value: value.status if isinstance(value, Outcome) else "",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from ft_plugins.errors import EXIT_REFUSED, ConfigError
+from ft_plugins.errors import EXIT_DRAINED, EXIT_REFUSED, ConfigError
 from ft_plugins.launcher import command
 
 FOLDER = Path(__file__).parents[3] / "launch/kubernetes"
@@ -152,6 +152,7 @@ def test_a_pytorchjob_has_only_the_fields_that_its_controller_reads() -> None:
     (worker,) = job["spec"]["pytorchReplicaSpecs"].values()
     assert set(worker) == {"replicas", "restartPolicy", "template"}
     assert worker["replicas"] == NODES and worker["restartPolicy"] == "ExitCode"
+    assert EXIT_DRAINED >= 128, "below, a drained pod would fail the job"
     (container,) = worker["template"]["spec"]["containers"]
     assert container["name"] == "pytorch" and container["ports"][0]["name"] == "pytorchjob-port"
 
@@ -216,7 +217,7 @@ def test_a_refused_job_fails_and_an_evicted_pod_is_not_counted(name: str) -> Non
     assert by_action[0][0] == "Ignore" and by_action[0][1]["onPodConditions"][0]["type"] == "DisruptionTarget"
     assert all(rule["onExitCodes"]["containerName"] == container for _, rule in by_action[1:])
     codes = {action: rule["onExitCodes"]["values"] for action, rule in by_action[1:]}
-    assert EXIT_REFUSED in codes["FailJob"] and codes["Ignore"] == [143]
+    assert EXIT_REFUSED in codes["FailJob"] and codes["Ignore"] == [143, EXIT_DRAINED]
     assert not {1, 137} & {code for each in codes.values() for code in each}, "these are counted"
     assert spec["completionMode"] == "Indexed" and spec["template"]["spec"]["restartPolicy"] == "Never"
 

@@ -277,18 +277,20 @@ def test_nodes_and_spares_are_checked_before_each_round_and_one_that_fails_is_re
 def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_with_a_spare(
     start: Start, tmp_path: Path
 ) -> None:
-    folders = {name: tmp_path / name for name in "abc"}
+    folders = {name: tmp_path / name for name in "abcd"}
     for folder in folders.values():
         folder.mkdir()
     right = write_secret(tmp_path / "right", "what the nodes of this job know")
     wrong = write_secret(tmp_path / "wrong", "what no node of this job knows")
-    a, b, c = (
+    a, b, c, d = (
         start(at, name, nodes="2:2", wait_seconds=WAIT, run_dir=folders[name], secret_file=right)
-        for at, name in enumerate("abc", 1)
+        for at, name in enumerate("abcd", 1)
     )
     join(a, b)
     c.tell("join")
     wait_until(lambda: a.ask("present") == ["c"], WAIT, lambda: "the spare has not come")
+    d.tell("join")  # as many spares as nodes: they could be a round without a
+    wait_until(lambda: a.ask("present") == ["c", "d"], WAIT, lambda: "the second spare has not come")
     left = json.loads((folders["b"] / "rendezvous.json").read_text())
     (folders["c"] / "rendezvous.json").write_text(json.dumps({**left, "secret_file": str(wrong)}))
     with pytest.raises(ConnectionError):  # with another secret
@@ -302,7 +304,7 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     assert a.ask("num_nodes_waiting") == 0 and not a.ask("draining")
     b.ask("depart")
     b.ask("shutdown")
-    until(a, 1)
+    until(a, 2)
     assert a.tell("join").hear()["names"] == c.hear()["names"] == ["a", "c"]
     a.ask("no drain")
     assert control.drain(folders["a"], "c") == "of this job no node can leave"

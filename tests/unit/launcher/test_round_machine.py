@@ -159,7 +159,7 @@ class Model:
                 return True
             return self.answers[place.endpoint] == place.node if place.endpoint in self.answers else not token
 
-        return newest == self.roster.round and any(map(alive, missing))
+        return newest <= self.roster.round and any(map(alive, missing))
 
     def note_answers(self, answers: dict[str, str]) -> None:
         if self.phase is not Phase.COMPLETE:

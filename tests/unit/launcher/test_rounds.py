@@ -477,6 +477,53 @@ def test_a_node_that_is_drained_leaves_and_a_spare_takes_its_rank_at_once() -> N
     assert not rounds.gathering._failures
 
 
+@pytest.mark.parametrize("how", ["drained", "lost", "in silence"])
+def test_as_many_spares_as_nodes_wait_for_the_survivors_of_a_node_that_is_gone_before_these_come(how: str) -> None:
+    rounds = with_spares("x", "y", "z", wait=60)
+    rounds.silent = {"b/1"}
+    if how == "drained":
+        rounds.gathering.drain("b")
+        rounds.gathering.depart("b/1", rounds.now)
+    if how != "in silence":
+        rounds.gathering.hang_up("b/1", rounds.now)
+        rounds.pass_by(SILENCE + 1)
+        assert rounds.gathering.phase is Phase.OPEN, "a and c are alive: their ranks end"
+    rounds.come("a")
+    rounds.pass_by(SILENCE + 1)
+    assert rounds.gathering.phase is Phase.OPEN, "c is alive"
+    rounds.come("c")
+    rounds.pass_by(2)
+    assert rounds.members == ["a", "x", "c"] and rounds.gathering.waiting() == ["y", "z"]
+
+
+def test_spares_alone_wait_no_longer_than_they_may_for_survivors_that_live_and_do_not_come() -> None:
+    rounds = with_spares("x", "y", "z", wait=60)
+    rounds.gathering.drain("b")
+    rounds.silent = {"b/1"}
+    rounds.gathering.depart("b/1", rounds.now)
+    rounds.pass_by(58)
+    assert rounds.gathering.phase is Phase.OPEN
+    rounds.pass_by(4)
+    assert rounds.members == ["x", "y", "z"]
+    rounds = with_spares("x", "y", "z", wait=600)
+    rounds.silent = {"a/1", "b/1", "c/1"}
+    for token in rounds.silent:
+        rounds.gathering.hang_up(token, rounds.now)
+    rounds.pass_by(SILENCE + 3)
+    assert rounds.members == ["x", "y", "z"], "none of them lives"
+
+
+def test_a_leader_that_was_drained_itself_is_not_waited_for() -> None:
+    rounds = with_spares("x", wait=600)
+    rounds.gathering._own = "b"
+    rounds.gathering.drain("b")
+    rounds.silent = {"b/1"}
+    rounds.gathering.depart("b/1", rounds.now)
+    rounds.come("a", "c")
+    rounds.pass_by(2)
+    assert rounds.members == ["a", "x", "c"]
+
+
 def test_a_node_stays_where_its_drain_is_taken_back_or_the_spare_is_gone() -> None:
     for how in ("taken back", "spare gone", "node lost"):
         rounds = with_spares("d", wait=600)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command, slurm
+from ft_plugins.launcher.node_launch import Outcome
 
 STEP = {
     "SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "n[001-003,7],m2",
@@ -80,3 +83,39 @@ def test_a_heterogeneous_job_is_refused_unless_the_nodes_that_belong_together_ar
     found = plan(tmp_path, "--reft", "--nnodes", "6", "--rdzv-endpoint", "b:1", **het)
     assert (found.torch.nnodes, found.torch.rdzv_endpoint) == ("6", "b:1")
     assert plan(tmp_path, "--reft", **STEP, SLURM_HET_SIZE="").torch.nnodes == "5"
+
+
+# ---- launch/slurm/train.sbatch
+
+SCRIPT = Path(__file__).parents[3] / "launch/slurm/train.sbatch"
+DRAINED = str(Outcome("drained").exit_status)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "requeued", "status"),
+    [
+        (f"{DRAINED} 143", True, 1), (DRAINED, True, 1),  # the others are lost
+        (f"{DRAINED} 1 1", False, 1),  # it failed once more
+        (f"{DRAINED} 0 0", False, 0), (f"{DRAINED} 78", False, 78), ("143 143", True, 1), ("0 0", False, 0),
+    ],
+)  # fmt: skip
+def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
+    statuses: str, requeued: bool, status: int, tmp_path: Path
+) -> None:
+    """Slurm's commands are stand-ins: `srun` has each node end with one of these statuses."""
+    (tmp_path / "job.secret").write_text("secret")
+    commands = {
+        "srun": 'shift 2; for status in $STATUSES; do "${@:1:4}" sh -c "exit $status" & done; wait',
+        "scontrol": 'echo "$1" >> asked; echo "JobId=7 JobState=RUNNING Restarts=0"',
+    }
+    for name, line in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o700)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "STATUSES": statuses, "FT_SECRET": str(tmp_path / "job.secret"),
+        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my-job",
+        "SLURM_RESTART_COUNT": "1",
+    }  # fmt: skip
+    done = subprocess.run(["bash", SCRIPT, "train.py"], env=environment, cwd=tmp_path, timeout=600, check=False)
+    asked = (tmp_path / "asked").read_text().split() if (tmp_path / "asked").exists() else []
+    assert ("requeue" in asked, done.returncode) == (requeued, status)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.errors import EXIT_REFUSED
+from ft_plugins.errors import EXIT_DRAINED, EXIT_REFUSED
 
 UNIT = Path(__file__).parents[3] / "launch/systemd/ft-run@.service"
 
@@ -24,10 +24,11 @@ def test_systemd_accepts_every_line(tmp_path: Path) -> None:
     assert made.name not in done.stderr, done.stderr  # other units of this machine may have faults
 
 
-def test_a_refused_job_is_not_started_again_and_its_memory_outlives_the_unit() -> None:
+def test_a_refused_job_and_a_drained_node_are_not_started_again_and_its_memory_outlives_the_unit() -> None:
     unit = configparser.RawConfigParser(strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string(UNIT.read_text())
     service = unit["Service"]
     assert int(service["RestartPreventExitStatus"]) == EXIT_REFUSED and service["Restart"] == "on-failure"
+    assert int(service["SuccessExitStatus"]) == EXIT_DRAINED
     assert service["KillMode"] == "process" and service["RuntimeDirectoryPreserve"] == "yes"

@@ -30,6 +30,7 @@ from ft_plugins.smp.serve.client import Client, ensure
 from ft_plugins.smp.serve.process import SnapshotProcess
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.smp.watch import liveness
+from ft_plugins.smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ft_plugins.snapshot.segment import paths
 from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
@@ -728,6 +729,25 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
     waiting.join(SECONDS)
     assert daemon.ended.is_set() and not waiting.is_alive()
     assert paths.segments_of(job, "n") == []
+
+
+@pytest.mark.parametrize("status", ["drained", "signalled"])
+def test_the_smp_of_a_drained_node_takes_no_part_in_the_job_any_more(
+    status: str, job: str, tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, seen, asked = Events(), list[str](), list[str]()
+    events.subscribe(lambda event: seen.append(event.name))
+    daemon = SnapshotProcess(tmp_path, job, "n", events)
+    monkeypatch.setattr(daemon, "to_storage", lambda reason: asked.append(reason))
+    daemon.answer({"do": "watch", "pid": sleeper.pid, "detect_seconds": 600})
+    write_note(tmp_path, FtRunNote(FtRunPhase.ENDED, "it is over", status))
+    sleeper.kill()
+    sleeper.wait(SECONDS)
+    daemon.orphan_seconds = 0.0
+    daemon._tier.declare_lost(daemon.token, ["node m"])
+    process._run_until_end(daemon, events, 0.0, tmp_path)
+    assert asked == ([] if status == "drained" else ["orphaned", "before removal"])
+    assert ("node.lost" in seen) == (status != "drained")
 
 
 def test_an_orphan_whose_run_directory_is_gone_ends_at_once_and_another_smp_adopts_its_segments(
