@@ -10,6 +10,7 @@ from .pacing_limits import PacingLimits
 
 GROWTH = 4  # of the larger frame that is measured
 _STRIKES = 3
+_FORGOTTEN = 64  # small frames, after which nobody knows how fast the link is by now
 _LARGE_FRAMES = 8  # on a busy machine most frames wait for a processor, hardly ever all of so many
 
 
@@ -26,12 +27,16 @@ class OverdueFrames:
     small: tuple[int, int] | None = None  # bytes and nanoseconds of a smaller frame
     waits: int = 0  # usual frames until a larger one is tried
     strikes: int = 0
+    _small: int = 0  # small frames since a larger one
     _per_byte: deque[float] = field(default_factory=lambda: deque(maxlen=_LARGE_FRAMES))  # of such frames
 
     def seen(self, nbytes: int, took: int, most: int) -> None:
         """Record any frame of a planned link; one that is too small may be quick on a slow link, too."""
-        if nbytes >= most // GROWTH:
+        self._small = 0 if nbytes >= most // GROWTH else self._small + 1
+        if not self._small:
             self._per_byte.append(max(1, took) / nbytes)
+        elif self._small >= _FORGOTTEN:
+            self._per_byte.clear()
 
     @property
     def per_byte(self) -> float:
