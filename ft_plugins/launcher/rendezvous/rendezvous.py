@@ -137,10 +137,12 @@ class Rendezvous(RendezvousHandler):
             say(reason, alarm=True, who="ft-run: ")
 
     def _report_gone(self, before: list[str]) -> None:
-        """Say which nodes of the round before, by rank, are not in this one: the first one that is in both does."""
+        """Say which nodes of the round before, by rank, are no longer there: the first one that is in both does."""
         now = self.members
         stay = set(before) & set(now)
-        gone, new = ([name for name in names if name not in stay] for names in (before, now))
+        known = stay.union(place.node for place in self._node.roster_file.roster.spares)  # one may give up its place
+        gone = [name for name in before if name not in known]
+        new = [name for name in now if name not in stay]
         if gone and self._node.me.node == next((name for name in before if name in stay), ""):
             asked = [name for name in gone if name == self._join.asked]
             self.events.emit(catalogue.NODE_REPLACED, gone=gone, new=new, asked=asked)
