@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..model.timeline import Bubble, SenderFacts, Timeline
+from ..model.timeline import bubbles as bubbles_of
 from ..redundancy.neighbour import NeighbourCopy
 from .layers import LayerPart, fill
 from .share import share
@@ -219,6 +220,13 @@ def offers(
                 transfers[at], own, edges, timeline.opens_at(-1), windows, used, first, every, most, seconds
             )
     return [made[at] for at in range(len(transfers))]
+
+
+def host_leaves_early(timeline: Timeline) -> bool:
+    """Whether a host that runs ahead of its device passes half of its bubbles' time or more before the device."""
+    own = bubbles_of(timeline)
+    idle = sum(one.seconds for one in own)
+    return bool(timeline.leads) and idle > 0 and 2 * sum(one.seconds for one in _open(timeline, own)) <= idle
 
 
 def _open(timeline: Timeline, own: Sequence[Bubble]) -> Sequence[Bubble]:

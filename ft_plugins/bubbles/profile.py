@@ -106,10 +106,11 @@ class Profiler:
         sender: Callable[[], SenderFacts] = SenderFacts,
         traffic: Callable[[], int] = int,
         readers: Readers = lambda: None,
+        gated: Callable[[Timeline], Timeline] = lambda own: own,
     ) -> None:
         """`on_profile` returns a number, 0 or more; `on_agreed` receives those of all ranks, by rank, an iteration
         later. `sender` is called once per profile, `traffic` at both ends of a recorded iteration. `readers`: who reads
-        which timelines; None if every rank gets all."""
+        which timelines; None if every rank gets all. `gated`: this rank's timeline, as its gate follows it."""
         self._rank = rank
         self._recorder = recorder
         self._collective = collective
@@ -132,6 +133,7 @@ class Profiler:
         self._disturbed = False
         self._left_out: list[int] = []  # iterations that were disturbed
         self._readers = readers
+        self._gated = gated
         self._exchange: TimelineExchange | None = None
         self._summaries: list[RankSummary] = []
         self._pending: GatherResult | None = None
@@ -219,15 +221,15 @@ class Profiler:
     def _own_summary(self) -> tuple[RankSummary, bytes]:
         """What this rank sends to all, and its packed timeline; b"" if there is none."""
         facts: tuple[Any, ...] = ()
+        timelines = [timeline for _, timeline in self._recorded]
         try:
             facts = astuple(self._sender())
+            usual = self._gated(median(timelines)) if timelines else None
         except Exception as error:
             self._failure = self._failure or self._described(error)
-        if self._failure or not self._recorded:
+        if self._failure or usual is None:
             return RankSummary(self._failure), b""
-        timelines = [timeline for _, timeline in self._recorded]
         stray = sorted([*(self._recorded[index][0] for index in strays(timelines)), *self._left_out])
-        usual = median(timelines)
         return RankSummary("", stray, reductions(usual), facts), msgpack.packb(pack(usual))
 
     def _described(self, error: Exception) -> str:

@@ -572,6 +572,7 @@ BUBBLES_PLANNED = EventType(
     reason=Field("str", "why no bubble carries the copy; empty if one does"),
     message_seconds=Field("float", "longest message of training on the link", "s"),
     link_mbps=Field("float", "speed of the link", "Mbit/s"),
+    by_device=Field("bool", "whether the device opens the gate, because the host runs ahead of it"),
 )  # fmt: skip
 TIMELINE_RECORDED = EventType(
     "timeline.recorded", NOTICE, "One iteration of a rank and what is planned in it, for pictures.",

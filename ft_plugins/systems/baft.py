@@ -15,9 +15,9 @@ Planning is in the step path. If the ranks of a stage fill whole nodes, two or t
 is planned as fast as a small one; otherwise as many nodes as a stage has may be linked.
 
 Invariant: in the step path there is no send, no lock and no process group: a count at each span, and at the ends of
-bubbles a few stores into shared memory. A plan changes only when bytes are sent. While a plan no longer fits, the gate
-opens only at planned spans, for no longer than planned, and not at those that are further off than
-`gate.edge_tolerance`: fewer bytes go, or later, never more.
+bubbles a few stores into shared memory, or copies given to the device that make them. A plan changes only when bytes
+are sent. While a plan no longer fits, the gate opens only at planned spans, for no longer than planned, and, opened by
+the host, not at those that are further off than `gate.edge_tolerance`: fewer bytes go, or later, never more.
 
 In: spans of this rank from the host, the job's profile, its copies, the speed of links. Out: openings of the gate; a
 `bubbles.planned` event per plan.
@@ -25,20 +25,22 @@ In: spans of this rank from the host, the job's profile, its copies, the speed o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..bubbles.bubble_plan import BubblePlan, SenderPlan, plan_bubbles
-from ..bubbles.filling import Grant, Granularity, transfers_of
-from ..bubbles.gate.gate import STEADY, Gate, Gatekeeper, edge_tolerance
+from ..bubbles.filling import Grant, Granularity, host_leaves_early, transfers_of
+from ..bubbles.gate.gate import STEADY, Gate, Gatekeeper, StreamStores, Words, edge_tolerance
 from ..bubbles.gate.pacing_limits import least_bytes
 from ..bubbles.timeline.messages import Traffic, traffic
 from ..bubbles.timeline.timeline_readers import TimelineReaders
 from ..bubbles.windows import SHORTEST_SECONDS, Reserve
 from ..config import BaftConfig
-from ..events import Events, catalogue
-from ..model.timeline import Kind, Profile
+from ..errors import FtError
+from ..events import Events, catalogue, say
+from ..model.timeline import Kind, Profile, Timeline
 from ..redundancy.neighbour import NeighbourCopy, NeighbourPlan
 
 HOLD_SECONDS = 120.0  # after which a held gate is released if its trainer died; renewed at half of it
@@ -52,13 +54,16 @@ class Baft:
 
     def __init__(
         self, rank: int, config: BaftConfig, events: Events, pipelines: Sequence[Sequence[int]] = (),
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        clock_ns: Callable[[], int] = time.monotonic_ns, stores_in: Callable[[Words], StreamStores] | None = None,
     ) -> None:  # fmt: skip
+        """`stores_in`: stores of the device in a gate's memory; None where the host computes."""
         self._rank = rank
         self._config = config
         self._events = events
         self._pipelines = pipelines
         self._clock_ns = clock_ns
+        self._stores_in = stores_in
+        self._stores: StreamStores | None = None  # of the device, if it opens the gate
         self._gate: Gate | None = None
         self.copies: NeighbourPlan | None = None  # of all ranks, while a gate is used
         self.readers: TimelineReaders | None = None  # of each rank's timeline, while a gate is used
@@ -73,6 +78,7 @@ class Baft:
     def use_gate(self, gate: Gate, copies: NeighbourPlan, links: Mapping[int, float] | None = None) -> None:
         """Send the copies of this rank by `gate` from now on. `links`: bytes per second by position, as measured; a
         configured speed takes precedence."""
+        self.release_gate()
         self._gate, self.copies = gate, copies
         self.drop_plan()
         self._links = dict(links or {})
@@ -82,7 +88,9 @@ class Baft:
     def release_gate(self) -> None:
         """Close the gate and use it no more: its memory may be unmapped."""
         self.drop_plan()
-        self._gate = self.copies = self.readers = None
+        if self._stores is not None:
+            self._stores.close()
+        self._stores = self._gate = self.copies = self.readers = None
 
     def drop_plan(self) -> None:
         """Close the gate; copies are rate-limited until there is another profile."""
@@ -90,6 +98,18 @@ class Baft:
             self._gate.close()
             self._gate.plan(0, 0.0, 0.0)
         self._keeper = self._planned = None
+
+    def gated(self, own: Timeline) -> Timeline:
+        """This rank's timeline as its gate follows it: if the host leaves bubbles before its device is there, the
+        device opens the gate from now on, and how far ahead the host is no longer counts."""
+        gate = self._gate
+        if gate is not None and not gate.by_device and self._stores_in is not None and host_leaves_early(own):
+            try:
+                self._stores = self._stores_in(gate.memory)
+                gate.follow(self._stores)
+            except FtError as error:
+                say(f"rank {self._rank}: {error}; the host opens the gate")
+        return replace(own, leads=()) if gate is not None and gate.by_device else own
 
     @property
     def moved(self) -> int:
@@ -134,14 +154,14 @@ class Baft:
         by_rate, speeds = bool(own.reason), self._link_speeds()
         self._keeper = Gatekeeper(
             self._gate, _steady(own, plan.seconds) if by_rate else own, steady=by_rate,
-            clock_ns=self._clock_ns, tolerance=edge_tolerance(plan.seconds),
+            clock_ns=self._clock_ns, tolerance=math.inf if self._gate.by_device else edge_tolerance(plan.seconds),
         )  # fmt: skip
         self._gate.plan(plan.iterations, plan.seconds, own.link_rate)
         self._events.emit(
             catalogue.BUBBLES_PLANNED, iterations=plan.iterations, seconds=plan.seconds, bytes=own.transfer.nbytes,
             idle_seconds=own.idle_seconds, shared_seconds=own.shared_seconds, fill_bytes=plan.fill_bytes,
             fill_layers=plan.fill_layers, granularity=plan.granularity.value, reason=own.reason,
-            message_seconds=self._message_seconds,
+            message_seconds=self._message_seconds, by_device=self._gate.by_device,
             link_mbps=round(8e-6 * (speeds if isinstance(speeds, float) else speeds[own.transfer.source]), 1),
         )  # fmt: skip
         return plan

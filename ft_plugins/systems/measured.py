@@ -13,10 +13,12 @@ iteration's time, printed by rank 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from ..bubbles.bubble_plan import BubblePlan
+from ..bubbles.gate.cuda_stores import CudaStores
 from ..bubbles.gate.gate import Gate
 from ..bubbles.profile import Profiler, Profiling, ProfilingPhase
 from ..bubbles.timeline.record import EdgeFanout, Recorder, clock_of
@@ -44,11 +46,17 @@ class Measurement:
         self._ended_iteration = 0
         device = next((tensor.device for tensor in host.tensors().values()), torch.device("cpu"))
         recorder = Recorder(host.rank, clock_of(device))
-        self.baft = Baft(host.rank, config, events, pipelines(host.topology())) if config is not None else None
+        stores = partial(CudaStores, device=device) if device.type == "cuda" else None
+        self.baft = (
+            Baft(host.rank, config, events, pipelines(host.topology()), stores_in=stores)
+            if config is not None
+            else None
+        )
         self.edges: Edges = recorder if self.baft is None else EdgeFanout(self.baft, recorder)
         self._profiler = Profiler(
             host.rank, recorder, collective, settings, self._planned, self._agreed, self._ended, sender, self._traffic,
             lambda: self.baft.readers if self.baft is not None else None,
+            lambda own: self.baft.gated(own) if self.baft is not None else own,
         )  # fmt: skip
 
     @property

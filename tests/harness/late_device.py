@@ -79,9 +79,14 @@ class Queued(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_:
             assert kwargs == {"non_blocking": True}, "else the host waits in the middle of a bucket"
-            self._stream.give(lambda: args[0].copy_(args[1]))
+            self._stream.give(lambda: self._copy(args[0], args[1]))
             return args[0]
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction():  # the stream may come here where copies are given to one
+            target.copy_(source)
 
 
 class LateDevice:

@@ -24,6 +24,7 @@ TAU = 3
 LOCAL = ("--sync-policy", "edit", "--sync-tau", str(TAU), "--sync-warmup", "2", "--sync-penalty-warmup", "1")
 EVERY = ("--reft", "--reft-versions", "every")
 AVERAGED = ("--paft", "--paft-mode", "sync", "--paft-h", "4")
+LINK_MBPS = "400"  # measured on a busy machine, it may be so low that a copy takes longer than the job
 DRIFTING = "update.gradients@rank=2:gauss=0.001"  # what averaging is for: replicas of one parameter differ
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -51,7 +52,8 @@ def test_a_lost_node_gets_its_replicas_own_state_from_copies_in_bubbles(
     protection: tuple[str, ...], committed: int,
 ) -> None:  # fmt: skip
     noise = DRIFTING if system is AVERAGED else ""
-    run = SHAPE.run(framework, tmp_path / "run", ("--baft", *protection, *system), protected=True).armed(noise)
+    baft = ("--baft", "--baft-link-mbps", LINK_MBPS)
+    run = SHAPE.run(framework, tmp_path / "run", (*baft, *protection, *system), protected=True).armed(noise)
     with MultiNodeJob(jobs, run, 4, hosts) as job:
         job.start_all()
         job.until_committed(committed)

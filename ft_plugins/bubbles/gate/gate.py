@@ -21,6 +21,11 @@ wake the waiters (`FutexWord`).
 The gate is in the header page of the rank's segment, between words and fingerprint. Trainer and SMP map it anyway, so
 there is nothing more to create, find or clean up.
 
+Where the host runs ahead of its device, the device opens and closes the gate (`Gate.follow`): the same bytes are copied
+in the order of its stream, with times since the edge instead. A reader counts begins from when it first sees such an
+opening and deadlines from its look before that, between which the edge was; so it never uses a bubble for longer than
+planned, and hardly at all if it was not looking. Nothing wakes it, so it looks every `POLL_SECONDS`.
+
 A wait uses the kernel's futex, on the low half of an 8-byte word. The waiter passes the value it has seen, so a change
 between reading and waiting is not missed. It ends when the word has changed and was woken, or at its timeout, or
 earlier. Without futex (not Linux, another processor) the caller polls every `POLL_SECONDS`, and waking does nothing.
@@ -38,6 +43,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +66,13 @@ _MOVED, _PLANNED, _PERIOD, _LINK_RATE = range(_SEAL + 1, _SEAL + 5)
 GATE_BYTES = 8 * (_LINK_RATE + 1)
 _READS = 3  # attempts at a gate that is being written
 _NUMBERS = 1 << 63
+_BY_DEVICE = 1 << 63  # in `count`: times are since the edge; in `period`: no opening wakes waiters
 STEADY = _NUMBERS - 1  # instead of a bubble's number: a rate is granted, outside bubbles
 HELD = _NUMBERS - 2  # nothing is granted
 EDGE_TOLERANCE = 0.05  # of an iteration: a bubble that begins earlier or later than planned by more is not used
 EDGE_SECONDS = 0.25  # the least tolerance, for short iterations: a busy host may be late by that at any time
 Buffer = npt.NDArray[np.uint8]
+_Windows = tuple[tuple[int, int, int], ...]
 
 
 class _Time(ctypes.Structure):
@@ -121,28 +129,56 @@ class Opening:
     windows: tuple[tuple[int, int, int], ...]
 
 
+class StreamStores(Protocol):
+    """Stores that a device makes."""
+
+    def store(self, words: Words, at: int) -> None:
+        """Store `words` at place `at` of the gate once the stream in use comes there; does not wait."""
+        ...
+
+    def close(self) -> None:
+        """Wait for all stores; the memory may be unmapped then."""
+        ...
+
+
 class Gate:
     """The gate of one rank. Only its trainer opens and closes it, only its node's SMP counts moves; any process reads.
     `buffer` has GATE_BYTES, aligned to 8."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._words = buffer[:GATE_BYTES].view(np.uint64)
         self._opened = FutexWord(self._words, _NUMBER)
         self._bytes = memoryview(buffer[8 * _NUMBER : 8 * _SEAL])  # type: ignore[arg-type]
+        self._clock_ns = clock_ns
+        self._stores: StreamStores | None = None
+        self._number = 0  # of the last opening given to `_stores`
+        self._looked_ns = 0
+        self._arrived = (-1, 0, 0)  # number of the device's opening read last, when it was first seen, the look before
+
+    def follow(self, stores: StreamStores) -> None:
+        """Have all later openings and closings made by a device, in the order of its stream."""
+        self.close()
+        self._number, self._stores = self.openings, stores
 
     def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:
         """Open for a bubble that began at `now_ns`, with its `grants`, WINDOWS at most."""
-        number = (int(self._words[_NUMBER]) + 1) % _NUMBERS
+        last, began, flag = (self.openings, now_ns, 0) if self._stores is None else (self._number, 0, _BY_DEVICE)
+        number = (last + 1) % _NUMBERS
         flat = [
             value
             for grant in grants[:WINDOWS]
-            for value in (now_ns + int(grant.begin * 1e9), now_ns + int(grant.deadline * 1e9), grant.nbytes)
+            for value in (began + int(grant.begin * 1e9), began + int(grant.deadline * 1e9), grant.nbytes)
         ]
         bubble = grants[0].bubble if grants else 0
         flat += [0] * (3 * WINDOWS - len(flat))
-        sealed = _SEALED.pack(number, iteration, bubble, min(len(grants), WINDOWS), *flat)
+        sealed = _SEALED.pack(number, iteration, bubble, min(len(grants), WINDOWS) | flag, *flat)
+        seal = xxhash.xxh3_64_intdigest(sealed)
+        if self._stores is not None:
+            self._number = number
+            self._stores.store(np.frombuffer(sealed + seal.to_bytes(8, sys.byteorder), dtype=np.uint64), _NUMBER)
+            return
         self._bytes[:] = sealed
-        self._words[_SEAL] = xxhash.xxh3_64_intdigest(sealed)
+        self._words[_SEAL] = seal
         self._opened.wake()
 
     def hold(self, seconds: float, now_ns: int) -> None:
@@ -151,7 +187,19 @@ class Gate:
 
     def close(self) -> None:
         """Close at the end of a bubble, or when a new trainer starts."""
-        self._words[_CLOSED] = self._words[_NUMBER]
+        if self._stores is None:
+            self._words[_CLOSED] = self._words[_NUMBER]
+        else:
+            self._stores.store(np.array([self._number], dtype=np.uint64), _CLOSED)
+
+    @property
+    def by_device(self) -> bool:
+        """Whether a device opens and closes it."""
+        return self._stores is not None
+
+    @property
+    def memory(self) -> Words:
+        return self._words
 
     @property
     def openings(self) -> int:
@@ -159,6 +207,8 @@ class Gate:
 
     def wait(self, seen: int, seconds: float) -> float:
         """Wait until there may be more openings than `seen`; returns what is left to sleep, as `FutexWord.wait`."""
+        if int(self._words[_PERIOD]) & _BY_DEVICE:
+            return min(seconds, POLL_SECONDS)
         return self._opened.wait(seen, seconds)
 
     @property
@@ -178,7 +228,7 @@ class Gate:
     @property
     def period_ns(self) -> int:
         """Nanoseconds of an iteration of the plan; 0 without a plan."""
-        return int(self._words[_PERIOD])
+        return int(self._words[_PERIOD]) % _BY_DEVICE
 
     @property
     def link_rate(self) -> int:
@@ -188,10 +238,12 @@ class Gate:
     def plan(self, iterations: int, seconds: float, link_rate: float) -> None:
         """Publish the plan that opens the gate from now on; zeros: none. `seconds`: of an iteration."""
         self._words[_LINK_RATE] = int(link_rate)
-        self._words[_PERIOD], self._words[_PLANNED] = int(seconds * 1e9), iterations
+        self._words[_PERIOD] = int(seconds * 1e9) | (_BY_DEVICE if self.by_device else 0)
+        self._words[_PLANNED] = iterations
 
     def read(self) -> Opening | None:
         """The current opening, whatever its deadlines; None if the gate is closed."""
+        looked, self._looked_ns = self._looked_ns, self._clock_ns()
         if self._words[_CLOSED] == self._words[_NUMBER]:  # the usual case, cheap
             return None
         for _ in range(_READS):
@@ -202,8 +254,19 @@ class Gate:
                     return None
                 if int(self._words[_NUMBER]) != number:  # closed meanwhile, and another one opened
                     continue
-                return Opening(number, iteration, bubble, tuple(zip(*[iter(flat[: 3 * count])] * 3, strict=True)))
+                windows = tuple(zip(*[iter(flat[: 3 * (count % _BY_DEVICE)])] * 3, strict=True))
+                return Opening(
+                    number, iteration, bubble, self._seen(number, windows, looked) if count & _BY_DEVICE else windows
+                )
         return None
+
+    def _seen(self, number: int, windows: _Windows, looked_ns: int) -> _Windows:
+        """The windows of a device's opening, by this reader's looks; bytes as the link carries in what is left."""
+        if number != self._arrived[0]:
+            self._arrived = number, self._looked_ns, looked_ns
+        _, now, before = self._arrived
+        cut = [(now + begin, max(now + begin, before + end), end - begin, nbytes) for begin, end, nbytes in windows]
+        return tuple((begin, end, nbytes * (end - begin) // max(1, whole)) for begin, end, whole, nbytes in cut)
 
 
 def edge_tolerance(seconds: float) -> float:

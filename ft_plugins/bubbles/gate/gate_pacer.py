@@ -100,8 +100,8 @@ class GatePacer:
 
     def ended(self, allowed: Allowance) -> bool | None:
         """Count a frame that is through. Whether it was within its window, None outside windows."""
-        opening = self._gate.read()  # None if the bubble ended early
         with self._lock:
+            opening = self._gate.read()  # None if the bubble ended early
             self._gate.count_move()
             return self._state.ended(allowed, opening, self._clock_ns())
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from math import sqrt
 
 from .pacing_limits import PacingLimits
 
 GROWTH = 4  # of the larger frame that is measured
 _STRIKES = 3
+_LARGE_FRAMES = 8  # on a busy machine most frames wait for a processor, hardly ever all of so many
 
 
 @dataclass
@@ -17,12 +19,24 @@ class OverdueFrames:
 
     On a busy machine a frame takes far longer than its bytes take on the link, and one four times larger at most twice
     as long. On a slow link it takes four times as long. So a small one and a large one are measured; again after
-    `retry_frames` usual ones, or after _STRIKES large ones in a row that took long after all."""
+    `retry_frames` usual ones, or after _STRIKES large ones in a row that took long after all. Two that are stuck may
+    look like a slow link, so its speed is taken from the quickest of the recent frames that are no small ones."""
 
     large: bool = False
     small: tuple[int, int] | None = None  # bytes and nanoseconds of a smaller frame
     waits: int = 0  # usual frames until a larger one is tried
     strikes: int = 0
+    _per_byte: deque[float] = field(default_factory=lambda: deque(maxlen=_LARGE_FRAMES))  # of such frames
+
+    def seen(self, nbytes: int, took: int, most: int) -> None:
+        """Record any frame of a planned link; one that is too small may be quick on a slow link, too."""
+        if nbytes >= most // GROWTH:
+            self._per_byte.append(max(1, took) / nbytes)
+
+    @property
+    def per_byte(self) -> float:
+        """Nanoseconds of the link, at most."""
+        return min(self._per_byte, default=1e9)
 
     def size(self, usual: int, most: int) -> int:
         """Bytes of the next frame; `usual`: those of a link that is as slow as frames are."""
@@ -35,7 +49,7 @@ class OverdueFrames:
         if self.waits:
             self.waits -= 1
         elif self.small is None:
-            self.small = (nbytes, took) if nbytes >= most // GROWTH // 2 else None
+            self.small = (nbytes, took) if most // GROWTH // 2 <= nbytes < most // 2 else None
         elif nbytes >= GROWTH // 2 * self.small[0]:
             times_larger, times_longer = nbytes / self.small[0], took / self.small[1]
             if self.large:

@@ -167,6 +167,8 @@ class PacingState:
         """Record that a frame is through, while `opening` stands; whether in its window, None outside windows."""
         self.asked_ns = now
         self.copy_left = max(0, self.copy_left - allowed.nbytes)
+        if self.window_rate:
+            self.overdue.seen(allowed.nbytes, now - allowed.began_ns, self.largest_frame())
         if allowed.deadline_ns == NO_DEADLINE:
             self._ended_by_rate(allowed.nbytes, max(1, now - allowed.began_ns), now)
             return None
@@ -198,11 +200,12 @@ class PacingState:
         if self.is_overdue(now):
             self.overdue.ended(nbytes, took, self.largest_frame(), limits)
             if self.overdue.large:  # most of its time it waited for a processor, not for the link
-                link = int(nbytes / self.window_rate)
-                rest = link + _rest(link, self.rate_duty) - took
-            else:
-                slow = limits.much_slower * nbytes < self.window_rate * took
-                rest = _rest(took, self.rate_duty * (limits.slow_link_part if slow else 1.0))
+                link, duty = int(nbytes / self.window_rate), self.rate_duty
+            else:  # the quickest of them has waited least
+                link = min(took, int(nbytes * self.overdue.per_byte))
+                slow = limits.much_slower * nbytes < self.window_rate * link
+                duty = self.rate_duty * (limits.slow_link_part if slow else 1.0)
+            rest = link + _rest(link, duty) - took
             until = self.copy_began_ns + int(limits.through_by * self.plan[0] * self.plan[1])
             even = (until - now) * nbytes // max(nbytes, self.copy_left) - took  # if all frames are like this one
             self.overdue_ns = now + max(rest, even)
@@ -213,6 +216,11 @@ class PacingState:
         late = now - self.copy_began_ns > self.limits.overdue_after * planned
         return late and planned > 0 < self.window_rate
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether the link carried one of the recent large frames nearly as fast as planned."""
+        return self.window_rate * self.overdue.per_byte <= self.limits.much_slower
+
     def largest_frame(self) -> int:
         """Bytes of the largest frame of an overdue copy."""
         planned = int(self.window_rate * self.limits.slow_frame_seconds * 1e9)
@@ -220,7 +228,8 @@ class PacingState:
 
     def overdue_bytes(self) -> int:
         """Bytes of the next frame of an overdue copy."""
-        return self.overdue.size(self.rate_frame_bytes, self.largest_frame())
+        largest = self.largest_frame()
+        return largest if self.is_quick else self.overdue.size(self.rate_frame_bytes, largest)
 
     def _opened(self, opening: Opening, sight: GateSight, asking_ns: int, now: int) -> None:
         # If no frame was worth sending for a whole iteration, the link may have become faster. Once per iteration, not
@@ -303,7 +312,7 @@ def _in_opening(
         # smaller frames are worthwhile, or much of small windows would be lost.
         half = (_through(state, end - begin, rate) + 1) // 2
         if room > 0 and room >= min(nbytes, limits.least_frame_bytes, _worthwhile(state, rate), half):
-            slow = limits.much_slower * _pace(state, rate) < rate
+            slow = limits.much_slower * _pace(state, rate) < rate and not state.is_quick
             duty = limits.slow_link_part * state.rate_duty if slow else 1.0
             return SendNow(min(nbytes, room, _longest(state, rate)), deadline, window_index, duty)
     return WaitFor(None)  # what remains of this opening is not worth a frame, and only shrinks

@@ -108,7 +108,9 @@ class ProgressAgent(LocalElasticAgent):
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
         folder = job.config.cycle_info_dir if job else None
         self._cycles = CycleFiles(Path(folder), job.name, os.environ) if job and folder else None
-        self._preload = parent_of(job, spec, events)
+        handler = spec.rdzv_handler
+        alive = handler.num_nodes_waiting if isinstance(handler, Rendezvous) else lambda: 0  # torch's have a thread
+        self._preload = parent_of(job, spec, events, alive)
         self._departure = self._new_departure()
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0

@@ -28,11 +28,11 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-def pending(end: socket.socket) -> bool:
-    """Whether there is something to receive, or the other side has ended."""
+def pending(end: socket.socket, seconds: float = 0.0) -> bool:
+    """Whether, within `seconds`, there is something to receive, or the other side has ended."""
     poller = select.poll()  # any descriptor, unlike `select`, which fails from 1024 on
     poller.register(end, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(seconds * 1000))
 
 
 def send(end: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:

@@ -40,6 +40,7 @@ from . import packets, preloader, what_to_import
 _WORKER = ("-u", "-m", "ft_plugins.launcher.worker")  # then [-m] script args...
 _RECORD, _RECORDS = "imported-{}.json", 32  # of scripts, in the folder of run directories; the newest ones are kept
 _READY_SECONDS = 300.0  # for all imports; without a preloader each rank does them
+_TURN_SECONDS, _LONG_SECONDS = 1.0, 20.0  # of a wait for imports: between signs of life; before it is said
 _FORK_SECONDS = 60.0
 _LOOK_SECONDS = 600.0  # between two looks at a rank
 _END_SECONDS = 10.0  # for the kernel to end a process
@@ -80,11 +81,14 @@ class ForkedRank:
 
 
 class PreloadedParent:
-    """That of `count` local ranks with the command `command`. Not thread-safe: every call comes from the thread that
-    starts workers."""
+    """That of `count` local ranks with the command `command`. `alive` is called about once a second while ranks wait
+    for imports, so that the other nodes do not take this one for lost; it never raises. Not thread-safe: every call
+    comes from the thread that starts workers."""
 
-    def __init__(self, job: Job, command: Command, count: int, events: Events) -> None:
-        self._job, self._command, self._count, self._events = job, command, count, events
+    def __init__(
+        self, job: Job, command: Command, count: int, events: Events, alive: Callable[[], object] = lambda: None
+    ) -> None:
+        self._job, self._command, self._count, self._events, self._alive = job, command, count, events, alive
         self._process: subprocess.Popen[bytes] | None = None
         self._end: socket.socket | None = None
         self._ready = False
@@ -123,10 +127,18 @@ class PreloadedParent:
 
     def wait(self) -> None:
         """Wait until ranks can be forked, or never can."""
-        deadline = time.monotonic() + _READY_SECONDS
+        began = time.monotonic()
+        deadline, tell_at = began + _READY_SECONDS, began + _LONG_SECONDS
         while self._end is not None and not self._ready:
+            now = time.monotonic()
+            if now < deadline and not packets.pending(self._end, min(_TURN_SECONDS, deadline - now)):
+                self._alive()
+                if now >= tell_at:
+                    tell_at = math.inf
+                    say(f"{_LONG_SECONDS:g} s: the preloader imports; ranks start when it is ready", who="ft-run: ")
+                continue
             with self._guarded():
-                self._hear(max(0.0, deadline - time.monotonic()))
+                self._hear(0.0)
         self._over |= time.monotonic() >= deadline  # no later start waits for another one
 
     @contextmanager
@@ -310,7 +322,7 @@ def _descriptor(file: IO[str] | None, inherited: int) -> int:
     return inherited if file is None else file.fileno()
 
 
-def parent_of(job: Job | None, spec: WorkerSpec, events: Events) -> PreloadedParent | None:
+def parent_of(job: Job | None, spec: WorkerSpec, events: Events, alive: Callable[[], object]) -> PreloadedParent | None:
     """The preloader of a node, started; None if it has none."""
     if job is None or job.config.preload == "off" or not isinstance(spec.entrypoint, str):
         return None
@@ -318,7 +330,7 @@ def parent_of(job: Job | None, spec: WorkerSpec, events: Events) -> PreloadedPar
     if command[1:4] != _WORKER:
         return None
     try:
-        found = PreloadedParent(job, command, spec.local_world_size, events)
+        found = PreloadedParent(job, command, spec.local_world_size, events, alive)
     except Exception as error:  # such as a torch without metadata
         events.emit(catalogue.PRELOAD_REFUSED, reason=f"{type(error).__name__}: {error}")
         return None

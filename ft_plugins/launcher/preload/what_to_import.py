@@ -29,6 +29,8 @@ _OF_A_RANK_PREFIXES = ("MASTER_", "TORCHELASTIC_", "FTP_")
 _READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "MALLOC_", "LD_", "TORCH_", "PYTORCH_")
 _OURS = "ft_plugins"
 _NOT_AHEAD = ("ft_plugins.deepspeed", "ft_plugins.launcher")  # act when they are imported
+_FRAMEWORKS = ("deepspeed", "megatron")  # modules of the adapter with that name import it
+_UNIT_PARTS = 3  # of this package, such as ft_plugins.adapters.megatron
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class ImportStatement:
 
     @property
     def unit(self) -> str:
-        """What is left to the ranks if it cannot be imported ahead: the whole package; of this one, the module."""
-        return self.module if self.package == _OURS else self.package
+        """What is left to the ranks if it cannot be imported ahead: the whole package; of this one, the part, because
+        its other modules import the same, and each attempt finds one of them only."""
+        return ".".join(self.module.split(".")[:_UNIT_PARTS]) if self.package == _OURS else self.package
 
 
 def withheld(variable: str) -> bool:
@@ -212,11 +215,13 @@ def in_order(
     named: Iterable[ImportStatement], recorded: Iterable[str], left: Iterable[str], installed: Callable[[str], bool]
 ) -> list[ImportStatement]:
     """What to import: the base, what the script names, then the modules that its ranks had imported; of `installed`
-    top-level packages, and not those that are `left` to the ranks."""
+    top-level packages, and not those that are `left` to the ranks. The adapter of a framework that is a checkout is
+    left, too: it would import the framework."""
     everything = [*map(ImportStatement, BASE), *named, *map(ImportStatement, recorded)]
     answers: dict[str, bool] = {_OURS: True}
     for each in everything:
         if each.package not in answers:
             answers[each.package] = installed(each.package)
-    left_out = tuple(f"{name}." for name in (*left, *_NOT_AHEAD))
+    adapters = [f"{_OURS}.adapters.{name}" for name in _FRAMEWORKS if not answers.get(name, True)]
+    left_out = tuple(f"{name}." for name in (*left, *adapters, *_NOT_AHEAD))
     return [each for each in everything if answers[each.package] and not f"{each.module}.".startswith(left_out)]

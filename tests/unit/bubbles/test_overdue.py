@@ -13,6 +13,7 @@ from ft_plugins.bubbles.gate.gate_pacer import GatePacer
 from ft_plugins.bubbles.gate.overdue import GROWTH, OverdueFrames
 from ft_plugins.bubbles.gate.pacing import GateSight, PacingState
 from ft_plugins.bubbles.gate.pacing_limits import LIMITS
+from ft_plugins.model.pacer import Allowance
 from ft_plugins.transport.frame_codec import PAYLOAD_LIMIT
 from harness.waited_clock import MS, Clock, Stop
 
@@ -137,7 +138,8 @@ def test_of_a_link_much_slower_than_planned_an_overdue_copy_takes_an_eighth() ->
 def test_the_end_of_a_small_copy_does_not_pass_a_slow_link_for_a_busy_machine() -> None:
     late = LateBubbles(120, window_bytes=10 * 10 * PER_MS, latency_ms=1)
     late.send(1)
-    assert part_of_the_time(late.send(20 * COPY)) <= 0.125
+    # a frame takes 16 ms, of which 1 ms is none of the link's
+    assert part_of_the_time(late.send(20 * COPY)) <= 0.125 * 16 / 15
 
 
 def test_frames_of_an_overdue_copy_go_one_at_a_time_whichever_lane_they_are_of() -> None:
@@ -202,3 +204,32 @@ def test_larger_frames_are_kept_only_while_they_take_hardly_longer() -> None:
         assert slow.size(usual, most) == usual
         slow.ended(usual, 10 * MS, most, limits)
     assert slow.size(usual, most) == 4000, "it may have become faster"
+
+
+def judged(*frames: tuple[int, int]) -> PacingState:
+    """After frames of (bytes, ms) of a copy that is overdue, on a link that is planned to carry PER_MS."""
+    sight = GateSight(1, PLANNED, PERIOD, None, 1000 * PER_MS)
+    state = PacingState.start(LIMITS, sight, 0)
+    now = 2 * PLANNED * PERIOD
+    state.begins(COPY, 0)
+    for nbytes, took in frames:
+        state.ended(Allowance(nbytes, began_ns=now), None, now := now + took * MS)
+    assert state.is_overdue(now)
+    return state
+
+
+def test_two_frames_that_were_stuck_do_not_pass_a_busy_machine_for_a_slow_link_where_another_was_quick() -> None:
+    most = 16 * PER_MS
+    stuck = (most // GROWTH, 200), (most, 750)
+    assert judged(*stuck).overdue_bytes() < most // GROWTH, "as on a slow link"
+    fair = 4100  # bytes: a quarter of the largest frame, which is 16 KiB at first
+    busy = judged((fair, 8), *stuck)
+    assert busy.overdue_bytes() == most and busy.overdue_ns - busy.asked_ns < 1000 * MS
+    slower = judged((fair, 41), *stuck)
+    assert slower.overdue_bytes() < most // GROWTH, "a tenth as fast as planned"
+    assert slower.overdue_ns - slower.asked_ns < 2 * 8 * 160 * MS, "it rests after what the link took"
+    assert judged((1024, 1), *stuck).overdue_bytes() < most // GROWTH, "so small a frame says nothing of the link"
+    assert judged((fair, 9), *stuck).overdue_bytes() < most // GROWTH, "less than half as fast as planned"
+    for before in ((fair, 8), *stuck), ((most, 16),):
+        slow_by_now = judged(*before, *[(most, 160)] * 8)
+        assert slow_by_now.overdue_bytes() <= most // GROWTH

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,15 +20,21 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as torch_processes
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from ft_plugins.config import Config, worker_environment
 from ft_plugins.events import Event, Events
+from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.preload import parent as preload
 from ft_plugins.launcher.preload.new_process import Clocks
 from ft_plugins.launcher.preload.parent import PreloadedParent, record_of
 from ft_plugins.launcher.preload.preloader import NVML
+from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
+from ft_plugins.launcher.rendezvous.rendezvous_settings import RendezvousSettings
 from ft_plugins.model import imported
 
 WAIT = 300.0
@@ -483,7 +490,7 @@ def test_a_preloader_that_cannot_be_described_does_not_end_the_agent(
         monkeypatch.setattr(preload.importlib.metadata, "version", lambda name: 1 / 0)
     command = (*node.command[:4], *words)
     spec: Any = SimpleNamespace(entrypoint=command[0], args=command[1:], local_world_size=1)
-    found = preload.parent_of(node.parent._job, spec, node.parent._events)
+    found = preload.parent_of(node.parent._job, spec, node.parent._events, lambda: 0)
     assert (found is None) == (trouble == "versions")
     if found is not None:
         found.end()
@@ -513,6 +520,40 @@ def test_a_preloader_that_imports_for_too_long_is_waited_for_once(
     assert node.forked() == [(0, 1)] and node.reasons("preload.refused") == ["it did not answer in time"]
     node.parent.wait()
     assert node.parent._process is None
+
+
+def test_a_node_whose_ranks_wait_for_imports_goes_on_looking_at_the_round_and_says_so(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preload, "_LONG_SECONDS", 0.0)
+    node = make(script="import slow")
+    gate = node.folder / "gate"
+    os.mkfifo(gate)
+    node.install("slow", f"open({str(gate)!r}).close()")
+    handler = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
+    looks: list[int] = []
+
+    def look() -> int:
+        looks.append(waiting())
+        with suppress(OSError):  # it does not import `slow` yet
+            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        return looks[-1]
+
+    waiting = handler.num_nodes_waiting
+    monkeypatch.setattr(handler, "num_nodes_waiting", look)
+    spec = WorkerSpec("default", 1, handler, entrypoint=node.command[0], args=node.command[1:])
+    agent = ProgressAgent(
+        spec, job=node.parent._job, watcher=None, events=node.parent._events, bounded=True, stop=None,
+        logs_specs=DefaultLogsSpecs(),
+    )  # fmt: skip
+    try:
+        assert agent._preload is not None
+        agent._preload.wait()
+        assert looks and not node.reasons("preload.refused")
+        assert capsys.readouterr().out.count("the preloader imports; ranks start when it is ready") == 1
+    finally:
+        agent.end_preload()
+        handler.shutdown()
 
 
 def test_a_script_and_modules_whose_names_are_not_text_are_as_in_a_new_process(make: Callable[..., Node]) -> None:

@@ -69,6 +69,16 @@ def test_packages_that_are_not_installed_or_left_to_the_ranks_are_not_imported()
     ]
 
 
+@pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
+def test_our_adapter_of_a_framework_that_is_a_checkout_is_not_imported_ahead(framework: str) -> None:
+    adapter = f"ft_plugins.adapters.{framework}"
+    recorded = [f"{framework}.core", "ft_plugins.adapters.data", adapter, f"{adapter}.state", f"{adapter}.a.b"]
+    checkout = in_order([], recorded, [], lambda package: package != framework)
+    assert [each.module for each in checkout] == [*BASE, "ft_plugins.adapters.data"]
+    assert [each.module for each in in_order([], recorded, [], lambda package: True)] == [*BASE, *recorded]
+    assert ImportStatement(f"{adapter}.a.b").unit == adapter and ImportStatement(f"{framework}.core").unit == framework
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
