@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 
+from ..snapshot.capture.copiers import is_dense
 from .held_objects import is_followed, read_parts, text_of
 from .host_parts import local_part
 from .module_parts import parts_of
 from .script.loop_values import is_a
 
-_DEPTH, _MOST, _SAMPLE = 4, 4096, 64  # levels below an attribute; values in it; elements of a tensor that are read
+_DEPTH, _MOST, _MOST_IN_ALL = 4, 4096, 1 << 16  # levels below an attribute; values in it; in all of them
+_SAMPLE = 64  # elements of a tensor that are read
 _KNOWN = ("deepspeed.", "megatron.", "torch.nn.parallel.")  # packages whose modules' state is known
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
 
@@ -49,17 +51,13 @@ class HeldTensors:
         storages = {_storage(one) for _, part in modules for _, one in _own_tensors(part)} - {0}
         seen, self._seen = self._seen, {}
         changed = []
-        for name, module in modules:
-            if f"{type(module).__module__}.".startswith(_KNOWN):
-                continue
-            for path, tensor in _tensors_of(module):
-                if id(tensor) not in known and _storage(tensor) not in storages:
-                    known.add(id(tensor))
-                    place = f"{name}.{path}".lstrip(".")
-                    now = self._seen[place] = weakref.ref(tensor), _contents(tensor)
-                    before = seen.get(place, now)
-                    if before[0]() is not tensor or before[1] != now[1]:
-                        changed.append(place)
+        for path, tensor in _tensors_of(modules):
+            if id(tensor) not in known and _storage(tensor) not in storages:
+                known.add(id(tensor))
+                now = self._seen[path] = weakref.ref(tensor), _contents(tensor)
+                before = seen.get(path, now)
+                if before[0]() is not tensor or before[1] != now[1]:
+                    changed.append(path)
         return changed
 
 
@@ -76,39 +74,45 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _contents(tensor: torch.Tensor) -> str:
-    """Its version and a sample: changes through `.data` are not counted."""
+    """Its version and a sample: changes through `.data` are not counted. Of a DTensor the local part: no collective."""
     with suppress(Exception):
+        local = local_part(tensor).detach()
         version = 0 if tensor.is_inference() else tensor._version
-        sample = tensor.detach().view(-1)[:: -(-tensor.numel() // _SAMPLE) or 1] if tensor.is_contiguous() else None
-        return f"{version} {None if sample is None else sample.tolist()}"
+        if not local.is_contiguous():  # as it lies in memory, if it fills its place there
+            local = local.as_strided((local.numel() if is_dense(local) else 0,), (1,))
+        return f"{version} {local.view(-1)[:: -(-local.numel() // _SAMPLE) or 1].tolist()}"
     return ""
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """In a module's attributes, by path."""
-    met = set[int]()
-    for key, attribute in [*vars(module).items()]:
-        pending, left = deque([(key, attribute, _DEPTH)]), 0 if key in _OWN else _MOST
-        while pending and left > 0:
-            path, one, depth = pending.popleft()
-            if id(one) in met:
-                continue
-            if is_a(one, torch.Tensor):
-                yield path, one
-                continue
-            parts: list[tuple[str, Any]] = []
-            if is_a(one, torch.nn.Module):  # hidden from the model, or a part of it, whose storages are known
-                parts = [
-                    (f".{name}.{of}".replace("..", "."), each)
-                    for name, part in parts_of(one)
-                    for of, each in _own_tensors(part)
-                ]
-            elif depth and is_followed(one):
-                keys, values, own = read_parts(one)
-                parts = [
-                    (f".{of}" if at < own else f"[{at if text_of(of) is None else text_of(of)}]", each)
-                    for at, (of, each) in enumerate(zip(keys, values, strict=True))
-                ]
-            met.add(id(one))
-            left -= len(parts)
-            pending += [(path + label, each, depth - 1) for label, each in parts]
+def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in attributes of modules, by path; each object is read once."""
+    met, left = set[int](), _MOST_IN_ALL
+    for name, module in modules:
+        own = [] if f"{type(module).__module__}.".startswith(_KNOWN) else [*vars(module).items()]
+        for key, attribute in own:
+            derived = {f"{key}_g", f"{key}_orig"} & module._parameters.keys()  # by torch, in each forward
+            pending = deque([] if key in _OWN or derived else [(f"{name}.{key}".lstrip("."), attribute, _DEPTH)])
+            most = min(_MOST, left)
+            while pending:
+                path, one, depth = pending.popleft()
+                if is_a(one, torch.Tensor):
+                    yield path, one
+                elif id(one) not in met:
+                    met.add(id(one))
+                    with suppress(Exception):  # classes of the script may do as they like
+                        parts = _parts_of(one, depth)[:most]
+                        most, left = most - len(parts), left - len(parts)
+                        pending += [(path + label, each, depth - 1) for label, each in parts]
+
+
+def _parts_of(one: Any, depth: int) -> list[tuple[str, Any]]:
+    if is_a(one, torch.nn.Module):  # hidden from the model, or a part of it, whose storages are known
+        prefixed = ((f".{name}." if name else ".", part) for name, part in parts_of(one))
+        return [(prefix + of, each) for prefix, part in prefixed for of, each in _own_tensors(part)]
+    if not depth or not is_followed(one):
+        return []
+    keys, values, own = read_parts(one)
+    labels = (
+        f".{of}" if at < own else f"[{at if (text := text_of(of)) is None else text}]" for at, of in enumerate(keys)
+    )
+    return [*zip(labels, values, strict=True)]

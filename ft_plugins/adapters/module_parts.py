@@ -89,6 +89,8 @@ class ModuleParts:
         self._present: Mapping[str, ModulePart] = {}
         self.counts: Values = {}  # whole numbers of objects in modules, by quoted path, as read last
         self.moved: set[str] = set()  # the paths of those that have changed
+        self._rising: dict[str, bool] = {}  # of values next to tensors
+        self._turned: set[str] = set()
         self._contents: dict[int, _Contents] = {}  # of the objects that the present reading has met
         self._earlier = self._contents  # of the reading before
         self._reading = Reading()
@@ -181,9 +183,21 @@ class ModuleParts:
     def _count(self, path: str, number: int | str) -> None:
         if path not in self.counts and len(self.counts) >= _MOST_COUNTS:  # of objects whose names change all the time
             return
-        if self.counts.get(path, number) != number:
+        if (was := self.counts.get(path, number)) != number and path not in self._turned:
             self.moved.add(path)
+            if path.endswith("]`") and path[-3].isdigit() and self._turns(path, was, number):
+                self._turned.add(path)
+                self.moved.discard(path)
         self.counts[path] = number
+
+    def _turns(self, path: str, was: int | str, number: int | str) -> bool:
+        """Whether a value next to a tensor, which has risen, falls, or the other way round: it describes a cache, as a
+        length does."""
+        try:
+            rises = float(number) > float(was)
+        except ValueError:
+            return False
+        return self._rising.setdefault(path, rises) != rises
 
 
 def _contents_of(value: Any, reading: Reading, counted: Callable[[str, int | str], None]) -> _Contents:

@@ -14,6 +14,7 @@ of the bucket and of its sources.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -118,19 +119,23 @@ def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     and for one that only stands for others, as a quantized one does: it has no bytes, or those of a copy.
     """
     detached = tensor.detach()
-    if not _dense(detached):
+    if not is_dense(detached):
         raise InventoryError(
             f"item '{name}': shape {tuple(tensor.shape)} with strides {tensor.stride()} is not dense in memory"
         )
-    flat = _as_bytes(detached)
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not (
-        type(flat) is torch.Tensor and 0 != flat.data_ptr() == _as_bytes(detached).data_ptr()
-    ):
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _has_bytes(detached):
         raise InventoryError(
             f"item '{name}' is a {type(tensor).__name__}, which stands for other tensors (as one in fp8 does), so that "
             "its bytes cannot be captured: keep it as a plain tensor"
         )
-    return flat
+    return _as_bytes(detached)
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    with suppress(Exception):  # its class may not know how to give them
+        flat = _as_bytes(tensor)
+        return type(flat) is torch.Tensor and 0 != flat.data_ptr() == _as_bytes(tensor).data_ptr()
+    return False
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +149,7 @@ def as_words(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Ten
     return destination.view(torch.int64), source.view(torch.int64)
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a range of memory exactly once, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

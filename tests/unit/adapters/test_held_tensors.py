@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
+from ft_plugins.adapters import held_tensors
+from ft_plugins.adapters.held_objects import read_parts
 from ft_plugins.adapters.held_tensors import HeldTensors
+from ft_plugins.adapters.host_parts import local_part
 from ft_plugins.adapters.module_parts import parts_of
+
+Ranks = Callable[..., list[Any]]
 
 
 class Holding:
@@ -122,4 +128,71 @@ def test_one_large_attribute_is_read_in_part() -> None:
     assert held.changed(parts_of(model), ()) == []
     for row in model.many:  # type: ignore[union-attr]
         row[0].add_(1)
-    assert len(held.changed(parts_of(model), ())) < 256
+    assert 0 < len(held.changed(parts_of(model), ())) < 256
+
+
+def test_what_cannot_be_read_ends_nothing_and_hides_no_other() -> None:
+    class Unhashed(type):
+        def __eq__(cls, other: object) -> bool:
+            return False
+
+    class Strange(metaclass=Unhashed):
+        pass
+
+    class Unbuilt(torch.nn.Module):
+        def __init__(self) -> None:
+            pass
+
+    model, held = Own(), HeldTensors()
+    model.strange, model.average = Strange(), torch.zeros(2)  # type: ignore[assignment]
+    vars(model)["unbuilt"] = Unbuilt()
+    vars(model)["last"] = torch.zeros(2)
+    assert held.changed(parts_of(model), ()) == []
+    model.average.add_(1)  # type: ignore[operator]
+    model.last.add_(1)  # type: ignore[operator]
+    assert held.changed(parts_of(model), ()) == ["average", "last"]
+
+
+def test_a_change_through_data_of_a_tensor_in_another_order_of_dimensions_is_seen() -> None:
+    model, held = Own(), HeldTensors()
+    model.average = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)  # type: ignore[assignment]
+    held.changed(parts_of(model), ())
+    model.average.data.mul_(0.5)  # type: ignore[union-attr, operator]
+    assert held.changed(parts_of(model), ()) == ["average"]
+
+
+def test_a_weight_that_torch_derives_in_each_forward_is_not_named() -> None:
+    model, held = torch.nn.Sequential(torch.nn.utils.weight_norm(torch.nn.Linear(2, 2))), HeldTensors()
+    for _ in range(2):
+        assert held.changed(parts_of(model), ()) == []
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_an_object_that_many_modules_share_is_read_once() -> None:
+    shared = Holding([[torch.zeros(1)] for _ in range(200)])
+    model = torch.nn.Sequential(*(torch.nn.Identity() for _ in range(200)))
+    for one in model:
+        one.shared = shared  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        read: list[Any] = []
+        patch.setattr(held_tensors, "read_parts", lambda one: (read.append(one), read_parts(one))[1])
+        HeldTensors().changed(parts_of(model), ())
+    assert sum(one is shared for one in read) == 1
+
+
+def _hides_a_sharded_teacher(rank: int, world: int) -> bool:
+    """Only one rank reads: a collective would never end."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
+    model = Own()
+    model.teacher = [torch.nn.Linear(4, 4)]  # type: ignore[assignment]
+    fully_shard(model.teacher[0], mesh=mesh)  # type: ignore[operator, index, union-attr]
+    held = HeldTensors()
+    if rank:
+        return True
+    first = held.changed(parts_of(model), ())
+    local_part(model.teacher[0].weight).data.mul_(2)  # type: ignore[operator, index, union-attr]
+    return first == [] and held.changed(parts_of(model), ()) == ["teacher[0].weight"]
+
+
+def test_a_hidden_module_that_is_sharded_is_read_without_a_collective(ranks: Ranks) -> None:
+    assert ranks(_hides_a_sharded_teacher, 2) == [True, True]

@@ -462,6 +462,21 @@ def test_a_value_next_to_a_tensor_that_begins_again_is_named(
     assert expected in capsys.readouterr().err
 
 
+def test_the_length_of_a_cache_that_rises_and_falls_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def built(lengths: list[int]) -> torch.nn.Module:
+        module = torch.nn.Linear(2, 2)
+
+        def prepare(*call: Any) -> None:
+            module.mask_cache = (length := lengths.pop(0)), torch.ones(length)
+
+        module.register_forward_pre_hook(prepare)
+        return module
+
+    saved = recorded(built([512, 1024, 768, 1024]), 4, lambda: None)
+    recorded(built([512]), 1, lambda: None, saved)
+    assert "mask_cache[0]" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", [list, deque])
 def test_a_container_that_another_thread_changes_is_read_as_it_was_at_some_time(kind: Any) -> None:
     changing, over = kind(range(500)), threading.Event()
