@@ -82,7 +82,12 @@ def _job(words: Sequence[str], parameters: float | None, tp: int, pp: int) -> Do
         )  # fmt: skip
         need = plan_memory(size, on, None).claim.kinds[0].total
     texts = [] if options.standalone else [part for part in (options.rdzv_endpoint or "").split(",") if part.strip()]
-    return DoctorJob(nodes, tuple(map(Endpoint.read, texts)), config.secret_file, config.interface, need)
+    folder = config.capture.checkpoint_dir if config.capture else None
+    checkpoints = Path(folder).absolute() / planned.job if folder else None
+    return DoctorJob(
+        nodes, tuple(map(Endpoint.read, texts)), config.secret_file, config.interface, need, options.local_addr,
+        checkpoints,
+    )  # fmt: skip
 
 
 def _lines(host: str, status: int, found: Sequence[NodeFinding]) -> Iterator[str]:

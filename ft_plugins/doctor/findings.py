@@ -13,11 +13,14 @@ from ..snapshot.segment.paths import SHM, MemoryLimit, sizes_text
 from ..transport.door import RESERVE
 from ..transport.network_devices import chosen_device, ifname_problems, usable_devices
 from ..transport.own_address import only_local
-from .host_facts import DoctorJob, EndpointPort, HostFacts
+from .host_facts import CHECKPOINTS, DoctorJob, EndpointPort, HostFacts, ResolvedName
 
 _FEW_DESCRIPTORS = 4 * RESERVE
 _DOCKERS_SHM = 64 << 20  # bytes, by default
 _SECRET = "write one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE), and copy it to all nodes"
+
+_LOCAL = "set TMPDIR, and XDG_RUNTIME_DIR, to folders of yours on a local disk with room"
+_SHARED = "give --reft-checkpoint-dir a folder that all nodes share and may write to"
 
 
 class Grade(IntEnum):
@@ -103,12 +106,16 @@ def _names(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
     for name in facts.endpoints:
         if not name.addresses:
             yield NodeFinding(
-                Grade.FAILURE if len(facts.endpoints) == 1 else Grade.WARNING,
-                f"the endpoint's host {name.name} "
-                + ("does not resolve" if name.addresses == () else "was not resolved in time"),
+                Grade.WARNING if any(other.addresses for other in facts.endpoints) else Grade.FAILURE,
+                f"the endpoint's host {name.name} {_unresolved(name)}",
                 "this node does not find the others by it",
                 "correct --rdzv-endpoint, /etc/hosts or DNS, or give an address",
             )  # fmt: skip
+    if facts.address and not facts.address.addresses:
+        yield NodeFinding(
+            Grade.FAILURE, f"--local-addr {facts.address.name} {_unresolved(facts.address)}",
+            "the other nodes would be given it as the address of this one", "give an address of this node, or drop it",
+        )  # fmt: skip
     known = list(dict.fromkeys(address for name in facts.own_names for address in name.addresses or ()))
     named = job.interface and facts.environment.get("GLOO_SOCKET_IFNAME")
     if job.nodes > 1 and job.between_machines and facts.own_names and all(map(only_local, known)) and not named:
@@ -118,6 +125,10 @@ def _names(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
             "gloo then takes an address that no other node reaches",
             "name the device between the nodes by --ftp-interface and GLOO_SOCKET_IFNAME, or correct /etc/hosts",
         )  # fmt: skip
+
+
+def _unresolved(name: ResolvedName) -> str:
+    return "does not resolve" if name.addresses == () else "was not resolved in time"
 
 
 def _ports(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
@@ -186,7 +197,7 @@ def _folders(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
         if folder.problem:
             yield NodeFinding(
                 Grade.FAILURE, f"the folder of {folder.role}{folder.path and f', {folder.path},'} cannot be used",
-                folder.problem, "set TMPDIR, and XDG_RUNTIME_DIR, to folders of yours on a local disk with room",
+                folder.problem, _SHARED if folder.role == CHECKPOINTS else _LOCAL,
             )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from ..transport.network_devices import NetworkDevice, ifnames_of, network_devic
 from ..transport.own_address import only_local
 
 SECONDS = 3.0  # for one look
+CHECKPOINTS = "checkpoints"  # the role of a folder
 PortState = Literal["free", "taken", "answers", "refuses", "silent"]
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class DoctorJob:
     secret_file: str | None = None
     interface: str | None = None
     need: int | None = None
+    address: str | None = None  # --local-addr
+    checkpoints: Path | None = None  # the folder of the job's checkpoints
 
     @property
     def between_machines(self) -> tuple[Endpoint, ...]:
@@ -100,6 +103,7 @@ class HostFacts:
     too_old: tuple[str, ...]
     untested: tuple[str, ...]
     removes_ipc: bool | None  # systemd removes shared memory of this user at the last logout
+    address: ResolvedName | None = None  # --local-addr
 
 
 def gather(job: DoctorJob, environ: Mapping[str, str] = os.environ) -> HostFacts:
@@ -110,6 +114,9 @@ def gather(job: DoctorJob, environ: Mapping[str, str] = os.environ) -> HostFacts
     addresses = {each.name: each.addresses or () for each in endpoints}
     names = dict.fromkeys([socket.gethostname(), _or_none(socket.getfqdn) or ""]) if job.nodes > 1 else ()
     too_old, untested = judged_versions()
+    folders = [_checked_folder("temporary files", _temporary), _checked_folder("run directories", _run_root)]
+    if (checkpoints := job.checkpoints) is not None:
+        folders.append(_checked_folder(CHECKPOINTS, lambda: _writable(checkpoints), str(checkpoints)))
     return HostFacts(
         host=socket.gethostname(),
         limits=_or_none(lambda: tuple(memory_limits())),
@@ -122,12 +129,13 @@ def gather(job: DoctorJob, environ: Mapping[str, str] = os.environ) -> HostFacts
         ),
         devices=devices,
         environment=ifnames_of(environ),
-        folders=(_checked_folder("temporary files", _temporary), _checked_folder("run directories", _run_root)),
+        folders=tuple(folders),
         ptrace_scope=_or_none(lambda: int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())),
         py_spy=bool(shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists()),
         too_old=too_old,
         untested=untested,
         removes_ipc=_or_none(lambda: removes_ipc(Path("/"), os.getuid())),
+        address=_resolved(job.address) if job.address else None,
     )
 
 
@@ -209,11 +217,11 @@ def _bind_problem(address: str, port: int) -> str:
     return ""
 
 
-def _checked_folder(role: str, look: Callable[[], str]) -> UsedFolder:
+def _checked_folder(role: str, look: Callable[[], str], path: str = "") -> UsedFolder:
     try:
         return UsedFolder(role, within(SECONDS, look, "the file system"), "")
     except (OSError, FtError) as error:
-        return UsedFolder(role, str(getattr(error, "filename", None) or ""), str(error))
+        return UsedFolder(role, path or str(getattr(error, "filename", None) or ""), str(error))
 
 
 def _temporary() -> str:
@@ -221,6 +229,13 @@ def _temporary() -> str:
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"x")
     return tempfile.gettempdir()
+
+
+def _writable(folder: Path) -> str:
+    """The folder. Raises OSError if nothing can be written there or, before it exists, where it would be made."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    with tempfile.TemporaryFile(dir=there):
+        return str(folder)
 
 
 def _run_root() -> str:

@@ -133,6 +133,13 @@ NODE_DRAINED = EventType(
     "spare takes its place, and no iteration is lost.",
     iteration=_ITERATION, seconds=Field("float", "since this node was asked to leave", "s"),
 )  # fmt: skip
+NODE_REPLACED = EventType(
+    "node.replaced", NOTICE, "Nodes of the round before were lost, or drained, and the job goes on without them.",
+    "If a node was lost, find out why: its log, or its kernel's, may say it.",
+    gone=Field("list", "names of these nodes", needed=True),
+    new=Field("list", "names of nodes that were not in the round before", needed=True),
+    asked=Field("list", "those of the gone nodes that had been asked to leave by `ft-plugins drain`", needed=True),
+)  # fmt: skip
 DRAIN_FAILED = EventType(
     "drain.failed", ALARM, "This node was asked to leave the job, and stays.",
     "Find out why versions are not committed, then give `ft-plugins drain` again.", reason=_REASON,

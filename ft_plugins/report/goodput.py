@@ -5,7 +5,7 @@
     waits       training stood still for a snapshot, an audit or an average: of the rank that waited longest
     hangs       no iteration was completed, until the hang was found
     waiting     ranks waited for one that may have been at work (`job.waiting`)
-    launch      from ft-run's start to the first completed iteration, or to its failure
+    launch      from ft-run's start to the first completed iteration, or to its failure; on a spare, that it waited
     <phases>    of recoveries, as in `recovery_phases`
     down        after a failure that no completed iteration followed, or before a recovery that was not noted
     stopped     no ft-run ran
@@ -15,8 +15,9 @@ ETTR, the effective training time ratio, is the first part of all of them (ByteR
 
 Invariant: the parts are whole microseconds, disjoint, and add up to the wall time exactly. Nothing is estimated: if no
 event shows the end of recomputing, its time is unknown. Clocks of two nodes are never compared: the parts are those of
-one node, the one whose events cover the longest time. What a slow rank cost is in `training`; who was slow is named.
-An iteration that a failure cut short is in `training`, the first one after a restart in the recovery.
+one node, the one that trained the longest: a spare waits most of the time. What a slow rank cost is in `training`; who
+was slow is named. An iteration that a failure cut short is in `training`, the first one after a restart in the
+recovery.
 
 In: the events of one or more nodes. Out: `Goodput`; None without events.
 """
@@ -39,7 +40,7 @@ _WORDS = {
     "waits": "waits for snapshots, replicas",
     "hangs": "hangs, until found",
     "waiting": "waiting for one rank",
-    "launch": "start of ft-run",
+    "launch": "start of ft-run, wait as spare",
     **{phase: f"restart: {words}" for phase, words in WORDS.items()},
     "down": "down, not recovered",
     "stopped": "no ft-run",
@@ -104,13 +105,18 @@ class Goodput:
 
 
 def goodput(events: Iterable[Event]) -> Goodput | None:
-    """Where the time went, on the node whose events cover the longest time."""
+    """Where the time went, on the node that trained the longest; of equal ones, whose events cover the longest time."""
     by_node: dict[str, list[Event]] = {}
     for event in sorted(events, key=lambda event: event.time):
         by_node.setdefault(event.node, []).append(event)
     if not by_node:
         return None
-    longest = max(by_node, key=lambda node: (by_node[node][-1].time - by_node[node][0].time, node))
+
+    def length(node: str) -> tuple[float, float, str]:
+        own = by_node[node]
+        return sum(end - begin for begin, end in trained(own)), own[-1].time - own[0].time, node
+
+    longest = max(by_node, key=length)
     slow = {event.fields["about"] for own in by_node.values() for event in own if event.type is catalogue.RANK_SLOWED}
     return _of_node(longest, by_node[longest], tuple(sorted(slow)))
 
@@ -139,14 +145,28 @@ def _of_node(node: str, events: Sequence[Event], slow: tuple[int, ...]) -> Goodp
     return Goodput(node, events[0].time, end - began, parts, downs, max(0, unseen), slow, ended)
 
 
+def trained(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
+    """From when to when the ranks of one node trained, in seconds since the epoch. `events`: its own, by time."""
+    return ((begin / 1e6, end / 1e6) for begin, end, state, _ in _states(events) if state == "training")
+
+
+def _last_sign(events: Sequence[Event], at: int) -> float:
+    """When anything of the ft-run before the start `events[at]` was seen last. The start's SMP reports before it."""
+    own, last = {events[at].pid, events[at - 1].pid}, at - 1
+    while last > 0 and events[last].pid in own:
+        last -= 1
+    started = any(event.type is catalogue.SMP_STARTED for event in events[last + 1 : at])
+    return events[last if started else at - 1].time
+
+
 def _states(events: Sequence[Event]) -> Iterator[_Interval]:
     """What the job did, from one event that shows it to the next."""
     state, since = "unknown", events[0].time
-    before = since
-    for event in events:
+    for at, event in enumerate(events):
         following = state
         if event.type is catalogue.JOB_STARTED:
             if state not in ("stopped", "unknown"):  # ft-run was killed without a word
+                before = max(since, _last_sign(events, at))
                 yield _microseconds(since), _microseconds(before), "unknown" if state == "launch" else state, 0
                 state, since = "unknown", before
             following = "launch"
@@ -154,11 +174,12 @@ def _states(events: Sequence[Event]) -> Iterator[_Interval]:
             following = "training"
         elif event.type in _FAILURES and state in ("training", "launch"):
             following = "down"
+        elif event.type is catalogue.SMP_ORPHANED and state != "stopped":  # ft-run is gone, and its SMP goes on
+            following = "unknown"
         elif event.type is catalogue.JOB_ENDED:
             if state == "launch":  # not one iteration is known, so neither what this time was
                 state = "unknown"
             following = "stopped"
-        before = event.time
         if following != state:
             yield _microseconds(since), _microseconds(event.time), state, 0
             state, since = following, event.time

@@ -14,7 +14,7 @@ from time import gmtime, strftime
 
 from ..errors import printable
 from ..events import Event, Severity, catalogue
-from .goodput import PARTS, Goodput, goodput, words_of
+from .goodput import PARTS, Goodput, goodput, trained, words_of
 from .recovery_phases import WORDS, RecoveryPhases, recovery_phases
 
 _COLOURS = dict(zip(PARTS, (
@@ -118,23 +118,14 @@ def _timeline(events: Sequence[Event]) -> Iterator[str]:
     """Per node when its ranks trained, and marks where something failed."""
     begin, length = events[0].time, (events[-1].time - events[0].time) or 1.0
     yield "<h2>Incarnations</h2>"
-    ends = (catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.ROUND_ENDED, catalogue.JOB_ENDED)
+    failures = (catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.ROUND_ENDED)
     for node in sorted({event.node for event in events}):
-        own, trains = [event for event in events if event.node == node], None
+        own = [event for event in events if event.node == node]
         yield f'<div class="soft">{_text(node)}</div>{_svg("row", f"incarnations of {node}")}'
+        for since, until in trained(own):
+            yield _box(_WIDTH * (since - begin) / length, _WIDTH * (until - since) / length, _GREEN, "trains")
         for event in own:
-            if event.type in ends and trains is not None:
-                yield _box(
-                    _WIDTH * (trains - begin) / length, _WIDTH * (event.time - trains) / length, _GREEN, "trains"
-                )
-                trains = None
-            elif event.type is catalogue.RANKS_RESUMED:
-                trains = event.time
-        if trains is not None:
-            left = _WIDTH * (trains - begin) / length
-            yield _box(left, _WIDTH * (own[-1].time - trains) / length, _GREEN, "trains, until the newest event")
-        for event in own:
-            if event.type in ends[:3]:
+            if event.type in failures:
                 yield _box(min(_WIDTH - 3, _WIDTH * (event.time - begin) / length), 3, _RED, event.name)
         yield "</svg>"
     yield f'<p class="key"><span><i style="background:{_GREEN}"></i>trains</span>'

@@ -82,6 +82,8 @@ def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
         assert_restored(spare, "node", at, at)
         [stayed] = [each for name, each in job.nodes.items() if name != "s"]
         assert restored(stayed) == [at]
+        replaced = [event.fields for event in stayed.events(catalogue.NODE_REPLACED.name)]
+        assert replaced == [{"gone": [leaving], "new": ["s"], "asked": [leaving]}]
         assert [event.fields["lost"] for event in stayed.events(catalogue.STATE_RESTORED.name)] == [0]
         [resumed] = spare.events(catalogue.RANKS_RESUMED.name)
         assert resumed.fields["iteration"] == at + 1, "no iteration is computed again"
@@ -102,6 +104,7 @@ def test_a_node_whose_rank_was_the_first_to_fail_twice_gives_its_place_to_a_spar
         job.wait()
         failed = job.nodes["n1"].events(catalogue.WORKER_FAILED.name)
         assert [event.fields["signal"] for event in failed] == ["SIGKILL", "SIGKILL"]
+        assert not job.events(catalogue.NODE_REPLACED.name), "the node is there, as a spare"
         assert len(restored(job.nodes["n0"])) == 2 and len(restored(job.nodes["n1"])) == 1
         assert_restored(spare, "node", 60, 89)
     assert_identical(run, golden(SHAPE.run("megatron")), run.ranks)

@@ -61,6 +61,7 @@ def commands() -> Iterator[tuple[str, str, list[str]]]:
         for number, line in enumerate(block.text.replace("\\\n", " ").splitlines()):
             if line.strip() and not line.startswith("#"):
                 words = shlex.split(line, comments=True)
+                words = words[next(at for at, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :]
                 yield f"{block.page}:{block.line + number}", line, words[: words.index(">")] if ">" in words else words
 
 

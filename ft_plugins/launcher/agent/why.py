@@ -1,8 +1,9 @@
 """Why a job failed last: from its events to a few lines for people. Pure.
 
 An *outage* is everything that failed in one incarnation, whether it completed an iteration or not. The newest one is
-described: the rank that failed first, or for which the others waited, or the cause that the nodes gave; its last words;
-what the kernel, NCCL and the stacks say; whether the same happened before; what to do.
+described: the rank that failed first, or for which the others waited, or the node that was lost, or the cause that the
+nodes gave; its last words; what the kernel, NCCL and the stacks say; whether the same happened before; what to do. A
+node that was drained ends an incarnation, too, and is shown as that.
 
 Invariant: nothing is concluded that no event says. A kill by SIGKILL is not called one for lack of memory: the kernel's
 count of such kills is shown, and where there is none, it is unknown. Clocks of nodes may differ: failures on several
@@ -29,10 +30,12 @@ _WORDS = 300  # characters of an error
 _LABEL = 13  # columns, with the indentation
 _CAUSES = (
     catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.JOB_HUNG, catalogue.FAILURE_RECURRED,
-    catalogue.NODE_LOST, catalogue.RESUME_DIFFERED, catalogue.STATE_LOST,
+    catalogue.NODE_LOST, catalogue.NODE_REPLACED, catalogue.NODE_DRAINED, catalogue.RESUME_DIFFERED,
+    catalogue.STATE_LOST,
 )  # fmt: skip
 _FOLLOWS = (catalogue.RESUME_DIFFERED, catalogue.STATE_LOST)  # what a resume shows after a failure
 _Incarnation = tuple[Any, Any, int, int]
+_LEFT = (catalogue.JOB_STARTED, catalogue.JOB_ENDED, catalogue.NODE_DRAINED)  # without ranks, or not yet with any
 _BEGINS = (catalogue.RANKS_RESUMED, catalogue.WORKERS_RESTARTED, catalogue.JOB_STARTED)
 
 
@@ -53,13 +56,14 @@ class Account:
     same: int
     recovered: bool  # ranks have completed iterations since
     advice: str
+    drained: bool = False  # the node left as it was asked: no failure
 
     def lines(self, width: int = 0) -> list[str]:
         """For people, in lines of at most `width` columns; 0: of any length."""
         who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         rows = [
-            ("failed", f"{who}, {when}: {self.cause}"),
+            ("drained" if self.drained else "failed", f"{who}, {when}: {self.cause}"),
             ("its error", self.words),
             ("memory", self.memory),
             ("stacks", self.stacks),
@@ -98,6 +102,10 @@ def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], 
     walks: dict[str, _NodeWalk] = {}
     for event in events:
         walk = walks.setdefault(event.node, _NodeWalk())
+        if event.type is catalogue.NODE_LOST and not walk.takes_part:
+            continue  # a spare, or one that has left, no longer reaches the others: no rank ends for it
+        if event.type in _BEGINS or event.type in (catalogue.INCARNATION_FENCED, *_LEFT):
+            walk.takes_part = event.type not in _LEFT
         if event.type in _BEGINS:
             if event.type is catalogue.RANKS_RESUMED and walk.failed is not None:
                 resumed.add(walk.failed)
@@ -123,6 +131,7 @@ class _NodeWalk:
         self._times: Counter[tuple[Any, Any]] = Counter()
         self.incarnation: _Incarnation = (None, None, 0, 0)
         self.failed: _Incarnation | None = None  # the last one that failed, until ranks resume
+        self.takes_part = True  # as far as known: it has ranks, or starts them
 
     def begin(self, event: Event) -> None:
         """Ranks were started, or have resumed."""
@@ -156,15 +165,19 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
         advice = str(recurred.fields.get("reason", advice))
     elif hung:
         advice = catalogue.JOB_HUNG.action
+    elif _drained_nodes(first):
+        advice = catalogue.NODE_DRAINED.action
+    elif failure and failure.secondary:
+        advice = "It may only have lost a peer: look at the events and logs of the other nodes."
     elif kills:
         advice = "Give the job more memory, or let it use less; `ft-plugins plan memory` shows what protection claims."
     return Account(
-        time=first.time, node=str(fields.get("culprit") or first.node),
+        time=first.time, node=_whose(first),
         rank=failure.rank if failure else fields.get("about"), cause=failure.how if failure else _said(first),
         words=failure.message.strip()[:_WORDS] if failure else "", memory=memory,
         stacks=str(hung.fields.get("stacks", "")) if hung else "",
         record=str(fields.get("flight_record", "")), others=", ".join(others), same=same, recovered=recovered,
-        advice=advice,
+        advice=advice, drained=bool(_drained_nodes(first)),
     )  # fmt: skip
 
 
@@ -186,29 +199,59 @@ def _failures(outage: Sequence[Event]) -> dict[int, WorkerFailure]:
 
 def _first(outage: Sequence[Event]) -> Event:
     """What ended the ranks: a hang that was found, the failure that caused the others, or else the first event. Where
-    ranks only say that they lost a peer, it is the loss of a node that was seen."""
+    ranks only say that they lost a peer, it is the loss of a node, or that one was drained."""
     for event in outage:
         if event.type is catalogue.JOB_HUNG:
             return event
     failures = _failures(outage)
-    if failures:
-        cause = root_cause(list(failures.values()))
-        lost = next((event for event in outage if event.type is catalogue.NODE_LOST), None)
-        if lost is not None and cause.secondary:
-            return lost
-        return next(event for event in outage if failures.get(id(event)) is cause)
-    return outage[0]
+    cause = root_cause(list(failures.values())) if failures else None
+    if cause is None or cause.secondary:
+        drained = {name for event in outage for name in _drained_nodes(event)}
+        lost = [event for event in outage if not drained.issuperset(_lost_nodes(event))]
+        for event in sorted(lost, key=lambda event: event.type is not catalogue.NODE_REPLACED):  # that one is sure
+            return event
+        for event in sorted(outage, key=lambda event: event.type is not catalogue.NODE_DRAINED):
+            if _drained_nodes(event):
+                return event
+    return next((event for event in outage if cause and failures.get(id(event)) is cause), outage[0])
+
+
+def _lost_nodes(event: Event) -> list[str]:
+    """Names of nodes that are no longer there and were not asked to leave, as the event's node saw it."""
+    if event.type is catalogue.NODE_REPLACED:
+        return [str(name) for name in event.fields["gone"] if name not in event.fields["asked"]]
+    said = event.fields.get("lost")  # names of nodes or ranks, or how many iterations
+    names = map(str, said) if isinstance(said, list | tuple) else ()
+    return [name.removeprefix("node ") for name in names if name.startswith("node ")]
+
+
+def _drained_nodes(event: Event) -> list[str]:
+    """Names of the nodes that left as they were asked, if the event says nothing else."""
+    if event.type is catalogue.NODE_DRAINED:
+        return [event.node]
+    asked = event.type is catalogue.NODE_REPLACED and not _lost_nodes(event)
+    return [str(name) for name in event.fields["gone"]] if asked else []
+
+
+def _whose(event: Event) -> str:
+    """The node, or nodes, at which it lay."""
+    return str(event.fields.get("culprit") or ", ".join(_lost_nodes(event) or _drained_nodes(event)) or event.node)
 
 
 def _said(event: Event) -> str:
-    said = event.fields.get("lost")  # names, or how many iterations
-    lost = ", ".join(map(str, said)) if isinstance(said, list | tuple) else ""
-    seen = f"from there was seen the loss of {lost}" if lost else ""  # the event's node is not the one that was lost
-    return str(event.fields.get("reason") or seen or (event.type.what if event.type else event.name))
+    reason, new = event.fields.get("reason"), event.fields.get("new")
+    if event.type is catalogue.NODE_DRAINED:
+        return f"it left as was asked, after iteration {event.fields.get('iteration')}; no iteration was lost"
+    if event.type is catalogue.NODE_REPLACED:
+        how = "lost" if _lost_nodes(event) else "it was asked to leave"
+        return f"{how}; " + (f"{', '.join(map(str, new))} takes its place" if new else "the job goes on without it")
+    if _lost_nodes(event):
+        return f"lost, as was seen from node {event.node}" + (f": {reason}" if reason else "")
+    return str(reason or (event.type.what if event.type else event.name))
 
 
 def _signature(outage: Sequence[Event]) -> tuple[object, ...]:
     """What is equal in two outages with the same cause."""
     first = _first(outage)
     failure = _failures(outage).get(id(first))
-    return (first.name, failure.rank, failure.exitcode, failure.error) if failure else (first.name, first.node)
+    return (first.name, failure.rank, failure.exitcode, failure.error) if failure else (first.name, _whose(first))

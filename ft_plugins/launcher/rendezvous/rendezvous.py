@@ -105,6 +105,7 @@ class Rendezvous(RendezvousHandler):
         needed; ConfigError if another node has this one's name, or another job the endpoint.
         """
         self._round, self.is_draining = 0, False
+        before = self.members if self._took_part else []
         self._node.read_sizes()
         self._join.failed, self._join.replaceable = self.failed, self.replaceable
         self._join.begin(self.opened, self.trained, self._took_part, self.workers)
@@ -113,10 +114,12 @@ class Rendezvous(RendezvousHandler):
             try:
                 view = self._join.take_part(leader)
                 try:
-                    return self._enter(view)
+                    found = self._enter(view)
                 except ConnectionError as error:
                     self._report_lost(view.round, error)
                     raise
+                self._report_gone(before)
+                return found
             except (ConnectionError, ProtocolError) as error:
                 self._node.search.unreached[leader.endpoint] = f"node {leader.node} led, then: {error}"
                 self._node.link.close()
@@ -132,6 +135,20 @@ class Rendezvous(RendezvousHandler):
             )
             self.events.emit(catalogue.ROUND_LOST, reason=reason)
             say(reason, alarm=True, who="ft-run: ")
+
+    def _report_gone(self, before: list[str]) -> None:
+        """Say which nodes of the round before, by rank, are no longer there: the first one that is in both does."""
+        now = self.members
+        stay = set(before) & set(now)
+        known = stay.union(place.node for place in self._node.roster_file.roster.spares)  # one may give up its place
+        gone = [name for name in before if name not in known]
+        new = [name for name in now if name not in stay]
+        if gone and self._node.me.node == next((name for name in before if name in stay), ""):
+            asked = [name for name in gone if name == self._join.asked]
+            self.events.emit(catalogue.NODE_REPLACED, gone=gone, new=new, asked=asked)
+            whose = ", ".join(f"{name} ({'asked to leave' if name in asked else 'lost'})" for name in gone)
+            say(f"the job goes on without {whose}; new: {', '.join(new) or 'none'}", alarm=True, who="ft-run: ")
+        self._join.asked = ""
 
     def _enter(self, view: RoundView) -> RendezvousInfo:
         """Begin a complete round. Raises ConnectionError if its store is lost already."""
@@ -193,6 +210,7 @@ class Rendezvous(RendezvousHandler):
             return self._waiting, self.waiting_reason
         self.is_draining = view.draining == self._node.me.node
         if view.phase is Phase.COMPLETE and view.round == self._round:
+            self._join.asked = view.draining
             return 0, ""
         members = self._node.roster_file.roster.ranks
         back = [f"node {name} starts its workers again" for name in view.names if name in members]

@@ -59,6 +59,7 @@ class RoundJoin:
     def __init__(self, node: LocalNode, store_bound: timedelta) -> None:
         self.is_spare = False
         self.served_store: TCPStore | None = None  # of the next round, on the node of rank 0
+        self.asked = ""  # the node of the last round that was asked to leave, '' for none; a new leader does not know
         self._node = node
         self._store_bound = store_bound
         self._opened = self._trained = self._took_part = False
@@ -164,6 +165,7 @@ class RoundJoin:
                         self._extend_deadline()
                     continue
                 self._remember(view.roster)
+                self.asked = view.draining or self.asked
                 complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
                 self._acknowledged = view.round if chosen and complete else 0
                 if chosen and complete and view.begun:

@@ -356,7 +356,7 @@ class NodeService:
             "lost": rounds.lost_count,
             "changes": rounds.changes,
             "refused": rounds.refused,
-            "draining": rounds.draining,
+            "draining": rounds.draining or rounds.drained,
         }
 
     def _serve(self, rounds: RoundMachine, request: Serve) -> Message:

@@ -79,7 +79,7 @@ class RoundMachine:
         self.proposal: Proposal | None = None  # of the proposed or complete round
         self._failures: Counter[str] = Counter()  # of nodes, under this leader: see `Candidate`
         self._blamed = False  # a node was the first to fail in the last round
-        self._drained = ""  # the node that has left the last round as it was asked
+        self.drained = ""  # the node that has left the last round as it was asked
         self.draining = ""  # the node of the round that is to leave at the next version, '' for none
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self.revision = self.changes = 1
@@ -268,7 +268,7 @@ class RoundMachine:
         if self.phase is Phase.COMPLETE and token in self._nodes:
             self._alive.hang_up(token)
             self._lost[token] = None
-            self._drained, self.draining = self._nodes[token], ""
+            self.drained, self.draining = self._nodes[token], ""
             self._changed()
             self._reopen(now)
 
@@ -376,11 +376,11 @@ class RoundMachine:
     def _complete(self, proposal: Proposal) -> None:
         by_rank = [self._waiting[token] for token in sorted(proposal.ranks, key=proposal.ranks.__getitem__)]
         gone = self._waiting.missing()  # lost, but for those that were drained or refused
-        self._failures.update(node for node in gone if node not in self._refused and node != self._drained)
+        self._failures.update(node for node in gone if node not in self._refused and node != self.drained)
         for each in by_rank:
             self._waiting.remove(each.token)
         members = tuple(Place(each.node, each.endpoint) for each in by_rank)
-        self._blamed, self._drained = False, ""
+        self._blamed, self.drained = False, ""
         self._members = {each.node: each.token for each in by_rank}
         self._nodes = {each.token: each.node for each in by_rank}
         self._back = set()

@@ -71,6 +71,7 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], Grade, str, str]] = [
     ({}, {"endpoints": (ResolvedName("b", ()),)}, Grade.FAILURE, "b does not resolve", "correct --rdzv-endpoint"),
     ({}, {"endpoints": (ResolvedName("b", None),)}, Grade.FAILURE, "not resolved in time", "correct --rdzv-endpoint"),
     ({}, {"endpoints": (*HEALTHY.endpoints, ResolvedName("b", ()))}, Grade.WARNING, "b does not resolve", "correct"),
+    ({}, {"address": ResolvedName("b", ())}, Grade.FAILURE, "--local-addr b does not resolve", "an address of this"),
     ({}, {"own_names": (ResolvedName("a", ("127.0.1.1",)),)}, Grade.WARNING, "(a) resolves to 127.0.1.1", "GLOO"),
     ({}, {"own_names": (ResolvedName("a", ()),)}, Grade.WARNING, "(a) resolves to nothing", "--ftp-interface"),
     ({}, port("taken"), Grade.FAILURE, "cannot listen at the endpoint node-a:29400 (in use)", "sport = :29400"),
@@ -87,6 +88,8 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], Grade, str, str]] = [
     ({"interface": None}, environment(GLOO_SOCKET_IFNAME="eth"), Grade.FAILURE, "=eth names no device", "eth0, ib0"),
     ({}, {"folders": (UsedFolder("temporary files", "/t", "Read-only file system"),)}, Grade.FAILURE, "/t, cannot be",
      "set TMPDIR"),
+    ({}, {"folders": (UsedFolder("checkpoints", "/c", "Read-only file system"),)}, Grade.FAILURE, "/c, cannot be",
+     "give --reft-checkpoint-dir a folder that all nodes"),
     ({}, {"too_old": ("torch 2.1 is older than 2.6",)}, Grade.FAILURE, "torch 2.1 is older", "install a newer one"),
     ({}, {"untested": ("DeepSpeed 9 is untested",)}, Grade.WARNING, "DeepSpeed 9 is untested", "ft-plugins rehearse"),
     ({}, {"removes_ipc": True}, Grade.WARNING, "RemoveIPC", "enable-linger"),
@@ -117,6 +120,11 @@ def test_each_fault_is_the_one_finding(
 )
 def test_what_is_as_it_should_be_or_unknown_is_no_finding(facts: dict[str, Any]) -> None:
     assert findings(JOB, replace(HEALTHY, **facts)) == ()
+
+
+def test_a_job_of_which_no_endpoint_resolves_does_not_work() -> None:
+    facts = replace(HEALTHY, endpoints=(ResolvedName("b", ()), ResolvedName("c", None)))
+    assert [each.grade for each in findings(JOB, facts)] == [Grade.FAILURE, Grade.FAILURE]
 
 
 def test_a_job_without_a_figure_on_dockers_shared_memory_is_warned() -> None:
@@ -262,6 +270,30 @@ def test_a_healthy_node_ends_with_status_0_and_says_only_that(doctor: Doctor, mo
 def test_a_command_that_ft_run_would_refuse_is_a_failure(doctor: Doctor) -> None:
     status, said = doctor("--", "--reft-intervall", "3")
     assert status == 2 and "did you mean --reft-interval?" in said
+
+
+def test_what_the_command_says_of_checkpoints_and_the_address_is_examined(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[DoctorJob] = []
+    monkeypatch.setattr(host_facts, "gather", lambda job: seen.append(job) or gather(job))  # type: ignore[func-returns-value]
+    job = ("--ftp-job", "j", "--reft", "--reft-checkpoint-dir", "/proc/here", "--local-addr", "no-such-host.invalid")
+    status, said = doctor("--json", "--", *job)
+    found = [each["what"] for each in json.loads(said)["findings"] if each["grade"] == "failure"]
+    assert status == 2 and seen[0].checkpoints == Path("/proc/here/j")
+    assert found == [
+        "--local-addr no-such-host.invalid does not resolve",
+        "the folder of checkpoints, /proc/here/j, cannot be used",
+    ], "nobody, not even root, can make a file in /proc"
+
+
+def test_the_folder_of_checkpoints_is_looked_for_where_it_would_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, problem in (("new/folder", ""), ("file/folder", "Not a directory")):
+        facts = gather(DoctorJob(checkpoints=tmp_path / name))
+        assert facts.folders[2].path == str(tmp_path / name) and problem in facts.folders[2].problem
+        assert bool(facts.folders[2].problem) is bool(problem)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_folders_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

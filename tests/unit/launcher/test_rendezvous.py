@@ -39,7 +39,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins.base.intake import within
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, FtError
-from ft_plugins.events import Events
+from ft_plugins.events import Event, Events
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.node_check import NodeCheck
@@ -63,6 +63,7 @@ from harness.job_control import wait_until
 WAIT = 120.0
 SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
 fork = get_context("fork")
+happened: list[Event] = []  # in the process of a node
 numbers = itertools.count()
 
 
@@ -70,6 +71,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
     """A node: does what it is told, tells how it went."""
     try:
         handler: Any = plugin.create(RendezvousParameters("ft_plugins", **fields, **config))
+        handler.events.subscribe(happened.append)
         connection.send(("ok", "up"))
         while True:
             name, arguments = connection.recv()
@@ -135,6 +137,7 @@ OWN = {
     "refused": refused,
     "draining": lambda handler: handler.is_draining,
     "no drain": lambda handler: handler.allow_no_drain("of this job no node can leave"),
+    "replaced": lambda handler: [event.fields for event in happened if event.name == "node.replaced"],
     "why": lambda handler: handler.waiting_reason,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
 }
@@ -306,6 +309,7 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     b.ask("shutdown")
     until(a, 2)
     assert a.tell("join").hear()["names"] == c.hear()["names"] == ["a", "c"]
+    assert a.ask("replaced") == [{"gone": ["b"], "new": ["c"], "asked": ["b"]}]
     a.ask("no drain")
     assert control.drain(folders["a"], "c") == "of this job no node can leave"
 
@@ -363,6 +367,8 @@ def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute
     until(c, 1)
     substitute = start(4, "z", **holds)  # knows the two endpoints only
     found = join(other, c, substitute)
+    told = [node.ask("replaced") for node in (other, c, substitute)]
+    assert sorted(told) == [[], [], [{"gone": [lost.name], "new": ["z"], "asked": []}]], "one of the survivors says it"
     assert found["z"]["names"] == [name if name != lost.name else "z" for name in ("a", "b", "c")]
     assert found["z"]["round"] == 2
     leader(found)
@@ -559,6 +565,8 @@ def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
     assert f"to start one, in {os.getcwd()}: {command()}\n" in said
     substitute = start(3, "c", nodes="2:2")
     assert substitute.ask("join")["names"] == a.hear()["names"] == ["a", "c"]
+    assert "ft-run: the job goes on without b (lost); new: c\n" in capfd.readouterr().err
+    assert [a.ask("replaced"), substitute.ask("replaced")] == [[{"gone": ["b"], "new": ["c"], "asked": []}], []]
 
 
 def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None:
@@ -752,7 +760,7 @@ def test_after_both_nodes_of_the_endpoints_are_lost_another_one_finds_the_job_at
     secret = write_secret(tmp_path / "secret", "what the nodes of this job know")
     common: dict[str, Any] = {"nodes": "2:2", "endpoints": "1,2", "secret_file": secret, "last_call_timeout": 0}
     a, b = start(1, "a", **common), start(2, "b", **common)
-    join(a, b)
+    assert {a.tell("begin").name, b.tell("begin").name} == {*a.hear()["names"], *b.hear()["names"]}
     c = start(3, "c", **common)
     a.kill()
     b.tell("begin")

@@ -86,7 +86,10 @@ def test_a_failure_that_recurs_says_what_ft_run_found() -> None:
 
 
 def test_a_lost_node_is_named_as_other_nodes_saw_it() -> None:
-    assert told(why([at(5, "node.lost", None, "a", lost=["node b"])]))["failed"].endswith("loss of node b")
+    shown = told(why([at(5, "node.lost", None, "a", lost=["node b"])]))["failed"]
+    assert shown.startswith("node b, ") and shown.endswith("lost, as was seen from node a")
+    killed = at(5, "workers.killed", None, "a", lost=["node b"], reason="node b stopped responding")
+    assert told(why([killed]))["failed"].startswith("node b, ")
 
 
 def test_lost_iterations_are_no_names_of_nodes() -> None:
@@ -136,9 +139,60 @@ def test_a_lost_node_is_the_cause_and_not_the_ranks_that_lost_their_peer_on_it()
     aborted = [failed(5, 0, 1, "RuntimeError: Connection closed by peer"), failed(5, 1, -6), lost]
     shown = told(why(aborted))
     lone = "(it may only have lost a peer)"
-    assert shown["failed"].endswith("loss of node b") and shown["others"] == f"rank 0 {lone}, rank 1 {lone}"
+    assert shown["failed"].startswith("node b, ") and shown["others"] == f"rank 0 {lone}, rank 1 {lone}"
     own = told(why([failed(5, 0, 1, "ValueError: x"), lost]))
     assert own["failed"].startswith("rank 0 "), "its own error is the cause"
+
+
+PEER = "RuntimeError: Connection closed by peer"
+
+
+def replaced(time: float, gone: str, *new: str, asked: bool = False) -> Event:
+    return at(time, "node.replaced", gone=[gone], new=list(new), asked=[gone] if asked else [])
+
+
+def test_a_node_that_another_one_replaced_was_lost_and_the_ranks_elsewhere_only_lost_their_peer() -> None:
+    begun = [resumed(1), failed(5, 0, 1, PEER), failed(5, 1, 1, PEER)]
+    shown = told(why([*begun, replaced(6, "b", "c"), at(7, "workers.restarted"), resumed(8)]))
+    assert shown["failed"].startswith("node b, ") and shown["failed"].endswith(": lost; c takes its place")
+    assert "rank 0" in shown["others"] and "since then" in shown
+    assert "other nodes" in told(why(begun))["to do"], "no node is to be drained for a peer that it lost"
+    old = failed(0, 3, 78, "refused")  # the leader: its survivors have no failure
+    assert told(why([old, resumed(1), replaced(6, "b")]))["failed"].endswith(": lost; the job goes on without it")
+    own = told(why([resumed(1), failed(5, 1, 1, "ValueError: x"), replaced(6, "b")]))
+    assert own["failed"].startswith("rank 1 "), "its own error is the cause"
+
+
+def test_two_nodes_lost_one_after_the_other_are_no_cause_that_came_again() -> None:
+    account = why([resumed(1), replaced(6, "b", "c"), resumed(8), replaced(9, "c", "d")])
+    assert account is not None and (account.node, account.same) == ("c", 1)
+
+
+def test_a_drain_is_told_as_one_and_what_the_drained_node_no_longer_reaches_as_nothing() -> None:
+    drained = at(5, "node.drained", None, "b", iteration=40)
+    begun = [resumed(1), at(1, "ranks.resumed", 2, "b", token=1, iteration=1), drained, at(5, "job.ended", None, "b")]
+    after = [
+        failed(5.5, 0, 1, PEER),
+        replaced(6, "b", "c"),
+        resumed(8),
+        at(20, "node.lost", None, "b", lost=["node a"]),
+    ]
+    for events in (begun, [*begun, *after]):
+        account = why(events)
+        assert account is not None and (account.node, account.drained) == ("b", True)
+        assert told(account)["drained"].endswith("after iteration 40; no iteration was lost"), "and nothing failed"
+    elsewhere = told(why([resumed(1), failed(5.5, 0, 1, PEER), replaced(6, "b", "c", asked=True)]))
+    assert elsewhere["drained"].startswith("node b, ") and elsewhere["drained"].endswith(
+        "asked to leave; c takes its place"
+    )
+
+
+@pytest.mark.parametrize("begins", ["job.started", "job.ended"])
+def test_what_a_node_without_ranks_no_longer_reaches_is_no_failure(begins: str) -> None:
+    spare = [at(0, begins), at(5, "node.lost", lost=["node b"])]
+    assert why(spare) is None
+    for name in ("incarnation.fenced", "workers.restarted", "ranks.resumed"):
+        assert why([spare[0], at(1, name), spare[1]]) is not None
 
 
 def test_lines_fit_a_terminal() -> None:

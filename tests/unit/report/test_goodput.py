@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +82,23 @@ def test_ft_run_that_is_killed_leaves_time_of_which_nothing_is_known() -> None:
     one = goodput([*events, resumed(90, 9)])
     assert seconds(one) == pytest.approx({"launch": 20, "training": 40, "unknown": 30})
     assert one is not None and not one.ended and "until the newest event" in one.lines()[0]
+
+
+def test_what_outlives_ft_run_or_comes_just_before_the_next_one_is_no_training() -> None:
+    begun = [at(0, "job.started"), resumed(10, 1), at(50, "checkpoint.completed", pid=1)]
+    adopted = [at(78, "segments.adopted", pid=2), at(79, "smp.started", pid=2), at(80, "job.started"), resumed(90, 9)]
+    assert seconds(goodput([*begun, *adopted])) == pytest.approx({"launch": 20, "training": 40, "unknown": 30})
+    orphan = [at(50, "smp.orphaned", pid=1, seconds=1800.0), at(70, "node.lost", pid=1, lost=["node b"])]
+    again = [at(80, "job.started"), resumed(90, 9)]
+    assert seconds(goodput([*begun[:2], *orphan, *again])) == pytest.approx(
+        {"launch": 20, "training": 40, "unknown": 30}
+    )
+
+
+def test_a_spare_that_lived_longer_than_those_that_trained_is_not_the_one_that_is_shown() -> None:
+    spare = [at(-5, "job.started"), resumed(195, 30), at(220, "job.ended", status="succeeded")]
+    one = goodput([*story(), *(replace(event, node="spare") for event in spare)])
+    assert one is not None and one.node == "n0" and seconds(one) == seconds(goodput(story()))
 
 
 def test_time_between_two_ft_runs_is_that_of_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ def test_the_page_has_the_figures_of_the_job_and_needs_nothing_else() -> None:
     assert not shown.names & {"script", "link", "img", "iframe", "object"}
     assert not re.search(r"https?:|url\(|@import|\bsrc=", page)
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
+
+
+def test_the_bar_of_a_node_that_was_killed_ends_there_though_it_comes_back_as_a_spare() -> None:
+    back = [at(30, "smp.started", None, "b"), at(30, "metrics.failed", None, "b"), at(30, "job.started", None, "b")]
+    back = [*(replace(event, pid=7) for event in back), at(40, "job.ended", None, "b")]
+    page = html_page("my-job", [*story()[:-1], *(event for event in story(node="b")[:4]), *back])
+    bar = page[page.index("incarnations of b") :]
+    left, width = re.findall(r'x="([\d.]+)" width="([\d.]+)"[^>]*><title>trains', bar)[0]
+    assert (float(left), float(width)) == pytest.approx((960 * 10 / 40, 960 * 2 / 40)), "its last event is at 12"
 
 
 @pytest.mark.parametrize(
