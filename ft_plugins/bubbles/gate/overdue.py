@@ -10,7 +10,7 @@ from .pacing_limits import PacingLimits
 
 GROWTH = 4  # of the larger frame that is measured
 _STRIKES = 3
-_FORGOTTEN = 64  # small frames, after which nobody knows how fast the link is by now
+_FORGOTTEN = 64  # small frames, after which the link may have another speed
 _LARGE_FRAMES = 8  # on a busy machine most frames wait for a processor, hardly ever all of so many
 
 

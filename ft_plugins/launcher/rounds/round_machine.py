@@ -352,7 +352,7 @@ class RoundMachine:
 
     def _is_alive(self, place: Place, now: float) -> bool:
         token = self._members.get(place.node)
-        if place.node in self._refused or place.node == self._drained:
+        if place.node in self._refused or place.node == self.drained:
             return False
         if place.node == self._own or token and not self._alive.is_silent(token, now):
             return True
