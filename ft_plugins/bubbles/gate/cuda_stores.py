@@ -24,15 +24,16 @@ class CudaStores:
         if status != 0:
             raise FtError(f"{device}: the gate cannot be registered as pinned memory (CUDA error {status})")
 
-    def store(self, words: Words, at: int) -> None:
+    def store(self, words: Words, at: int) -> bool:
         source = torch.from_numpy(words.view(np.int64).copy())
         if self._device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():  # a graph would store this opening again at each replay
-                return
+                return False
             source = source.pin_memory()  # torch's allocator keeps it until the copy is through
         staged = torch.empty_like(source, device=self._device)
         staged.copy_(source, non_blocking=True)
         self._memory[at : at + len(words)].copy_(staged, non_blocking=True)
+        return True
 
     def close(self) -> None:
         """Wait for what was given to the current stream, and release the memory, which may be unmapped then."""

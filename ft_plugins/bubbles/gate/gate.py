@@ -133,8 +133,9 @@ class Opening:
 class StreamStores(Protocol):
     """Stores that a device makes."""
 
-    def store(self, words: Words, at: int) -> None:
-        """Store `words` at place `at` of the gate once the stream in use comes there; does not wait."""
+    def store(self, words: Words, at: int) -> bool:
+        """Store `words` at place `at` of the gate once the stream in use comes there; does not wait. Returns False if
+        nothing is stored."""
         ...
 
     def close(self) -> None:
@@ -199,13 +200,12 @@ class Gate:
         its deadlines, and copies go at a rate; training goes on."""
         assert self._stores is not None
         try:
-            self._stores.store(words, at)
+            return self._stores.store(words, at)
         except Exception as error:
             if not self._failed:
                 self._failed = True
                 say(f"the device could not open its gate, so that copies wait or go at a rate: {error}", alarm=True)
             return False
-        return True
 
     @property
     def by_device(self) -> bool:

@@ -226,7 +226,7 @@ def test_an_opening_is_the_one_that_the_host_would_have_made() -> None:
 
 def test_a_device_without_memory_leaves_the_gate_closed_and_training_alone(capfd: pytest.CaptureFixture[str]) -> None:
     class Full:
-        def store(self, words: object, at: int) -> None:
+        def store(self, words: object, at: int) -> bool:
             raise RuntimeError("out of memory")
 
         def close(self) -> None:

@@ -250,8 +250,8 @@ def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(cluster: Make, mo
     monkeypatch.setattr(files, "write_json", full)
     job.protect(4)
     job.nodes[1].driver._stop.set()
-    wait((job.nodes[0].run_dir / "lost.json").exists, 10 * DETECT)
-    assert len(refused) == 2
+    wait(lambda: bool(job.nodes[0].named("node.lost")))  # which is said after the file is written
+    assert len(refused) == 2 and (job.nodes[0].run_dir / "lost.json").exists()
     assert job.nodes[0].named("node.lost") == [{"lost": ["node n1"]}]
 
 
