@@ -27,9 +27,9 @@ import random
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +99,7 @@ def host_bound() -> Callable[[], object]:
     return work
 
 
+_SAVED_SECONDS = 600.0  # for a checkpoint on a disk
 LOADS: dict[str, Callable[[], Callable[[], object]]] = {
     "matmul": matmul,
     "adam": adam_like,
@@ -195,32 +196,29 @@ class CheckFreq:
         folder = tempfile.mkdtemp(prefix="ft-")
         stack.callback(shutil.rmtree, folder)
         self._path = Path(folder) / "checkpoint"
-        self._copied, self._saved = threading.Event(), threading.Event()
-        self._seconds = 0.0
+        self._thread = stack.enter_context(ThreadPoolExecutor(1))
 
     def snapshot(self) -> None:
-        self._copied.clear()
-        self._saved.clear()
-        threading.Thread(target=self._save, args=(time.perf_counter(),), daemon=True).start()
+        self._copied = self._thread.submit(self._copy_all)
+        self._saved = self._thread.submit(self._save, time.perf_counter())
 
-    def _save(self, started: float) -> None:
+    def _copy_all(self) -> None:
         for name, tensor in self._state.items():
             self._copy[name].copy_(tensor)
-        self._copied.set()
+
+    def _save(self, started: float) -> float:
         with self._path.open("wb") as file:
             torch.save(self._copy, file)
             file.flush()
             os.fsync(file.fileno())
-        self._seconds = time.perf_counter() - started
-        self._saved.set()
+        return time.perf_counter() - started
 
     def fence(self) -> None:
-        self._copied.wait()
+        self._copied.result(_SAVED_SECONDS)
 
     def committed(self) -> float:
         """Waits until it is: the next one may not begin before."""
-        self._saved.wait()
-        return self._seconds
+        return self._saved.result(_SAVED_SECONDS)
 
 
 class TorchSnapshot:

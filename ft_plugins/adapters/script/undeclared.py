@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..data.data_parts import is_generator
 from ..data.loaders import StartedSampler
 from .script_names import Name, Named
 from .script_state import Marks, Returned, holds_values, optimizer_tensors, storage_of, tensors_in
@@ -303,8 +304,7 @@ class _Script:
         known += [getattr(random, "_inst", None), getattr(np.random.mtrand, "_rand", None)]
         known_ids = {*map(id, known), *self.returned.referenced, *self.declared.objects}
         for one in self.names.values():
-            generator = _sort_of(type(one.value)) is Sort.GENERATOR and not isinstance(one.value, random.SystemRandom)
-            if generator and id(one.value) not in known_ids:
+            if is_generator(one.value) and id(one.value) not in known_ids:
                 yield Undeclared(one.value, "")
 
     def _passes(self) -> Iterator[Undeclared]:

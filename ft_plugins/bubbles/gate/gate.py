@@ -214,6 +214,7 @@ class Gate:
 
     @property
     def memory(self) -> Words:
+        """Its 8-byte words, for `StreamStores`."""
         return self._words
 
     @property

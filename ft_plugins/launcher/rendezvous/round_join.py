@@ -59,7 +59,8 @@ class RoundJoin:
     def __init__(self, node: LocalNode, store_bound: timedelta) -> None:
         self.is_spare = False
         self.served_store: TCPStore | None = None  # of the next round, on the node of rank 0
-        self.asked = ""  # the node of the last round that was asked to leave, '' for none; a new leader does not know
+        self.asked = ""  # the node of the last round that left as it was asked, '' for none
+        self._led_by = ""  # token of the node that led the last round; another one does not know who left it
         self._node = node
         self._store_bound = store_bound
         self._opened = self._trained = self._took_part = False
@@ -146,6 +147,7 @@ class RoundJoin:
         node, link = self._node, self._node.link
         leads = leader.token == node.me.token
         link.follow(leader)
+        self.asked = self.asked if leader.token != self._led_by else ""  # it may have died before it left
         if not self._acknowledged:
             self._apply()
         seen, checking = 0, False
@@ -165,11 +167,11 @@ class RoundJoin:
                         self._extend_deadline()
                     continue
                 self._remember(view.roster)
-                self.asked = view.draining or self.asked
+                self.asked = view.drained or self.asked
                 complete, chosen = view.phase is Phase.COMPLETE, view.rank is not None
                 self._acknowledged = view.round if chosen and complete else 0
                 if chosen and complete and view.begun:
-                    self._acknowledged = 0
+                    self._acknowledged, self._led_by = 0, leader.token
                     return view
                 if chosen and not complete and view.rank == 0 and not view.store:
                     self.served_store = self.served_store or round_store.serve(

@@ -356,7 +356,8 @@ class NodeService:
             "lost": rounds.lost_count,
             "changes": rounds.changes,
             "refused": rounds.refused,
-            "draining": rounds.draining or rounds.drained,
+            "draining": rounds.draining,
+            "drained": rounds.drained or rounds.left,
         }
 
     def _serve(self, rounds: RoundMachine, request: Serve) -> Message:

@@ -80,6 +80,7 @@ class RoundMachine:
         self._failures: Counter[str] = Counter()  # of nodes, under this leader: see `Candidate`
         self._blamed = False  # a node was the first to fail in the last round
         self.drained = ""  # the node that has left the last round as it was asked
+        self.left = ""  # the one that had left so before this round
         self.draining = ""  # the node of the round that is to leave at the next version, '' for none
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self.revision = self.changes = 1
@@ -380,7 +381,7 @@ class RoundMachine:
         for each in by_rank:
             self._waiting.remove(each.token)
         members = tuple(Place(each.node, each.endpoint) for each in by_rank)
-        self._blamed, self.drained = False, ""
+        self._blamed, self.left, self.drained = False, self.drained, ""
         self._members = {each.node: each.token for each in by_rank}
         self._nodes = {each.token: each.node for each in by_rank}
         self._back = set()

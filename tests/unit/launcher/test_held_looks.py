@@ -273,7 +273,7 @@ def nodes() -> Iterator[list[Node]]:
     for name in "abc":
         listener = endpoint.listen_anywhere("127.0.0.1")
         me = NodeIdentity("job", name, f"t-{name}", f"127.0.0.1:{listener.getsockname()[1]}")
-        service = NodeService(me, Rules(3, 3), SILENCE)
+        service = NodeService(me, Rules(3, 3, wait=0.0), SILENCE)  # for none of the roster
         port = PeerServer(listener, US, service.answer_or_hold, service.gone, service.tick, Events(), service)
         made.append(Node(service, port, LeaderLink(service, 1.0, SILENCE, US)))
     lead = made[0].service
