@@ -20,6 +20,7 @@ from unittest.mock import MagicMock, patch
 
 import torch
 
+from . import delayed_scaling
 from .apex_jobs import Lists, adam
 
 CHECKOUT = os.environ.get("TRANSFORMER_ENGINE_PATH", "")
@@ -36,6 +37,8 @@ STATES: dict[str, dict[str, Any]] = {  # settings of Megatron's optimizer
     "tensorwise": {"fp8_recipe": "tensorwise"},
     "blockwise": {"fp8_recipe": "blockwise"},
     "mxfp8": {"fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
+    "delayed": {"fp8_recipe": "delayed"},  # the same, with delayed scaling of what layers read and of gradients
+    "delayed_alone": {"fp8_recipe": "delayed"},  # this scaling with parameters in bf16
 }  # fmt: skip
 
 
@@ -149,6 +152,8 @@ def quantize(source: torch.Tensor, quantizer: Any, target: Any = None, noop: Any
     made = quantizer.make_empty(source.shape, dtype=source.dtype, device=source.device) if target is None else target
     kind = type(quantizer).__name__
     if kind == "Float8Quantizer":  # with a scale that is given
+        if quantizer.amax.numel() and source.numel():
+            quantizer.amax.copy_(torch.maximum(quantizer.amax, source.abs().max().float()))
         _cast(source, quantizer.scale, made._data)
         made._scale_inv.copy_(1 / quantizer.scale)
     elif kind == "Float8CurrentScalingQuantizer":
@@ -214,9 +219,11 @@ def megatron_example(argv: Sequence[str]) -> None:
     in_megatron: Any = import_module("megatron.core.optimizer")
     distributed: Any = import_module("megatron.core.optimizer.distrib_optimizer")
     vars(job)["OptimizerConfig"] = partial(job.OptimizerConfig, **settings)
-    if recipe := settings.get("fp8_recipe"):
+    if (recipe := settings.get("fp8_recipe")) == "delayed":
+        delayed_scaling.install(job)
+    if recipe and argv[at + 1] != "delayed_alone":
         _with_fp8_parameters(job, recipe, {key: settings[key] for key in settings if key.startswith("reuse")})
-    else:
+    elif not recipe:
         hybrid = distributed.HybridDeviceOptimizer
         hybrid._get_sub_optimizer_param_groups = _as_on_a_device(hybrid._get_sub_optimizer_param_groups)
         fused = sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam  # type: ignore[attr-defined]
@@ -307,7 +314,8 @@ def _with_fp8_parameters(job: Any, recipe: str, more: dict[str, Any]) -> None:
         for name, module in made.named_modules():
             weight = getattr(module, "weight", None)
             if ".decoder." in f".{name}." and isinstance(weight, torch.nn.Parameter) and weight.dim() == 2:
-                module.weight = _in_fp8(weight, recipe)
+                engine: Any = getattr(module, "engine", None)
+                module.weight = _in_fp8(weight, engine.for_weight if engine else _QUANTIZERS[recipe])
         return made
 
     vars(job)["Float16Module"] = half
@@ -320,15 +328,16 @@ def _e4m3() -> Any:
     return sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
 
 
-def _in_fp8(weight: torch.nn.Parameter, recipe: str) -> torch.nn.Parameter:
+_QUANTIZERS: dict[str, Callable[[], Any]] = {
+    "tensorwise": lambda: _of("tensor").Float8CurrentScalingQuantizer(_e4m3(), device="cpu", columnwise=False),
+    "blockwise": lambda: _of("tensor").Float8BlockQuantizer(_e4m3(), rowwise=True, columnwise=False),
+    "mxfp8": lambda: _of("tensor").MXFP8Quantizer(_e4m3(), columnwise=False),
+}
+
+
+def _in_fp8(weight: torch.nn.Parameter, quantizer: Callable[[], Any]) -> torch.nn.Parameter:
     """The parameter in fp8, with its first values on the host, as Transformer Engine leaves them."""
-    tensor = _of("tensor")
-    quantizer = {
-        "tensorwise": lambda: tensor.Float8CurrentScalingQuantizer(_e4m3(), device="cpu", columnwise=False),
-        "blockwise": lambda: tensor.Float8BlockQuantizer(_e4m3(), rowwise=True, columnwise=False),
-        "mxfp8": lambda: tensor.MXFP8Quantizer(_e4m3(), columnwise=False),
-    }[recipe]()
-    made = torch.nn.Parameter(quantizer(weight.detach()))
+    made = torch.nn.Parameter(quantizer()(weight.detach()))
     vars(made).update(vars(weight))
     first: Any = weight.detach().clone()
     made.get_high_precision_init_val = MethodType(lambda self: first, made)  # type: ignore[attr-defined]

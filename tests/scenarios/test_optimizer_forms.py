@@ -25,12 +25,14 @@ KILLS = "iteration.forward@iteration=4,rank=1,restart=0:kill;update.middle@itera
 KEPT = {  # what of each is captured next to masters and moments, or in another form
     "remainders": (":master_param",),
     "scaled": (":exp_avg:scale", ":master_param:scale"),
+    **dict.fromkeys(("delayed", "delayed_alone"), (".engine.scaling_fwd.scale", ".engine.scaling_bwd.amax_history")),
 }
 
 
 CASES = {  # whether the gather of parameters overlaps the forward
     **{"remainders": (True,), "scaled": (False,), "offload": (True,)},
     **{"tensorwise": (True,), "blockwise": (False,), "mxfp8": (True, False)},
+    **{"delayed": (True,), "delayed_alone": (False,)},
 }
 
 

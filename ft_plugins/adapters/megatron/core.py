@@ -45,10 +45,10 @@ from ..forward_edges import follow_forwards
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
-from . import inner_masters, state
+from . import fp8_scaling, inner_masters, state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
-from .support import is_stub, layer_wise, require_no_history
+from .support import is_stub, layer_wise
 
 _ARCHITECTURE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -137,7 +137,7 @@ class MegatronCoreHost(MegatronReduction):
 
     def small_state(self) -> dict[str, Any]:
         """All state that is not a tensor. Raises UnsupportedError for state that has appeared and is not captured."""
-        require_no_history(self.chunks, self.rank)
+        fp8_scaling.require_no_other(self.chunks, self.rank)
         return {
             "groups": [groups(inner_masters.counted(optimizer)) for optimizer in self.optimizers],
             "members": self._members,
@@ -147,6 +147,7 @@ class MegatronCoreHost(MegatronReduction):
             "counters": {name: entry.read() for name, entry in self._counters.items()},
             "position": {name: entry.read() for name, entry in self._position.items()},
             "rng": rng_state(),
+            **({"fp8_updated": updated} if (updated := fp8_scaling.updated(self.chunks)) else {}),
         }
 
     def scalars(self) -> bytes:
@@ -192,6 +193,7 @@ class MegatronCoreHost(MegatronReduction):
             "parameters that FSDP divides": self.sharded,
             "a layer-wise optimizer": any(map(layer_wise, self.optimizers)),
             "optimizer state in fp16": any(map(inner_masters.scaled, inner)),
+            "delayed scaling": any(map(fp8_scaling.delays, self.chunks)),
         }
         return next((name for name, holds in facts.items() if holds), "")
 
@@ -207,6 +209,7 @@ class MegatronCoreHost(MegatronReduction):
         self._restore_optimizers(small)
         if self._consumed_samples is not None:
             update_num_microbatches(self._consumed_samples(), consistency_check=False)
+        fp8_scaling.restore_updated(self.chunks, small.get("fp8_updated", ()))
         self._rebuild_derived()
 
     def _restore_optimizers(self, small: Mapping[str, Any]) -> None:
@@ -270,6 +273,8 @@ class MegatronCoreHost(MegatronReduction):
             if faults.reach("update.begin", iteration=iteration) == "inf":
                 self._set_infinite_gradient()
             outcome = original(*args, **kwargs)
+            if outcome[0]:
+                fp8_scaling.note_cast(self.chunks)
             if self._observer is not None:
                 self._observer.computed(norm=plain_number(outcome[1]) if outcome[0] else math.inf)  # else skipped
             faults.reach("update.end", iteration=iteration)

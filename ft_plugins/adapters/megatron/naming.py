@@ -44,6 +44,7 @@ _UNTESTED = {  # by what the optimizers show
     "layer_wise": "a layer-wise optimizer",
     "masters": "an optimizer that keeps masters",
     "fp8_parameters": "fp8 parameters",
+    "delayed_scaling": "delayed scaling",
 }
 
 

@@ -41,7 +41,7 @@ from ..host_parts import FrameworkHost, StateItem, groups
 from ..rules import refuse
 from ..rules.megatron import COMPARED, OTHERWISE
 from ..script.script_hooks import wrap
-from . import fsdp, inner_masters, naming, state
+from . import fp8_scaling, fsdp, inner_masters, naming, state
 from .replay import MegatronReplay
 from .support import facts, flat, is_stub, layer_wise, require_supported
 
@@ -72,6 +72,7 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     def _checkpoint_names(self) -> Mapping[str, Any]:
         for optimizer in self.optimizers:
             state.create_optimizer_state(optimizer)
+        fp8_scaling.create(self.chunks, self.rank)
         if self.sharded:
             return fsdp.without_names(self.chunks)
         try:
@@ -123,15 +124,15 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     def _rebuild_derived(self) -> None:
         """Copy masters to model parameters, then gather the shards of the other ranks. Parameters in mxfp8 are cast
         from what is gathered, in the gradients' buffer."""
-        gathered = False  # by the distributed optimizer
-        for optimizer in self.optimizers:
-            if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
-                inner_masters.copy_back(optimizer.optimizer)
-                if getattr(optimizer.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-                    optimizer._copy_main_params_to_param_buffer()
-                else:
-                    optimizer._copy_main_params_to_model_params()
-            gathered = gathered or isinstance(optimizer, DistributedOptimizer)
+        gathered = any(isinstance(one, DistributedOptimizer) for one in self.optimizers)
+        with fp8_scaling.as_cast_last(self.chunks):
+            for optimizer in self.optimizers:
+                if not is_stub(optimizer) and hasattr(optimizer, "_copy_main_params_to_model_params"):
+                    inner_masters.copy_back(optimizer.optimizer)
+                    if getattr(optimizer.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+                        optimizer._copy_main_params_to_param_buffer()
+                    else:
+                        optimizer._copy_main_params_to_model_params()
         for divided in dict.fromkeys(filter(None, map(layer_wise, self.optimizers))):
             if getattr(divided, "use_buffer_param_sync", False):  # its parameters are in DDP's buffers
                 gathered = True

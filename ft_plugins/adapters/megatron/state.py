@@ -14,7 +14,7 @@ that it gathers (the shard of the owning rank is the item). Gradients are zeroed
     those that a layer-wise one     the same as without it, of the    not replicated: each parameter is updated
     (Muon's) chains                 parameters it gave to this rank   on one rank, and gathered on the others
     no optimizer updates it         parameter (frozen)                replicated over DP x CP (experts: expert DP)
-    buffers                         may change at any time            not replicated
+    buffers, scales for fp8         may change at any time            not replicated
 
 Names are `chunk<i>.<parameter>`, with `:main` for a master and `:<key>` for optimizer state. Moments are all tensors
 with dimensions that the inner optimizer keeps per parameter, FusedAdam's as well as torch Adam's; those without
@@ -41,7 +41,7 @@ from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
 from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
 from ..optimizer_state import create_state
-from . import fsdp, inner_masters
+from . import fp8_scaling, fsdp, inner_masters
 from .support import is_stub, layer_wise
 
 Replicas = Callable[[torch.nn.Parameter], tuple[int, ...]]
@@ -201,7 +201,7 @@ def state_items(
 
 
 def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]:
-    """The buffers of this rank."""
+    """The buffers of this rank, and what delayed scaling keeps."""
     layers = layers_by_module(chunks)
     for index, chunk in enumerate(chunks):
         for name, buffer in chunk.named_buffers():
@@ -211,6 +211,9 @@ def buffers(chunks: Sequence[torch.nn.Module], rank: int) -> Iterator[StateItem]
             if isinstance(buffer, torch.Tensor):
                 read = lambda module=module, key=key: module._buffers[key]  # noqa: E731  (the model may replace it)
                 yield state_item(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, read)
+        for name, scales in fp8_scaling.tensors(chunk):
+            name = f"chunk{index}.{unwrapped(name)}"
+            yield state_item(name, Role.BUFFER, (rank,), _layer_of(name, layers), ANYWHERE, scales)
 
 
 def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mapping[str, int]) -> Iterator[StateItem]:

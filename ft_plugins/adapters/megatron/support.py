@@ -1,27 +1,24 @@
 """Refuse Megatron features and options that are not supported, by name, before anything is captured.
 
 Invariant: an accepted job has only state that `state` lists, and only updates that go through `optimizer.step`. What is
-refused is in `adapters.rules.megatron`. TransformerEngine's modules may keep a history of maxima to scale fp8 numbers,
-which they make in the first forward: arguments cannot show all of it, so `require_no_history` looks at the modules.
+refused is in `adapters.rules.megatron`; what only modules show of fp8, in `fp8_scaling`.
 
 In: model chunks and optimizers. Out: UnsupportedError, one line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
-from ...errors import UnsupportedError
 from ..rules import MEGATRON, refuse
 from ..rules.megatron import OTHERWISE
-from . import fsdp, inner_masters
+from . import fp8_scaling, fsdp, inner_masters
 
 _SUPPORTED = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
-_META, _HISTORY = "fp8_meta", "amax_history"  # TransformerEngine's names
 _DIVIDED_BY = "__ft_divided_by__"  # attribute of an optimizer that a layer-wise one chains: that one
 
 
@@ -74,23 +71,7 @@ def facts(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> dict[
         "layer_wise": any(layer_wise(one) for one in optimizers),
         "amsgrad": any(group.get("amsgrad") for group in groups),
         "masters": any(map(inner_masters.keeps, inner)),
+        "delayed_scaling": any(map(fp8_scaling.delays, chunks)),
         "fp8_parameters": given("fp8") and given("fp8_param", "fp8_param_gather"),
         "fsdp": given("use_megatron_fsdp") or any(fsdp.is_shard(one) for each in chunks for one in each.parameters()),
     }
-
-
-def require_no_history(chunks: Sequence[torch.nn.Module], rank: int) -> None:
-    """Raises UnsupportedError that names a module with a history of maxima."""
-    for chunk in chunks if getattr(chunks[0].config, "fp8", None) else ():
-        for name, part in chunk.named_modules():
-            if any(isinstance(getattr(one, _HISTORY, None), torch.Tensor) for one in _kept(vars(part).get(_META))):
-                raise UnsupportedError(
-                    f"rank {rank}: '{name}' ({type(part).__name__}) keeps a history of maxima for fp8, which is not "
-                    "captured: choose --fp8-recipe tensorwise, blockwise or mxfp8, without fp8 in attention"
-                )
-
-
-def _kept(meta: Any) -> Iterator[Any]:
-    values = meta.values() if isinstance(meta, Mapping) else ()
-    for value in values:
-        yield from value if isinstance(value, list | tuple) else (value,)

@@ -53,6 +53,7 @@ def _named(key: str, name: str, reason: str, option: str = "", **more: Any) -> R
 
 _several_instances = above("num_distributed_optimizer_instances", 1)
 _current_scaling = equals("fp8_recipe", "tensorwise", "blockwise", "mxfp8")
+_delayed_scaling = some(equals("fp8_recipe", "delayed"), lambda settings: not at(settings, "fp8_recipe"))
 layer_wise = some(
     on("built.layer_wise"),
     equals("optimizer", "dist_muon"),
@@ -93,6 +94,15 @@ QUANTIZED = Rule(
     "replicas of them were neither compared nor averaged yet", "--fp8-param-gather",
     remedy="drop it, or drop --paft and --sync-policy", systems=("paft", "sync"),
 )  # fmt: skip
+_CURRENT = "choose --fp8-recipe tensorwise, blockwise or mxfp8"
+_ELSEWHERE = some(
+    _FSDP, on("use_torch_fsdp2"), on("use_transformer_engine_op_fuser"), _graphs("local", "transformer_engine")
+)
+DELAYED = Rule(
+    "fp8 with delayed scaling", ("fp8_recipe",), some(on("built.delayed_scaling"), every(on("fp8"), _delayed_scaling)),
+    "replicas of its scales were neither compared nor averaged yet", "--fp8-recipe", "delayed",
+    remedy=f"{_CURRENT}, or drop --paft and --sync-policy", systems=("paft", "sync"),
+)  # fmt: skip
 DIVIDED = Rule(
     "parameters that FSDP divides", ("built.fsdp",),
     some(_FSDP, on("use_torch_fsdp2"), on("built.fsdp")), "no rank repeats what another updates",
@@ -100,7 +110,7 @@ DIVIDED = Rule(
     systems=("paft", "sync"),
 )  # fmt: skip
 
-COMPARED = (ONE_INSTANCE, DIVIDED, LAYER_WISE, KEPT, QUANTIZED)  # what ends an audit
+COMPARED = (ONE_INSTANCE, DIVIDED, LAYER_WISE, KEPT, QUANTIZED, DELAYED)  # what ends an audit
 
 _REFUSED = (
     COMBINED,
@@ -116,10 +126,20 @@ _REFUSED = (
         "they hide the iteration", "--cuda-graph-impl, --cuda-graph-scope", _WHOLE,
     ),
     _named("optimizer_cuda_graph", "CUDA graphs of the optimizer", "a captured update replays without hooks"),
+    DELAYED,
     Rule(
-        "fp8 with delayed scaling", ("fp8_recipe",), every(on("fp8"), lambda settings: not _current_scaling(settings)),
-        "modules keep histories of maxima outside of the optimizer", "--fp8-recipe", "delayed",
-        remedy="choose --fp8-recipe tensorwise, blockwise or mxfp8",
+        "fp8 with delayed scaling in another form",
+        ("use_transformer_engine_op_fuser", "cuda_graph_impl", "use_megatron_fsdp", "use_torch_fsdp2"),
+        some(
+            every(on("fp8"), _delayed_scaling, _ELSEWHERE), every(on("built.delayed_scaling"), on("built.fsdp"))
+        ),
+        "where its scales are kept is not followed", "--use-transformer-engine-op-fuser, --cuda-graph-impl, FSDP",
+        remedy=_CURRENT,
+    ),
+    Rule(
+        "fp8 with a recipe of the job's own", ("fp8_recipe",),
+        every(on("fp8"), lambda settings: not (_current_scaling(settings) or _delayed_scaling(settings))),
+        "what it keeps is unknown", "--fp8-recipe", "custom", remedy=_CURRENT,
     ),
     Rule(
         "fp8 parameters that FSDP divides", ("fp8_param_gather", "fp8_param"),
@@ -215,6 +235,10 @@ _FOLLOWED = (
     Rule(
         "fp8 scaled by the current tensor (not yet run on a GPU)", ("fp8_recipe",), every(on("fp8"), _current_scaling),
         "no state outlives an iteration", "--fp8-recipe", "tensorwise, blockwise, mxfp8",
+    ),
+    Rule(
+        "fp8 with delayed scaling (not yet run on a GPU)", ("fp8_recipe",), every(on("fp8"), _delayed_scaling),
+        "scales and maxima are captured", "--fp8-recipe", "delayed",
     ),
     Rule(
         "fp8 parameters (not yet run on a GPU)", ("fp8_param_gather",), every(on("fp8"), _FP8_PARAMETERS),

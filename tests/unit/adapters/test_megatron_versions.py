@@ -23,7 +23,7 @@ import torch
 
 from ft_plugins.adapters.megatron import training
 from ft_plugins.adapters.megatron.arguments import check_validated, require_followed
-from ft_plugins.adapters.megatron.support import require_no_history
+from ft_plugins.adapters.megatron.fp8_scaling import _PARTS, create, require_no_other
 from ft_plugins.adapters.megatron.training import MegatronLoop
 from ft_plugins.adapters.rules import MEGATRON, Treatment, findings, refused
 from ft_plugins.adapters.rules.megatron import cuda_graphs
@@ -113,7 +113,6 @@ ARGUMENTS = (
     Option("optimizer_cuda_graph", "0.17", True, "--optimizer-cuda-graph"),
 )
 OF_MODEL = (
-    Option("fp8", "0.14", "hybrid", "fp8 with delayed scaling"),
     Option("fp4", "0.15", "e2m1", "fp4 parameters"),
     Option("qk_clip", "0.16", True, "QK clipping"),
 )
@@ -343,15 +342,17 @@ def test_what_lies_in_several_configurations_of_an_own_loop_is_refused_by_what_w
 
 
 FP8_REFUSED = [
-    ({"fp8_recipe": "delayed"}, "--fp8-recipe delayed"),
     ({"fp8_recipe": "custom"}, "--fp8-recipe custom"),
+    ({"use_megatron_fsdp": True}, "delayed scaling in another form"),
+    ({"fp8_recipe": "delayed", "cuda_graph_impl": "local"}, "delayed scaling in another form"),
+    ({"use_transformer_engine_op_fuser": True}, "delayed scaling in another form"),
     ({"fp8_recipe": "tensorwise", "fp8_param_gather": True, "use_torch_fsdp2": True}, "that FSDP divides"),
     ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "fp8 in attention"),
 ]
 
 
-def test_fp8_is_followed_where_no_state_of_it_outlives_an_iteration() -> None:
-    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+def test_fp8_is_followed_by_recipe() -> None:
+    for recipe in ("tensorwise", "blockwise", "mxfp8", "delayed"):
         settings = argparse.Namespace(fp8="hybrid", fp8_recipe=recipe, fp8_param_gather=False)
         require_followed(settings, REFT)
         [found] = findings(MEGATRON, settings)
@@ -361,6 +362,9 @@ def test_fp8_is_followed_where_no_state_of_it_outlives_an_iteration() -> None:
         for system in ("paft", "sync"):
             with pytest.raises(UnsupportedError, match="fp8 parameters .*drop --paft and --sync-policy"):
                 require_followed(settings, ("reft", system))
+    for given in ({"fp8_recipe": "delayed"}, {}):  # it is the default
+        with pytest.raises(UnsupportedError, match="fp8 with delayed scaling .*or drop --paft and --sync-policy"):
+            require_followed(argparse.Namespace(fp8="hybrid", **given), ("reft", "paft"))
     for more, said in FP8_REFUSED:
         with pytest.raises(UnsupportedError, match=said):
             require_followed(argparse.Namespace(fp8="hybrid", **more), REFT)
@@ -384,14 +388,33 @@ def test_a_history_of_maxima_that_appears_next_to_another_recipe_is_refused_by_i
     delayed = SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(4, 2))
     attention = _Scaled(scaling_fwd=[scaled_now, delayed])
     chunk = torch.nn.ModuleDict({"linear": _Scaled(scaling_fwd=scaled_now), "attention": attention})
-    chunk.config = SimpleNamespace(fp8="hybrid")
-    require_no_history([chunk], 3)
+    chunk.config = SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise")
+    require_no_other([chunk], 3)
     for part in (chunk["linear"], attention):
         part.forward()
     with pytest.raises(UnsupportedError, match="rank 3: 'attention' ._Scaled. keeps a history of maxima"):
-        require_no_history([chunk], 3)
+        require_no_other([chunk], 3)
     chunk.config.fp8 = None  # another use of the name
-    require_no_history([chunk], 3)
+    require_no_other([chunk], 3)
+
+
+class Linear(_Scaled):
+    """By its name, Transformer Engine's. It makes its state as version 1 did, without a recipe."""
+
+    def init_fp8_metadata(self, products: int) -> None:
+        self.fp8_meta.update({key: SimpleNamespace(scale_inv=torch.ones(products)) for key in _PARTS})
+
+
+def test_delayed_scaling_of_an_unknown_module_is_refused_by_name_before_it_trains() -> None:
+    operation = torch.nn.Linear(1, 1)
+    vars(operation)["_fp8_metas"] = None
+    for part in (_Scaled(), Linear(), operation):
+        chunk = torch.nn.ModuleDict({"fc1": part, "other": torch.nn.Linear(1, 1)})
+        chunk.config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
+        with pytest.raises(UnsupportedError, match=f"rank 3: 'fc1' .{type(part).__name__}. keeps scales for fp8"):
+            create([chunk], 3)
+        chunk.config.fp8_recipe = "tensorwise"
+        create([chunk], 3)
 
 
 def test_a_precision_aware_optimizer_is_followed_unless_quantizers_scale_its_state() -> None:
@@ -428,7 +451,7 @@ class _Arguments(ModuleType):
 
     @staticmethod
     def validate_args(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
-        args.fp8, args.fp8_recipe = defaults["fp8"], "delayed"
+        args.fp8, args.fp8_recipe = defaults["fp8"], "custom"
         return args
 
 
@@ -438,7 +461,7 @@ def test_arguments_are_refused_once_they_are_validated_before_anything_is_built(
     check_validated(module)
     protected = argparse.Namespace(reft=True)
     assert module.validate_args(protected, {"fp8": None}) is protected
-    with pytest.raises(UnsupportedError, match="--fp8-recipe delayed"):
+    with pytest.raises(UnsupportedError, match="--fp8-recipe custom"):
         module.validate_args(protected, {"fp8": "hybrid"})
     module.validate_args(argparse.Namespace(), {"fp8": "hybrid"})  # without protection it is Megatron-LM's own
 

@@ -121,16 +121,17 @@ def test_a_refusal_is_one_line_with_each_reason_and_each_remedy_once() -> None:
     found = findings(MEGATRON, settings, settings, systems=("paft", "sync"))
     assert line(found, "run without protection") == (
         "cannot protect this job: "
-        "fp8 with delayed scaling (--fp8-recipe): modules keep histories of maxima outside of the optimizer; "
+        "fp8 with delayed scaling (--fp8-recipe): replicas of its scales were neither compared nor averaged yet; "
         "QK clipping (--qk-clip): it changes parameters and masters separately after the update; "
         "the distributed optimizer over all replicas (--use-distributed-optimizer): a replica cannot update alone. "
-        "Choose --fp8-recipe tensorwise, blockwise or mxfp8; drop the option; "
+        "Choose --fp8-recipe tensorwise, blockwise or mxfp8, or drop --paft and --sync-policy; drop the option; "
         "give --num-distributed-optimizer-instances (an instance is one replica), "
         "or run without protection"
     )
     others = {one.rule.option: one.rule.treatment for one in found if one not in refused(found)}
     assert others == {
         "--use-distributed-optimizer": Treatment.FOLLOWED,
+        "--fp8-recipe": Treatment.FOLLOWED,
         "--bf16": Treatment.FOLLOWED,
         "--overlap-param-gather": Treatment.INEFFECTIVE,
     }
