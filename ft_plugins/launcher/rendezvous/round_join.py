@@ -50,6 +50,7 @@ _SEARCH_GROWTH, _LONGEST_SEARCH_PAUSE = 1.5, 1.0  # of the pauses between two se
 _SEARCHES = 512  # a second, by all nodes together in the end
 _LEAST_PAUSE = 0.005  # of the leader between two looks, during which many nodes may send requests
 _TAKEN_SECONDS = 3.0  # of a search, before this node reports that another process has the port of an endpoint
+_SPARE = "this node is a spare: every place in the job is taken"
 _MEET_SECONDS = 1.0  # between two searches of the leader for absent nodes
 
 
@@ -221,19 +222,22 @@ class RoundJoin:
     def _report(self, leads: bool) -> None:
         """Report an incomplete round for which this node is not chosen, if it is time to."""
         view, settings = self._last_view, self._node.settings
-        if self.is_spare:
-            self._note(FtRunNote(FtRunPhase.SPARE, "this node is a spare: every place in the job is taken"))
+        if self.is_spare and self._note(FtRunNote(FtRunPhase.SPARE, _SPARE)):
+            say(f"{_SPARE}; it waits, and takes the place of a node that is lost", who="ft-run: ")
         leader = self._node.link.leader
         if self._wait_report and leader and view and view.phase is not Phase.COMPLETE and view.rank is None:
             if words := awaited(settings.rules, view.waiting, view.missing):
                 self._note(FtRunNote(FtRunPhase.WAITING, words))
             self._wait_report.update(view.waiting, view.missing, leads, self._deadline, leader.endpoint)
 
-    def _note(self, note: FtRunNote) -> None:
-        """Leave in the run directory what this node waits for, once."""
-        if self._node.settings.run_dir and note.reason != self._noted:
-            self._noted = note.reason
+    def _note(self, note: FtRunNote) -> bool:
+        """Leave in the run directory what this node waits for, once. Returns whether that is new."""
+        if note.reason == self._noted:
+            return False
+        self._noted = note.reason
+        if self._node.settings.run_dir:
             write_note(self._node.settings.run_dir, note)
+        return True
 
     def _report_refused(self, refused: str) -> None:
         if refused and refused != self._refused:
