@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ARGUMENTS = """
 import argparse, os, sys
@@ -47,36 +50,58 @@ def compute_weight_and_optimizer_memory(args):
     return 18 * 1000 * args.padded_vocab_size
 """
 READ = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from ft_plugins.adapters.megatron.arguments import read_arguments
 from ft_plugins.errors import FtError
-try:
-    read = read_arguments(Path(sys.argv[1]), sys.argv[3:], int(sys.argv[2]))
-    outcome = {**vars(read), "values": vars(read.values)}
-except FtError as error:
-    outcome = {"error": f"{type(error).__name__}: {error}"}
-print("outcome" + json.dumps(outcome))
+for line in sys.stdin:
+    if os.fork() == 0:
+        folder, ranks, words = json.loads(line)
+        try:
+            read = read_arguments(Path(folder), words, ranks)
+            outcome = {**vars(read), "values": vars(read.values)}
+        except FtError as error:
+            outcome = {"error": f"{type(error).__name__}: {error}"}
+        print("outcome" + json.dumps(outcome), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit("a read ended with an exception")
 """
+Read = Callable[..., dict[str, Any]]
 
 
-def read(folder: Path, ranks: int, *words: str) -> dict[str, Any]:
-    """What is read in a process of its own."""
+@pytest.fixture(scope="module")
+def reader() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported what reads, and reads each folder in a fork: a process reads one version."""
+    command = [sys.executable, "-W", "ignore", "-c", READ]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ""}, **pipes) as started:
+        yield started
+        started.stdin.close()  # type: ignore[union-attr]
+        assert started.wait(200) == 0
+
+
+@pytest.fixture
+def read(reader: Any, tmp_path: Path) -> Read:
+    """What is read of a folder with Megatron-LM's modules, by ranks and arguments."""
     files = {"__init__": "", "core/__init__": "__version__ = '9.9'", "training/__init__": ""}
     files |= {"training/arguments": ARGUMENTS, "training/theoretical_memory_usage": MEMORY}
     for name, text in files.items():
-        file = folder / "megatron" / f"{name}.py"
+        file = tmp_path / "megatron" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    command = [sys.executable, "-W", "ignore", "-c", READ, str(folder), str(ranks), *words]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "validated" not in done.stdout, "what Megatron-LM prints is kept back"
-    found: dict[str, Any] = json.loads(done.stdout.rpartition("outcome")[2])
-    return found
+
+    def ask(ranks: int, *words: str) -> dict[str, Any]:
+        print(json.dumps([str(tmp_path), ranks, words]), file=reader.stdin, flush=True)
+        said = reader.stdout.readline()  # ends if the process does
+        assert said.startswith("outcome"), "what Megatron-LM prints is kept back"
+        found: dict[str, Any] = json.loads(said.removeprefix("outcome"))
+        return found
+
+    return ask
 
 
-def test_the_folders_own_parser_says_what_an_argument_is(tmp_path: Path) -> None:
+def test_the_folders_own_parser_says_what_an_argument_is(read: Read) -> None:
     sizes = (
         "--tensor-model-parallel-size",
         "2",
@@ -85,31 +110,31 @@ def test_the_folders_own_parser_says_what_an_argument_is(tmp_path: Path) -> None
         "--expert-tensor-parallel-size",
         "1",
     )
-    found = read(tmp_path, 1, *sizes, "--fp8-format", "hybrid", "--own", "3", "--vocab-size", "7")
+    found = read(1, *sizes, "--fp8-format", "hybrid", "--own", "3", "--vocab-size", "7")
     assert (found["version"], found["unknown"], found["ranks"]) == ("9.9", ["--own"], 4)
     assert found["values"]["fp8"] == "hybrid" and found["values"]["data_parallel_size"] == 2
     assert found["problem"] == "AssertionError: one replica only (data_parallel_size 2)"
     assert found["parameters"] == 7 * 1000 * 4
 
 
-def test_arguments_that_its_parser_refuses_are_one_line_and_an_exit_is_a_problem(tmp_path: Path) -> None:
-    assert "FtError: Megatron-LM's own parser refuses" in read(tmp_path, 1, "--fp8-format", "fp9")["error"]
-    ended = read(tmp_path, 1, "--end", "--expert-model-parallel-size", "3")
+def test_arguments_that_its_parser_refuses_are_one_line_and_an_exit_is_a_problem(read: Read) -> None:
+    assert "FtError: Megatron-LM's own parser refuses" in read(1, "--fp8-format", "fp9")["error"]
+    ended = read(1, "--end", "--expert-model-parallel-size", "3")
     problem = "SystemExit: not here (--end True, --vocab-size None)"
     assert (ended["problem"], ended["ranks"], ended["parameters"]) == (problem, 3, None)
 
 
-def test_a_refusal_without_a_message_is_named_by_the_arguments_that_it_looks_at(tmp_path: Path) -> None:
-    found = read(tmp_path, 1, "--fp8-format", "hybrid", "--vocab-size", "9")
+def test_a_refusal_without_a_message_is_named_by_the_arguments_that_it_looks_at(read: Read) -> None:
+    found = read(1, "--fp8-format", "hybrid", "--vocab-size", "9")
     assert found["problem"] == "AssertionError: no message (--vocab-size 9, --fp8-format hybrid)"
 
 
-def test_a_file_of_arguments_that_only_the_job_reads_cannot_be_checked(tmp_path: Path) -> None:
+def test_a_file_of_arguments_that_only_the_job_reads_cannot_be_checked(read: Read, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("")
-    refused = read(tmp_path, 1, "--yaml-cfg", str(tmp_path / "job.yaml"))["error"]
+    refused = read(1, "--yaml-cfg", str(tmp_path / "job.yaml"))["error"]
     assert refused.startswith("FtError: ") and "job.yaml: a YAML file of arguments is read when the job" in refused
 
 
-def test_what_its_parser_raises_is_one_line(tmp_path: Path) -> None:
-    missing = read(tmp_path, 1, "--yaml-cfg", "no.yaml")["error"]
+def test_what_its_parser_raises_is_one_line(read: Read) -> None:
+    missing = read(1, "--yaml-cfg", "no.yaml")["error"]
     assert missing.startswith("FtError: Megatron-LM's own parser refuses") and "no.yaml" in missing
