@@ -59,6 +59,10 @@ _ARCHITECTURE = (
     *("moe_router_load_balancing_type", "moe_router_score_function", "moe_router_pre_softmax", "moe_layer_freq"),
     *("mtp_num_layers", "params_dtype", "fp16", "bf16", "sequence_parallel"),
 )
+_FP8 = (  # left out without, as in state captured by older versions
+    *("fp8", "fp8_recipe", "fp8_param", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+    *("fp8_wgrad", "tp_only_amax_red"),
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class MegatronCoreHost(MegatronReduction):
         self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
+        self._restored = False
 
     # facts
 
@@ -118,9 +123,10 @@ class MegatronCoreHost(MegatronReduction):
             sizes["fsdp"] = sorted({type(chunk).__name__ for chunk in self.chunks})
         kinds = {type(one).__name__ for one in (*self.optimizers, *map(layer_wise, self.optimizers)) if one}
         inner = {inner_masters.kind(optimizer.optimizer) for optimizer in self.optimizers if not is_stub(optimizer)}
+        names = (*_ARCHITECTURE, *(_FP8 if getattr(config, "fp8", None) else ()))
         return {
             "framework": "megatron",
-            "architecture": {name: _plain(getattr(config, name)) for name in _ARCHITECTURE if name in known},
+            "architecture": {name: _plain(getattr(config, name)) for name in names if name in known},
             "parallel": sizes,
             "optimizer": sorted(kinds | inner),
             "gradient_buckets": getattr(chunk.ddp_config, "bucket_size", None),
@@ -204,6 +210,7 @@ class MegatronCoreHost(MegatronReduction):
 
     def restore(self, small: Mapping[str, Any]) -> None:
         self._require_same_parts(small)
+        self._restored = True
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
         self._restore_optimizers(small)
@@ -259,6 +266,11 @@ class MegatronCoreHost(MegatronReduction):
             ) from error
 
     # hooks
+
+    def loop_begins(self) -> None:
+        """What a loop of its own has loaded, it has loaded by now."""
+        if not self._restored:
+            fp8_scaling.note_cast(self.chunks)
 
     def install_edges(self, edges: Edges) -> None:
         from .spans import follow  # a version without these names still works if no system needs spans

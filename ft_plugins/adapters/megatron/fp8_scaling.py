@@ -2,9 +2,9 @@
 casts, of which they make the next scales.
 
 Invariant: a module has this state from the start, made as its first forward would make it, so that each tensor of it
-is an item. A module with other histories of maxima is refused: at the start if it is of an unknown kind, at a version
-point if its history appeared by another recipe than that of the arguments. fp8 parameters are cast from masters with
-the scales of their last cast: an iteration that skips its update moves the scales, and casts nothing.
+is an item. Other histories of maxima are refused: at the start if a module is of an unknown kind, at a version point if
+one has appeared since, wherever Transformer Engine has it. fp8 parameters are cast from masters with the scales of
+their last cast: an iteration that skips its update moves the scales, and casts nothing.
 
 In: model chunks. Out: functions that read a tensor, by name; UnsupportedError, one line."""
 
@@ -23,9 +23,9 @@ from ...errors import UnsupportedError
 
 _META, _PARTS, _HISTORY = "fp8_meta", ("scaling_fwd", "scaling_bwd"), "amax_history"  # Transformer Engine's names
 _CAST = "__ft_cast_scale__"  # attribute of a module: the scales of its forward when fp8 parameters were cast last
-_OF_OPERATION = "_fp8_metas"  # of its operations
+_FUSED = ("TEFusedMLP", "TEFusedMLPWithGroupedLinear")  # Megatron-LM's, which hide what casts for them
 _PRODUCTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "GroupedLinear": "num_gemms"}  # of matrices
-_ATTENTION = "DotProductAttention"  # casts nothing without fp8 in attention, which rules refuse: its history stays 0
+_ATTENTION = "DotProductAttention"  # casts nothing without fp8 in attention, which rules refuse: nothing reads its own
 _REMEDY = "choose --fp8-recipe tensorwise, blockwise or mxfp8, without fp8 in attention"
 
 
@@ -39,7 +39,7 @@ def create(chunks: Sequence[torch.nn.Module], rank: int) -> None:
     """Give every module the state that its first forward would create. Idempotent. Raises UnsupportedError."""
     for chunk in filter(delays, chunks):
         for name, part in chunk.named_modules():
-            if hasattr(part, _OF_OPERATION):
+            if any(_is(part, one) for one in _FUSED) or _is_casting_operation(part):
                 raise _unsupported(rank, name, part, "keeps scales for fp8 as an operation")
             if _META not in vars(part) or _is(part, _ATTENTION):
                 continue
@@ -47,7 +47,7 @@ def create(chunks: Sequence[torch.nn.Module], rank: int) -> None:
             if products:
                 with _as_in_forward(chunk):
                     part.init_fp8_metadata(getattr(part, products) if isinstance(products, str) else products)
-            if not all(hasattr(part.fp8_meta.get(key), "recipe") for key in _PARTS):  # another kind, or version
+            if not products or not all(hasattr(part.fp8_meta.get(key), "recipe") for key in _PARTS):  # or version 1
                 raise _unsupported(rank, name, part, "keeps scales for fp8 in a way that is not known")
             if _with_parameters(chunk):
                 vars(part).setdefault(_CAST, _scales(part).clone())
@@ -80,7 +80,7 @@ def restore_updated(chunks: Sequence[torch.nn.Module], names: Collection[str]) -
 
 
 def note_cast(chunks: Sequence[torch.nn.Module]) -> None:
-    """Call after each update, which casts fp8 parameters from masters."""
+    """Call after each update, which casts fp8 parameters from masters, and after a load, which may."""
     for part in _casting(chunks):
         vars(part)[_CAST].copy_(_scales(part))
 
@@ -99,12 +99,22 @@ def as_cast_last(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def require_no_other(chunks: Sequence[torch.nn.Module], rank: int) -> None:
     """Raises UnsupportedError that names a module with a history of maxima that is not captured."""
+    known: set[int] = set()
     for chunk in chunks if getattr(chunks[0].config, "fp8", None) else ():
         for name, part in chunk.named_modules():
+            histories = [one.amax_history for one in _kept(vars(part).get(_META)) if _is_history(one)]
             if delays(chunk) and (_is_followed(part) or _is(part, _ATTENTION)):
-                continue
-            if any(isinstance(getattr(one, _HISTORY, None), torch.Tensor) for one in _kept(vars(part).get(_META))):
+                known.update(one.data_ptr() for one in histories)
+            elif histories or (delays(chunk) and _META in vars(part)):  # another recipe has replaced what was there
                 raise _unsupported(rank, name, part, "keeps a history of maxima for fp8")
+    for name, part in _followed(chunks):
+        manager = _manager(part)
+        updated = getattr(manager, "quantization_state", manager).global_amax_history_buffer  # the former since 2.15
+        if any(one.data_ptr() not in known for together in updated.values() for one in together):
+            raise _unsupported(
+                rank, name.partition(".")[2], part, "is updated together with hidden modules that keep scales for fp8"
+            )
+        return
 
 
 def _with_parameters(chunk: Any) -> bool:
@@ -145,12 +155,22 @@ def _scales(part: Any) -> torch.Tensor:
 
 
 def _is_followed(part: torch.nn.Module) -> bool:
-    return any(_is(part, kind) for kind in _PRODUCTS) and all(key in vars(part).get(_META, {}) for key in _PARTS)
+    states = [vars(part).get(_META, {}).get(key) for key in _PARTS if any(_is(part, kind) for kind in _PRODUCTS)]
+    return bool(states) and all(hasattr(one, kind) for one in states for kind in ("scale", _HISTORY))
+
+
+def _is_casting_operation(part: Any) -> bool:
+    """Norms and activations are operations of Transformer Engine that cast nothing."""
+    return hasattr(part, "_fp8_metas") and any(map(part.num_quantizers, ("forward", "backward")))
 
 
 def _is(part: torch.nn.Module, kind: str) -> bool:
     """Whether the module is Transformer Engine's of that name, or one derived from it, as Megatron-LM's are."""
     return any(one.__name__ == kind for one in type(part).__mro__)
+
+
+def _is_history(state: Any) -> bool:
+    return isinstance(getattr(state, _HISTORY, None), torch.Tensor)
 
 
 def _kept(meta: Any) -> Iterator[Any]:

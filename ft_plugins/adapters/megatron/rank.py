@@ -133,11 +133,11 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
                         optimizer._copy_main_params_to_param_buffer()
                     else:
                         optimizer._copy_main_params_to_model_params()
-        for divided in dict.fromkeys(filter(None, map(layer_wise, self.optimizers))):
-            if getattr(divided, "use_buffer_param_sync", False):  # its parameters are in DDP's buffers
-                gathered = True
-            else:
-                divided.allgather_params()
+            for divided in dict.fromkeys(filter(None, map(layer_wise, self.optimizers))):
+                if getattr(divided, "use_buffer_param_sync", False):  # its parameters are in DDP's buffers
+                    gathered = True
+                else:
+                    divided.allgather_params()
         if self.sharded:
             fsdp.follow_shards(self.chunks)
         elif gathered:

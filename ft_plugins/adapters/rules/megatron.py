@@ -96,8 +96,10 @@ QUANTIZED = Rule(
 )  # fmt: skip
 _CURRENT = "choose --fp8-recipe tensorwise, blockwise or mxfp8"
 _ELSEWHERE = some(
-    _FSDP, on("use_torch_fsdp2"), on("use_transformer_engine_op_fuser"), _graphs("local", "transformer_engine")
-)
+    _FSDP, on("use_torch_fsdp2"), on("use_transformer_engine_op_fuser"), _graphs("local", "transformer_engine"),
+    on("te_precision_config_file"), on("quant_recipe"),
+    every(_FP8_PARAMETERS, some(on("use_precision_aware_optimizer"), on("optimizer_cpu_offload"))),
+)  # fmt: skip
 DELAYED = Rule(
     "fp8 with delayed scaling", ("fp8_recipe",), some(on("built.delayed_scaling"), every(on("fp8"), _delayed_scaling)),
     "replicas of its scales were neither compared nor averaged yet", "--fp8-recipe", "delayed",
@@ -129,11 +131,15 @@ _REFUSED = (
     DELAYED,
     Rule(
         "fp8 with delayed scaling in another form",
-        ("use_transformer_engine_op_fuser", "cuda_graph_impl", "use_megatron_fsdp", "use_torch_fsdp2"),
+        ("use_transformer_engine_op_fuser", "cuda_graph_impl", "te_precision_config_file", "use_megatron_fsdp"),
         some(
-            every(on("fp8"), _delayed_scaling, _ELSEWHERE), every(on("built.delayed_scaling"), on("built.fsdp"))
+            every(on("fp8"), _delayed_scaling, _ELSEWHERE),
+            every(on("built.delayed_scaling"), on("built.fsdp")),
+            every(on("built.delayed_scaling"), on("built.fp8_parameters"), on("built.masters")),
         ),
-        "where its scales are kept is not followed", "--use-transformer-engine-op-fuser, --cuda-graph-impl, FSDP",
+        "where it keeps its scales is not followed",
+        "--use-transformer-engine-op-fuser, --cuda-graph-impl, --te-precision-config-file, FSDP, or fp8 parameters "
+        "with --use-precision-aware-optimizer or --optimizer-cpu-offload",
         remedy=_CURRENT,
     ),
     Rule(

@@ -23,7 +23,7 @@ import torch
 
 from ft_plugins.adapters.megatron import training
 from ft_plugins.adapters.megatron.arguments import check_validated, require_followed
-from ft_plugins.adapters.megatron.fp8_scaling import _PARTS, create, require_no_other
+from ft_plugins.adapters.megatron.fp8_scaling import _PARTS, create, require_no_other, tensors
 from ft_plugins.adapters.megatron.training import MegatronLoop
 from ft_plugins.adapters.rules import MEGATRON, Treatment, findings, refused
 from ft_plugins.adapters.rules.megatron import cuda_graphs
@@ -346,6 +346,10 @@ FP8_REFUSED = [
     ({"use_megatron_fsdp": True}, "delayed scaling in another form"),
     ({"fp8_recipe": "delayed", "cuda_graph_impl": "local"}, "delayed scaling in another form"),
     ({"use_transformer_engine_op_fuser": True}, "delayed scaling in another form"),
+    ({"te_precision_config_file": "one.yaml"}, "delayed scaling in another form"),
+    ({"quant_recipe": object()}, "delayed scaling in another form"),
+    ({"fp8_param_gather": True, "optimizer_cpu_offload": True}, "delayed scaling in another form"),
+    ({"fp8_param": True, "use_precision_aware_optimizer": True}, "delayed scaling in another form"),
     ({"fp8_recipe": "tensorwise", "fp8_param_gather": True, "use_torch_fsdp2": True}, "that FSDP divides"),
     ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "fp8 in attention"),
 ]
@@ -405,16 +409,52 @@ class Linear(_Scaled):
         self.fp8_meta.update({key: SimpleNamespace(scale_inv=torch.ones(products)) for key in _PARTS})
 
 
+class _Operation(torch.nn.Module):
+    """Transformer Engine's, which casts so many tensors; its norms are operations that cast none."""
+
+    def __init__(self, casts: int) -> None:
+        super().__init__()
+        self._fp8_metas = None
+        self.num_quantizers = lambda mode: casts
+
+
+class TEFusedMLP(torch.nn.Module):
+    """By its name, Megatron-LM's, which hides its operations."""
+
+
 def test_delayed_scaling_of_an_unknown_module_is_refused_by_name_before_it_trains() -> None:
-    operation = torch.nn.Linear(1, 1)
-    vars(operation)["_fp8_metas"] = None
-    for part in (_Scaled(), Linear(), operation):
+    for part in (_Scaled(), Linear(), _Operation(1), TEFusedMLP()):
         chunk = torch.nn.ModuleDict({"fc1": part, "other": torch.nn.Linear(1, 1)})
         chunk.config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
         with pytest.raises(UnsupportedError, match=f"rank 3: 'fc1' .{type(part).__name__}. keeps scales for fp8"):
             create([chunk], 3)
         chunk.config.fp8_recipe = "tensorwise"
         create([chunk], 3)
+    norm = torch.nn.ModuleDict({"norm": _Operation(0)})
+    norm.config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
+    create([norm], 3)  # it casts nothing
+
+
+FP8GlobalStateManager = SimpleNamespace(global_amax_history_buffer={})  # by its name, what `Linear` is updated by
+
+
+def test_scales_of_modules_out_of_sight_are_refused(monkeypatch: Any) -> None:
+    linear = Linear()
+    states = {key: SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(4, 2)) for key in _PARTS}
+    linear.fp8_meta.update(states)
+    chunk = torch.nn.ModuleDict({"fc1": linear})
+    chunk.config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
+    buffers = {key: [one.amax_history] for key, one in states.items()}
+    monkeypatch.setattr(FP8GlobalStateManager, "global_amax_history_buffer", buffers)
+    require_no_other([chunk], 3)
+    assert [name for name, _ in tensors(chunk)] == [f"fc1.{key}.{kind}" for key in _PARTS for kind in vars(states[key])]
+    buffers[_PARTS[0]].append(torch.zeros(4, 2))
+    with pytest.raises(UnsupportedError, match="rank 3: 'fc1' .Linear. is updated together with hidden modules"):
+        require_no_other([chunk], 3)
+    del buffers[_PARTS[0]][1], linear.fp8_meta[_PARTS[0]].scale  # as another recipe leaves it
+    assert not [*tensors(chunk)]
+    with pytest.raises(UnsupportedError, match="rank 3: 'fc1' .Linear. keeps a history of maxima"):
+        require_no_other([chunk], 3)
 
 
 def test_a_precision_aware_optimizer_is_followed_unless_quantizers_scale_its_state() -> None:
