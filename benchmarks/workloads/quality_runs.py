@@ -41,6 +41,7 @@ from typing import Any
 RANKS = 4
 GARBAGE_RANK = 1
 PLAIN, POST, DILOCO, EDIT, EDIT_LOW = "plain", "post_local_sgd", "diloco", "edit", "edit_low_rate"
+_NEVER = 1e9  # the largest that the options take
 POLICIES: Mapping[str, Mapping[str, Any]] = {
     PLAIN: {},
     POST: {"policy": "post_local_sgd"},
@@ -48,10 +49,10 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     EDIT: {"policy": "edit"},
     EDIT_LOW: {"policy": "edit"},
     # without a part of the penalty: no norm is that far from the mean, no change is that large
-    "edit_without_elimination": {"policy": "edit", "threshold": 1e30},
+    "edit_without_elimination": {"policy": "edit", "threshold": _NEVER},
     "edit_without_weighting": {"policy": "edit", "weighting": False},
-    "edit_without_clipping": {"policy": "edit", "clip": 1e30},
-    "edit_without_all": {"policy": "edit", "threshold": 1e30, "weighting": False, "clip": 1e30},
+    "edit_without_clipping": {"policy": "edit", "clip": _NEVER},
+    "edit_without_all": {"policy": "edit", "threshold": _NEVER, "weighting": False, "clip": _NEVER},
 }
 ABLATED = tuple(POLICIES)[-4:]
 LOW_RATE = 0.25  # of the inner rate of the others

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import local_sgd_quality
-from ft_plugins.config import SyncConfig
+from ft_plugins.config import Config, SyncConfig
 from local_sgd_quality import QUICK_RUNS, learner_figures, measure_runs, part_figures
 from workloads import learners
 from workloads.quality_runs import (
@@ -37,6 +37,12 @@ from workloads.quality_runs import (
 from workloads.quality_training import from_line, to_line, train_quality
 
 SCALE = FULL["noisy_digits"]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if POLICIES[name]])
+def test_a_job_takes_the_settings_of_each_policy(policy: str) -> None:
+    """Those that switch a part off are so large that it never acts."""
+    assert Config.from_json({"sync": dict(run_of("text", 1, policy, SCALE).sync)}).sync is not None
 
 
 def test_runs_that_are_in_the_folder_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
