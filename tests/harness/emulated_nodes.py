@@ -27,7 +27,7 @@ _GONE_SECONDS = 20.0
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=300)
 
 
 @dataclass(frozen=True)

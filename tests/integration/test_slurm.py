@@ -127,9 +127,9 @@ class Cluster:
             daemon.terminate()
         for daemon in self._daemons:
             with suppress(subprocess.TimeoutExpired):
-                daemon.wait(60)
+                daemon.wait(300)
             daemon.kill()
-            daemon.wait(60)
+            daemon.wait(300)
         left = below + self.leftovers()
         for process in left:
             with suppress(psutil.NoSuchProcess):

@@ -150,7 +150,7 @@ def assert_nothing_left(job: MultiNodeJob, places: Iterable[EmulatedHost]) -> No
     for place in places:
         if place.namespace:  # a process of the job is in the one of its node
             words = ["ip", "netns", "pids", place.namespace]
-            left = subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout.split()
+            left = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout.split()
             assert not left, f"{place.namespace}: {[psutil.Process(int(pid)).cmdline() for pid in left]}"
     [(name, folder)] = {(each.spec.name, each.spec.run_dir.parent) for each in job.nodes.values()}
     assert not list(SHM.glob(f"ftp-{name}@*"))

@@ -79,7 +79,7 @@ def extras() -> set[str]:
 def run_bash(line: str, words: list[str], folder: Path) -> None:
     """A script of the project: it is there, bash can read it, and what it is given is known."""
     script = ROOT / words[1]
-    subprocess.run(["bash", "-n", script], check=True, timeout=60)
+    subprocess.run(["bash", "-n", script], check=True, timeout=300)
     source = script.read_text()
     if program := re.search(r"launch/\w+\.py", source):
         source = (ROOT / program[0]).read_text()
@@ -136,7 +136,7 @@ def run_pip(line: str, words: list[str], folder: Path) -> None:
 def run_sbatch(line: str, words: list[str], folder: Path) -> None:
     """A batch script of the project that bash can read; what follows it, ft-run reads."""
     (at,) = [number for number, word in enumerate(words) if word.endswith(".sbatch")]
-    subprocess.run(["bash", "-n", ROOT / words[at]], check=True, timeout=60)
+    subprocess.run(["bash", "-n", ROOT / words[at]], check=True, timeout=300)
     run_ft_run(line, ["ft-run", *words[at + 1 :]], folder)
 
 
@@ -147,7 +147,7 @@ def run_mkdocs(line: str, words: list[str], folder: Path) -> None:
 
 def run_secret(line: str, words: list[str], folder: Path) -> None:
     """Executed; it writes a file that is accepted as a secret."""
-    subprocess.run(["bash", "-c", line], cwd=folder, check=True, timeout=60)
+    subprocess.run(["bash", "-c", line], cwd=folder, check=True, timeout=300)
     assert len(read_secret(folder / "job.secret")) >= 16
 
 

@@ -98,7 +98,7 @@ def test_patches_is_a_relative_link_to_the_folder_at_the_top() -> None:
 
 def test_no_file_names_a_package_index() -> None:
     host = re.compile(r"https?://[^\s\"')]*(pypi|pytorch|index|simple|mirror)", re.IGNORECASE)
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     tracked = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
@@ -142,7 +142,7 @@ def setup(project: Path, status: int = 0, **environ: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == status, done.stderr
     return done.stderr

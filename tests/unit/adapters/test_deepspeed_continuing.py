@@ -480,7 +480,7 @@ def by_a_thread(engine: Any, batches: Any) -> None:
     reader.start()
     reader.join()
     for _ in range(EPOCH):
-        train(engine, queue.get(timeout=60))
+        train(engine, queue.get(timeout=300))
 
 
 def only_some(engine: Any, batches: Any) -> None:

@@ -40,5 +40,5 @@ def test_an_end_is_orderly_where_nothing_was_raised(
     (tmp_path / "line.py").write_text(_FOLLOW)
     (tmp_path / "script.py").write_text(f"import sys\nimport line\nline.follow()\n{script}\n")
     words = [sys.executable, *(("-m", "script") if module else ("script.py",))]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (status, f"{orderly}\n"), done.stderr

@@ -95,7 +95,7 @@ def owner(run_dir: Path, request: pytest.FixtureRequest) -> Iterator[int]:
     process.kill()
     if ready != process.pid:
         os.kill(ready, signal.SIGKILL)
-    process.join(20)
+    process.join(300)
 
 
 def test_a_second_one_is_refused_and_told_who_owns_the_job_and_what_to_do(run_dir: Path, owner: int) -> None:

@@ -142,7 +142,7 @@ def test_threads_that_need_the_same_loop_compile_it_once(monkeypatch: pytest.Mon
         return describe(name, *arguments)
 
     def work() -> None:
-        together.wait(30)
+        together.wait(300)
         compiled._loop(6, (True, False, True, False), False)
 
     monkeypatch.setattr(compiled, "_module", slowly)
@@ -150,7 +150,7 @@ def test_threads_that_need_the_same_loop_compile_it_once(monkeypatch: pytest.Mon
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
     assert described == ["combine_6_plain_scaled_plain_scaled_False"]
 
@@ -164,14 +164,14 @@ def test_threads_that_call_for_the_first_time_together_get_their_own_sums(loops:
     together = threading.Barrier(len(sources))
 
     def work(number: int) -> None:
-        together.wait(30)
+        together.wait(300)
         kernels.combine_into(targets[number], sources[number], rows, loops=loops)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(sources))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
     for own, (number, row) in itertools.product(range(len(sources)), enumerate(rows)):
         assert np.array_equal(targets[own][number], added(np.zeros(100_003, dtype=np.uint8), sources[own], row))

@@ -69,7 +69,7 @@ def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(t
 
     def late(connection: socket.socket) -> None:
         protocol.receive(connection)
-        asked.wait(20)
+        asked.wait(300)
         with contextlib.suppress(OSError):
             protocol.send(connection, {"ok": True, "pid": 1})
             answer({"ok": True, "pid": 2})(connection)
@@ -96,8 +96,8 @@ def test_an_smp_that_comes_while_one_waits_is_found(tmp_path: Path) -> None:
 
     calling = threading.Thread(target=call)
     calling.start()
-    serve(tmp_path, answer({"ok": True, "pid": 5})).join(20)
-    calling.join(20)
+    serve(tmp_path, answer({"ok": True, "pid": 5})).join(300)
+    calling.join(300)
     assert found == [{"ok": True, "pid": 5}]
 
 
@@ -114,7 +114,7 @@ def test_a_secret_is_named_by_its_whole_path_because_the_smp_runs_in_another_fol
     serving = serve(tmp_path, reply)
     with Client(tmp_path, timeout=20) as client:
         assert client.endpoint("127.0.0.1", "job.secret") == ("127.0.0.1", 7)
-    serving.join(20)
+    serving.join(300)
     assert asked[0]["secret_file"] == str(tmp_path / "job.secret")
 
 

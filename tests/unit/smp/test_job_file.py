@@ -88,7 +88,7 @@ def test_a_file_that_describes_no_job_is_refused(tmp_path: Path, change: dict[st
 def test_ranks_of_a_node_may_write_it_at_once(tmp_path: Path) -> None:
     reference, content = job_file.refer(protection(64))
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda _: job_file.write_content(tmp_path, reference.job, content), range(400), timeout=30))
+        list(pool.map(lambda _: job_file.write_content(tmp_path, reference.job, content), range(400), timeout=300))
     assert [path.name for path in tmp_path.iterdir()] == [f"job-{reference.job}.json"]
 
 

@@ -119,7 +119,7 @@ def test_several_that_are_started_at_once_are_one(node: Node) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert len(found) == 4 and len(set(found)) == 1
     assert node.start() == found[0] == node.status()["pid"]
 

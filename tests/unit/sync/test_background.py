@@ -17,7 +17,7 @@ def test_tasks_run_one_after_another_on_one_thread_and_give_what_they_found() ->
     go = threading.Event()
 
     def first() -> str:
-        assert go.wait(10)
+        assert go.wait(300)
         order.append(threading.current_thread().name)
         return "first"
 
