@@ -59,9 +59,10 @@ _ARCHITECTURE = (
     *("moe_router_load_balancing_type", "moe_router_score_function", "moe_router_pre_softmax", "moe_layer_freq"),
     *("mtp_num_layers", "params_dtype", "fp16", "bf16", "sequence_parallel"),
 )
-_FP8 = (  # left out without, as in state captured by older versions
+_FP8 = (  # left out without fp8
     *("fp8", "fp8_recipe", "fp8_param", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo"),
-    *("fp8_wgrad", "tp_only_amax_red"),
+    *("fp8_wgrad", "tp_only_amax_red", "fp8_output_proj", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
 
 
@@ -105,7 +106,9 @@ class MegatronCoreHost(MegatronReduction):
         self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
-        self._restored = False
+        self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
+        if any(map(fp8_scaling.delays, self.chunks)):
+            self.checkpoint_lacks = fp8_scaling.LACKED
 
     # facts
 
@@ -153,7 +156,7 @@ class MegatronCoreHost(MegatronReduction):
             "counters": {name: entry.read() for name, entry in self._counters.items()},
             "position": {name: entry.read() for name, entry in self._position.items()},
             "rng": rng_state(),
-            **({"fp8_updated": updated} if (updated := fp8_scaling.updated(self.chunks)) else {}),
+            **({"fp8_unused": fp8_scaling.unused(self.chunks)} if any(map(fp8_scaling.delays, self.chunks)) else {}),
         }
 
     def scalars(self) -> bytes:
@@ -210,14 +213,14 @@ class MegatronCoreHost(MegatronReduction):
 
     def restore(self, small: Mapping[str, Any]) -> None:
         self._require_same_parts(small)
-        self._restored = True
         for name, entry in self._counters.items():
             entry.write(small["counters"][name])
         self._restore_optimizers(small)
         if self._consumed_samples is not None:
             update_num_microbatches(self._consumed_samples(), consistency_check=False)
-        fp8_scaling.restore_updated(self.chunks, small.get("fp8_updated", ()))
+        fp8_scaling.restore_used(self.chunks, small.get("fp8_unused", ""))
         self._rebuild_derived()
+        self._restored = fp8_scaling.scales_of_casts(self.chunks)
 
     def _restore_optimizers(self, small: Mapping[str, Any]) -> None:
         for optimizer, captured in zip(self.optimizers, small["groups"], strict=True):
@@ -268,8 +271,9 @@ class MegatronCoreHost(MegatronReduction):
     # hooks
 
     def loop_begins(self) -> None:
-        """What a loop of its own has loaded, it has loaded by now."""
-        if not self._restored:
+        """What a loop of its own has loaded, it has loaded by now, perhaps after a restore."""
+        now = fp8_scaling.scales_of_casts(self.chunks)
+        if self._restored is None or not all(map(torch.equal, now, self._restored)):
             fp8_scaling.note_cast(self.chunks)
 
     def install_edges(self, edges: Edges) -> None:

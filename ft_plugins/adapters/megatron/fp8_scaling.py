@@ -11,7 +11,7 @@ In: model chunks. Out: functions that read a tensor, by name; UnsupportedError, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ _CAST = "__ft_cast_scale__"  # attribute of a module: the scales of its forward 
 _FUSED = ("TEFusedMLP", "TEFusedMLPWithGroupedLinear")  # Megatron-LM's, which hide what casts for them
 _PRODUCTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "GroupedLinear": "num_gemms"}  # of matrices
 _ATTENTION = "DotProductAttention"  # casts nothing without fp8 in attention, which rules refuse: nothing reads its own
+LACKED = "the scales of the last cast of fp8 parameters and which modules had run"  # by Megatron's checkpoints
 _REMEDY = "choose --fp8-recipe tensorwise, blockwise or mxfp8, without fp8 in attention"
 
 
@@ -66,17 +67,24 @@ def tensors(chunk: Any) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
             yield f"{name}.cast.scale", partial(vars(part).__getitem__, _CAST)
 
 
-def updated(chunks: Sequence[torch.nn.Module]) -> list[str]:
-    """The modules whose state the end of any forward or backward updates: those that have run once."""
-    return [name for name, part in _followed(chunks) if _manager(part).get_buffer_info() in part.fp8_meta]
+def unused(chunks: Sequence[torch.nn.Module]) -> str:
+    """The modules, by line, that have not run: the end of any forward or backward updates the state of all others."""
+    found = (name for name, part in _followed(chunks) if _manager(part).get_buffer_info() not in part.fp8_meta)
+    return "\n".join(found)
 
 
-def restore_updated(chunks: Sequence[torch.nn.Module], names: Collection[str]) -> None:
-    """Let it update these before they run: a stage of several chunks runs one after the other."""
+def restore_used(chunks: Sequence[torch.nn.Module], unused: str) -> None:
+    """Have all other modules updated before they run: a stage of several chunks runs one after the other."""
+    names = set(unused.splitlines())
     for name, part in _followed(chunks):
-        if name in names:
+        if name not in names:
             with _as_in_forward(chunks[int(name.partition(".")[0])]):
                 _manager(part).add_fp8_tensors_to_global_buffer(part.fp8_meta)
+
+
+def scales_of_casts(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Copies of the present scales of what casts fp8 parameters."""
+    return [_scales(part).clone() for part in _casting(chunks)]
 
 
 def note_cast(chunks: Sequence[torch.nn.Module]) -> None:
@@ -102,10 +110,12 @@ def require_no_other(chunks: Sequence[torch.nn.Module], rank: int) -> None:
     known: set[int] = set()
     for chunk in chunks if getattr(chunks[0].config, "fp8", None) else ():
         for name, part in chunk.named_modules():
+            if _META not in vars(part):
+                continue
             histories = [one.amax_history for one in _kept(vars(part).get(_META)) if _is_history(one)]
             if delays(chunk) and (_is_followed(part) or _is(part, _ATTENTION)):
                 known.update(one.data_ptr() for one in histories)
-            elif histories or (delays(chunk) and _META in vars(part)):  # another recipe has replaced what was there
+            elif histories or delays(chunk):  # another recipe has replaced what was there
                 raise _unsupported(rank, name, part, "keeps a history of maxima for fp8")
     for name, part in _followed(chunks):
         manager = _manager(part)
@@ -154,14 +164,17 @@ def _scales(part: Any) -> torch.Tensor:
     return _kept_as(part, _PARTS[0], "scale")
 
 
-def _is_followed(part: torch.nn.Module) -> bool:
-    states = [vars(part).get(_META, {}).get(key) for key in _PARTS if any(_is(part, kind) for kind in _PRODUCTS)]
-    return bool(states) and all(hasattr(one, kind) for one in states for kind in ("scale", _HISTORY))
+def _is_followed(part: Any) -> bool:
+    if _META not in vars(part) or not any(_is(part, kind) for kind in _PRODUCTS):
+        return False
+    states = [part.fp8_meta.get(key) for key in _PARTS]
+    return all(hasattr(one, kind) for one in states for kind in ("scale", _HISTORY))
 
 
 def _is_casting_operation(part: Any) -> bool:
     """Norms and activations are operations of Transformer Engine that cast nothing."""
-    return hasattr(part, "_fp8_metas") and any(map(part.num_quantizers, ("forward", "backward")))
+    count = getattr(part, "num_quantizers", None) or getattr(part, "num_fp8_scales", None)  # the latter in version 1
+    return hasattr(part, "_fp8_metas") and (count is None or any(map(count, ("forward", "backward"))))
 
 
 def _is(part: torch.nn.Module, kind: str) -> bool:

@@ -153,7 +153,8 @@ class MegatronLoop:
             consumed_samples=lambda: self.args.consumed_train_samples,
             arguments=self.args,
         )
-        self._host.checkpoint_lacks = LACKED if self._external else ""
+        lacked = [self._host.checkpoint_lacks, *([LACKED] if self._external else [])]
+        self._host.checkpoint_lacks = ", and ".join(filter(None, lacked))
         self._host.write_scalars = of_megatron(module)
         context = launch_context()
         self._session: Session = attach(self._host, resolve(self.args, context), context)

@@ -95,10 +95,24 @@ QUANTIZED = Rule(
     remedy="drop it, or drop --paft and --sync-policy", systems=("paft", "sync"),
 )  # fmt: skip
 _CURRENT = "choose --fp8-recipe tensorwise, blockwise or mxfp8"
-_ELSEWHERE = some(
-    _FSDP, on("use_torch_fsdp2"), on("use_transformer_engine_op_fuser"), _graphs("local", "transformer_engine"),
-    on("te_precision_config_file"), on("quant_recipe"),
-    every(_FP8_PARAMETERS, some(on("use_precision_aware_optimizer"), on("optimizer_cpu_offload"))),
+_NOTHING = "built.nothing"
+_ELSEWHERE = (  # what delayed scaling is not followed with: name, key, option, by arguments, by what was built
+    ("fused operations", "use_transformer_engine_op_fuser", "", on("use_transformer_engine_op_fuser"), None),
+    ("CUDA graphs", "cuda_graph_impl", "", _graphs("local", "transformer_engine"), None),
+    (
+        "recipes by layer", "te_precision_config_file", "", some(on("te_precision_config_file"), on("quant_recipe")),
+        None,
+    ),
+    (
+        "FSDP", "built.fsdp", "--use-megatron-fsdp, --use-torch-fsdp2", some(_FSDP, on("use_torch_fsdp2")),
+        on("built.fsdp"),
+    ),
+    (
+        "fp8 parameters whose masters an optimizer keeps", "built.masters",
+        "--use-precision-aware-optimizer, --optimizer-cpu-offload",
+        every(_FP8_PARAMETERS, some(on("use_precision_aware_optimizer"), on("optimizer_cpu_offload"))),
+        every(on("built.fp8_parameters"), on("built.masters")),
+    ),
 )  # fmt: skip
 DELAYED = Rule(
     "fp8 with delayed scaling", ("fp8_recipe",), some(on("built.delayed_scaling"), every(on("fp8"), _delayed_scaling)),
@@ -129,18 +143,14 @@ _REFUSED = (
     ),
     _named("optimizer_cuda_graph", "CUDA graphs of the optimizer", "a captured update replays without hooks"),
     DELAYED,
-    Rule(
-        "fp8 with delayed scaling in another form",
-        ("use_transformer_engine_op_fuser", "cuda_graph_impl", "te_precision_config_file", "use_megatron_fsdp"),
-        some(
-            every(on("fp8"), _delayed_scaling, _ELSEWHERE),
-            every(on("built.delayed_scaling"), on("built.fsdp")),
-            every(on("built.delayed_scaling"), on("built.fp8_parameters"), on("built.masters")),
-        ),
-        "where it keeps its scales is not followed",
-        "--use-transformer-engine-op-fuser, --cuda-graph-impl, --te-precision-config-file, FSDP, or fp8 parameters "
-        "with --use-precision-aware-optimizer or --optimizer-cpu-offload",
-        remedy=_CURRENT,
+    *(
+        Rule(
+            f"delayed scaling of fp8 with {what}", (key,),
+            some(every(on("fp8"), _delayed_scaling, given), every(on("built.delayed_scaling"), found or on(_NOTHING))),
+            "scales that it keeps elsewhere are not followed", option or f"--{key.replace('_', '-')}",
+            remedy=f"drop it, or {_CURRENT}",
+        )
+        for what, key, option, given, found in _ELSEWHERE
     ),
     Rule(
         "fp8 with a recipe of the job's own", ("fp8_recipe",),

@@ -343,13 +343,16 @@ def test_what_lies_in_several_configurations_of_an_own_loop_is_refused_by_what_w
 
 FP8_REFUSED = [
     ({"fp8_recipe": "custom"}, "--fp8-recipe custom"),
-    ({"use_megatron_fsdp": True}, "delayed scaling in another form"),
-    ({"fp8_recipe": "delayed", "cuda_graph_impl": "local"}, "delayed scaling in another form"),
-    ({"use_transformer_engine_op_fuser": True}, "delayed scaling in another form"),
-    ({"te_precision_config_file": "one.yaml"}, "delayed scaling in another form"),
-    ({"quant_recipe": object()}, "delayed scaling in another form"),
-    ({"fp8_param_gather": True, "optimizer_cpu_offload": True}, "delayed scaling in another form"),
-    ({"fp8_param": True, "use_precision_aware_optimizer": True}, "delayed scaling in another form"),
+    ({"use_megatron_fsdp": True}, "delayed scaling of fp8 with FSDP .--use-megatron-fsdp, --use-torch-fsdp2.:"),
+    ({"fp8_recipe": "delayed", "cuda_graph_impl": "local"}, "fp8 with CUDA graphs .--cuda-graph-impl local"),
+    ({"use_transformer_engine_op_fuser": True}, "fp8 with fused operations .--use-transformer-engine-op-fuser"),
+    (
+        {"te_precision_config_file": "a.yaml"},
+        "fp8 with recipes by layer .--te-precision-config-file a.yaml.* Drop it, or",
+    ),
+    ({"quant_recipe": object(), "cuda_graph_impl": "none"}, "with recipes by layer .--te-precision-config-file.:"),
+    ({"fp8_param_gather": True, "optimizer_cpu_offload": True}, "fp8 parameters whose masters an optimizer keeps"),
+    ({"fp8_param": True, "use_precision_aware_optimizer": True}, "fp8 parameters whose masters an optimizer keeps"),
     ({"fp8_recipe": "tensorwise", "fp8_param_gather": True, "use_torch_fsdp2": True}, "that FSDP divides"),
     ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "fp8 in attention"),
 ]
