@@ -74,7 +74,7 @@ def test_a_job_whose_parameters_are_divided_keeps_its_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, divided: bool
 ) -> None:
     host = object.__new__(core.MegatronCoreHost)
-    vars(host).update(rank=1, optimizers=(), _topology=SimpleNamespace(dp=2, cp=1), _instances=1)
+    vars(host).update(rank=1, chunks=(), optimizers=(), _topology=SimpleNamespace(dp=2, cp=1), _instances=1)
     monkeypatch.setattr(core.MegatronCoreHost, "sharded", divided)
     monkeypatch.setattr(core, "get_current_global_batch_size", lambda: None)
     assert host.admits(2) and host.admits(4) is not divided
