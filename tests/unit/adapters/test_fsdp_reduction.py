@@ -24,7 +24,7 @@ from ft_plugins.session import Session, attach
 from harness.gang import gang
 from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
-SECONDS = 100.0
+SECONDS = 280.0  # a bound; some seconds on idle cores
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 
 

@@ -12,7 +12,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from ft_plugins.launcher.rounds.round_store import BoundedStore
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=280)
 SILENCE = timedelta(seconds=0.5)
 HOST = "127.0.0.1"
 
