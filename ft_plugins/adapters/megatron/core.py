@@ -107,7 +107,7 @@ class MegatronCoreHost(MegatronReduction):
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
-        if any(map(fp8_scaling.delays, self.chunks)):
+        if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED
 
     # facts
@@ -156,7 +156,7 @@ class MegatronCoreHost(MegatronReduction):
             "counters": {name: entry.read() for name, entry in self._counters.items()},
             "position": {name: entry.read() for name, entry in self._position.items()},
             "rng": rng_state(),
-            **({"fp8_unused": fp8_scaling.unused(self.chunks)} if any(map(fp8_scaling.delays, self.chunks)) else {}),
+            **({"fp8_unused": fp8_scaling.unused(self.chunks)} if fp8_scaling.in_use(self.chunks) else {}),
         }
 
     def scalars(self) -> bytes:
@@ -202,7 +202,7 @@ class MegatronCoreHost(MegatronReduction):
             "parameters that FSDP divides": self.sharded,
             "a layer-wise optimizer": any(map(layer_wise, self.optimizers)),
             "optimizer state in fp16": any(map(inner_masters.scaled, inner)),
-            "delayed scaling": any(map(fp8_scaling.delays, self.chunks)),
+            "delayed scaling": fp8_scaling.in_use(self.chunks),
         }
         return next((name for name, holds in facts.items() if holds), "")
 

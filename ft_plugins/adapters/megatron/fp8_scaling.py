@@ -36,6 +36,10 @@ def delays(chunk: Any) -> bool:
     return bool(getattr(config, "fp8", None)) and getattr(config, "fp8_recipe", "delayed") == "delayed"
 
 
+def in_use(chunks: Sequence[torch.nn.Module]) -> bool:
+    return any(map(delays, chunks))
+
+
 def create(chunks: Sequence[torch.nn.Module], rank: int) -> None:
     """Give every module the state that its first forward would create. Idempotent. Raises UnsupportedError."""
     for chunk in filter(delays, chunks):

@@ -71,7 +71,7 @@ def facts(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> dict[
         "layer_wise": any(layer_wise(one) for one in optimizers),
         "amsgrad": any(group.get("amsgrad") for group in groups),
         "masters": any(map(inner_masters.keeps, inner)),
-        "delayed_scaling": any(map(fp8_scaling.delays, chunks)),
+        "delayed_scaling": fp8_scaling.in_use(chunks),
         "fp8_parameters": given("fp8") and given("fp8_param", "fp8_param_gather"),
         "fsdp": given("use_megatron_fsdp") or any(fsdp.is_shard(one) for each in chunks for one in each.parameters()),
     }

@@ -94,36 +94,34 @@ QUANTIZED = Rule(
     "replicas of them were neither compared nor averaged yet", "--fp8-param-gather",
     remedy="drop it, or drop --paft and --sync-policy", systems=("paft", "sync"),
 )  # fmt: skip
-_CURRENT = "choose --fp8-recipe tensorwise, blockwise or mxfp8"
-_NOTHING = "built.nothing"
-_ELSEWHERE = (  # what delayed scaling is not followed with: name, key, option, by arguments, by what was built
-    ("fused operations", "use_transformer_engine_op_fuser", "", on("use_transformer_engine_op_fuser"), None),
-    ("CUDA graphs", "cuda_graph_impl", "", _graphs("local", "transformer_engine"), None),
-    (
-        "recipes by layer", "te_precision_config_file", "", some(on("te_precision_config_file"), on("quant_recipe")),
-        None,
-    ),
-    (
-        "FSDP", "built.fsdp", "--use-megatron-fsdp, --use-torch-fsdp2", some(_FSDP, on("use_torch_fsdp2")),
-        on("built.fsdp"),
-    ),
-    (
-        "fp8 parameters whose masters an optimizer keeps", "built.masters",
-        "--use-precision-aware-optimizer, --optimizer-cpu-offload",
-        every(_FP8_PARAMETERS, some(on("use_precision_aware_optimizer"), on("optimizer_cpu_offload"))),
-        every(on("built.fp8_parameters"), on("built.masters")),
-    ),
-)  # fmt: skip
-DELAYED = Rule(
-    "fp8 with delayed scaling", ("fp8_recipe",), some(on("built.delayed_scaling"), every(on("fp8"), _delayed_scaling)),
-    "replicas of its scales were neither compared nor averaged yet", "--fp8-recipe", "delayed",
-    remedy=f"{_CURRENT}, or drop --paft and --sync-policy", systems=("paft", "sync"),
-)  # fmt: skip
 DIVIDED = Rule(
     "parameters that FSDP divides", ("built.fsdp",),
     some(_FSDP, on("use_torch_fsdp2"), on("built.fsdp")), "no rank repeats what another updates",
     "--use-megatron-fsdp, --use-torch-fsdp2", remedy="drop it, or drop --paft and --sync-policy",
     systems=("paft", "sync"),
+)  # fmt: skip
+_CURRENT = "choose --fp8-recipe tensorwise, blockwise or mxfp8"
+_DELAYS = some(on("built.delayed_scaling"), every(on("fp8"), _delayed_scaling))
+DELAYED = Rule(
+    "fp8 with delayed scaling", ("fp8_recipe",), _DELAYS,
+    "replicas of its scales were neither compared nor averaged yet", "--fp8-recipe", "delayed",
+    remedy=f"{_CURRENT}, or drop --paft and --sync-policy", systems=("paft", "sync"),
+)  # fmt: skip
+_ELSEWHERE = (  # what delayed scaling is not followed with: name, key, option, whether it is in use
+    (
+        "fused operations", "use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser",
+        on("use_transformer_engine_op_fuser"),
+    ),
+    ("CUDA graphs", "cuda_graph_impl", "--cuda-graph-impl", _graphs("local", "transformer_engine")),
+    (
+        "recipes by layer", "te_precision_config_file", "--te-precision-config-file",
+        some(on("te_precision_config_file"), on("quant_recipe")),
+    ),
+    ("FSDP", "built.fsdp", DIVIDED.option, DIVIDED.applies),
+    (
+        "fp8 parameters whose masters an optimizer keeps", "built.masters", KEPT.option,
+        every(QUANTIZED.applies, KEPT.applies),
+    ),
 )  # fmt: skip
 
 COMPARED = (ONE_INSTANCE, DIVIDED, LAYER_WISE, KEPT, QUANTIZED, DELAYED)  # what ends an audit
@@ -145,12 +143,10 @@ _REFUSED = (
     DELAYED,
     *(
         Rule(
-            f"delayed scaling of fp8 with {what}", (key,),
-            some(every(on("fp8"), _delayed_scaling, given), every(on("built.delayed_scaling"), found or on(_NOTHING))),
-            "scales that it keeps elsewhere are not followed", option or f"--{key.replace('_', '-')}",
-            remedy=f"drop it, or {_CURRENT}",
+            f"delayed scaling of fp8 with {what}", (key,), every(_DELAYS, used),
+            "scales that it keeps elsewhere are not followed", option, remedy=f"drop it, or {_CURRENT}",
         )
-        for what, key, option, given, found in _ELSEWHERE
+        for what, key, option, used in _ELSEWHERE
     ),
     Rule(
         "fp8 with a recipe of the job's own", ("fp8_recipe",),
@@ -253,7 +249,7 @@ _FOLLOWED = (
         "no state outlives an iteration", "--fp8-recipe", "tensorwise, blockwise, mxfp8",
     ),
     Rule(
-        "fp8 with delayed scaling (not yet run on a GPU)", ("fp8_recipe",), every(on("fp8"), _delayed_scaling),
+        "fp8 with delayed scaling (not yet run on a GPU)", ("fp8_recipe",), _DELAYS,
         "scales and maxima are captured", "--fp8-recipe", "delayed",
     ),
     Rule(
