@@ -77,7 +77,7 @@ class Cluster:
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin",
-            "TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1",
             "FT_RUN": str(Path(sys.executable).with_name("ft-run")), "FT_SECRET": str(folder / "job.secret"),
         }  # fmt: skip
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -186,7 +186,8 @@ class SlurmJob:
         self.cluster.ask("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
 
     def events(self, node: str, file: str = "events.jsonl") -> list[dict[str, Any]]:
-        path = self.cluster.folder / "tmp/ft_plugins" / self.cluster.name / node / file
+        runtime = Path(self.cluster.environment["XDG_RUNTIME_DIR"])  # a short one: socket paths are bounded
+        path = runtime / "ft_plugins" / self.cluster.name / node / file
         return list(entries(path)) if path.exists() else []
 
     def until_sealed(self, node: str, more: int = 0) -> None:

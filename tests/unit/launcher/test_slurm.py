@@ -105,7 +105,8 @@ def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
     """Slurm's commands are stand-ins: `srun` has each node end with one of these statuses."""
     (tmp_path / "job.secret").write_text("secret")
     commands = {
-        "srun": 'shift 2; for status in $STATUSES; do "${@:1:4}" sh -c "exit $status" & done; wait',
+        "srun": '[ "$1" = --wait=0 ] || exit 90; shift 3\n'
+        'for status in $STATUSES; do "${@:1:4}" sh -c "exit $status" & done; wait',
         "scontrol": 'echo "$1" >> asked; echo "JobId=7 JobState=RUNNING Restarts=0"',
     }
     for name, line in commands.items():
