@@ -45,7 +45,7 @@ from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.node_check import NodeCheck
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import _specify
-from ft_plugins.launcher.rendezvous import control, rendezvous, round_join
+from ft_plugins.launcher.rendezvous import control, leader_search, peers, rendezvous, round_join
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.launcher.rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
@@ -711,7 +711,16 @@ def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path: Path) -
     assert (tmp_path / "nodes.json.damaged").exists()
 
 
-def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_its_time(tmp_path: Path) -> None:
+def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []  # nodes of each group that was asked together
+
+    def ask_all(endpoints: list[str], *rest: Any) -> Any:
+        asked.append(len(endpoints))
+        return peers.ask_all(endpoints, *rest)
+
+    monkeypatch.setattr(leader_search, "ask_all", ask_all)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
         members = tuple(Place(f"n{number}", f"127.0.0.1:{each.getsockname()[1]}") for number, each in enumerate(silent))
@@ -719,13 +728,13 @@ def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_i
         config = {"detect_seconds": 3, "join_timeout": 1.5, "wait_seconds": 0, "run_dir": tmp_path, "node_name": "a"}
         place = f"127.0.0.1:{free_port()}"
         handler = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", place, "job", 1, 2, **config)))
-        began = time.monotonic()
         try:
             with pytest.raises(RendezvousTimeoutError, match="no round was complete within 1.5 s"):
                 handler.next_rendezvous()
-            assert time.monotonic() - began < 20, "40 in turn, a second each, would take twice that"
         finally:
             handler.shutdown()
+    # A silent group takes its second, so that the time is over in the second one; all 40 are more groups than that.
+    assert max(asked) >= 8 and 0 < len([each for each in asked if each]) <= 2, asked
 
 
 # ---- the store of a round ----
