@@ -70,6 +70,7 @@ class Killed:
 
 
 FOUR_REPLICAS, LONG = JobShape(2, 2, 4, True, MANY), replace(SHARDED, iterations=120)
+NARROW = JobShape(1, 2, 2, True, 120)  # each node a rank: half the processes, the same groups
 KILLED = {
     "of-one-stage": Killed(SHARDED, frameworks=(DEEPSPEED,)),
     "that-serves-the-rendezvous": Killed(SHARDED, lost=("n0",), order=(LAST,)),
@@ -82,13 +83,13 @@ KILLED = {
     ),
     "of-four-replicas": Killed(FOUR_REPLICAS, lost=("n3",)),
     "copied-to-the-neighbouring-stage": Killed(SHARDED, ("--reft-redundancy", "neighbour"), frameworks=BOTH),
-    "copied-in-bubbles": Killed(LONG, ("--baft",), committed=14, frameworks=BOTH),
+    "copied-in-bubbles": Killed(NARROW, ("--baft",), committed=14, frameworks=BOTH),
     "both-with-the-copies-of-the-other": Killed(  # parity, which the same snapshots fed, has what they held
         LONG, ("--baft", "--reft-redundancy", "both"), lost=("n0", "n1"), committed=14
     ),
     "two-of-different-sharding-groups": Killed(SHARDED, lost=("n0", "n1")),
     "two-of-different-redundancy-groups": Killed(FOUR_REPLICAS, ("--reft-group-nodes", "2"), lost=("n0", "n1")),
-    "two-of-one-group-raim6": Killed(FOUR_REPLICAS, ("--reft-redundancy", "raim6"), lost=("n0", "n2")),
+    "two-of-one-group-raim6": Killed(JobShape(1, 2, 4, True, MANY), ("--reft-redundancy", "raim6"), lost=("n0", "n2")),
 }
 
 
