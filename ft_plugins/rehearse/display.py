@@ -34,15 +34,16 @@ class Display(Protocol):
         ...
 
 
-def display_on(console: Console, ranks: int) -> Display:
-    """Bars in a terminal, lines if the output is a file or a pipe."""
+def display_on(console: Console, ranks: int | None) -> Display:
+    """Bars in a terminal, lines if the output is a file or a pipe. `ranks`: of the job; None if that is not known."""
     return TerminalDisplay(console, ranks) if console.is_terminal else LineDisplay(console, ranks)
 
 
-def _state(progress: Progress, ranks: int) -> str:
+def _state(progress: Progress, ranks: int | None) -> str:
     """The phase in words."""
+    of = "" if ranks is None else f"/{ranks}"
     if progress.phase in (DrivePhase.STARTING, DrivePhase.RESTARTING):
-        return f"{progress.phase.value} ({progress.attached}/{ranks} ranks)"
+        return f"{progress.phase.value} ({progress.attached}{of} ranks)"
     return progress.phase.value
 
 
@@ -53,7 +54,7 @@ def _loss(progress: Progress) -> str:
 class TerminalDisplay:
     """One bar per job, redrawn a few times a second."""
 
-    def __init__(self, console: Console, ranks: int) -> None:
+    def __init__(self, console: Console, ranks: int | None) -> None:
         self._ranks = ranks
         self._bars = Bars(
             TextColumn("{task.description:<17}"),
@@ -89,7 +90,7 @@ class TerminalDisplay:
 class LineDisplay:
     """One line at each change of phase and at every tenth of the iterations."""
 
-    def __init__(self, console: Console, ranks: int) -> None:
+    def __init__(self, console: Console, ranks: int | None) -> None:
         self._console, self._ranks = console, ranks
         self._name, self._step, self._shown = "", 1, ("", 0)
 
