@@ -5,33 +5,11 @@ In: successive `Progress` of a job. Out: terminal output.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from .driver import DrivePhase, Progress
-
-
-class Display(Protocol):
-    """Shows one job after the other."""
-
-    def begin(self, name: str, iterations: int) -> None:
-        """Start to show the job `name`."""
-        ...
-
-    def show(self, progress: Progress) -> None:
-        """Update the progress of the job."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Print a permanent line."""
-        ...
-
-    def close(self) -> None:
-        """Stop; there are no more jobs."""
-        ...
 
 
 def display_on(console: Console, ranks: int | None) -> Display:
@@ -110,3 +88,6 @@ class LineDisplay:
 
     def close(self) -> None:
         return
+
+
+Display = TerminalDisplay | LineDisplay
