@@ -1,25 +1,5 @@
 """The exception tree. Every message names what was expected, what was found and what to do.
 
-    FtError
-    ├── ConfigError            a key is unknown, misspelt, ineffective or contradicts another
-    ├── TopologyError          parallel sizes, order or nodes that cannot be laid out
-    ├── InventoryError         training state that cannot be captured or does not match what was captured
-    │   └── StateChangedError  the loop added, removed or replaced training state after it was protected
-    ├── BudgetError            not enough memory for protection
-    ├── SegmentError           a segment of shared memory is not what its reader expects
-    │   ├── CorruptSlotError   bytes do not match the digest taken when they were captured
-    │   └── CorruptHeaderError the header of a segment does not match its digest
-    ├── FencedError            this incarnation has been superseded by a newer one
-    ├── ProtocolError          a peer sent something malformed, or did not answer in time
-    ├── ProtectionError        protection is required but not available
-    ├── ResumeError            captured state does not belong to this job as it is now
-    │   └── LoopError          the loop did not continue where the restored state is
-    ├── StorageError           a checkpoint in storage is damaged, or not what its reader expects
-    ├── BusyError              another ft-run owns this job on this node
-    ├── ReplicaError           replicas are mismatched or non-finite, and the job must return to an earlier version
-    ├── UnsupportedError       a framework feature that is not supported, by name
-    └── PatchError             a patch of an upstream framework no longer applies
-
 `EXIT_REFUSED` is the exit status of a worker that ended with an `FtError` that a restart cannot cure; the agent does
 not restart after it. `EXIT_DRAINED` is that of an ft-run that has left a job which goes on.
 """

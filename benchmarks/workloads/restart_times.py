@@ -85,7 +85,7 @@ class RestartTimes:
 
     def phase(self, name: str) -> float:
         """The median of a phase over the kills; 0 if it is unknown."""
-        return self.middle(lambda kill: (kill.phases.by_phase()[name] or 0.0) if kill.phases else 0.0)
+        return self.middle(lambda kill: (kill.phases.phases[name] or 0.0) if kill.phases else 0.0)
 
 
 def read_lines(log: Path) -> list[LogLine]:

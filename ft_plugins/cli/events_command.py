@@ -75,7 +75,7 @@ def _new(job: str | None, files: list[Path] | None, routine: bool, tails: dict[P
         known = histories(next(iter(tails)).parent.parent.name if tails else job, files)
     for path in known:
         for file in (path, recent_of(path)) if routine else (path,):
-            tails.setdefault(file, Tail(file))
+            tails.setdefault(file, Tail(file.resolve()))  # a link that was given is followed
     found = [event for tail in tails.values() for event in tail.look()]
     return sorted((event for event in found if routine or not _is_routine(event)), key=lambda event: event.time)
 

@@ -37,7 +37,7 @@ def rehearse(
         raise ConfigError(f"--kill {kill}: expected iterations such as 5,6") from error
     plan = plan_rehearsal(context.args, out.resolve(), iterations, kills, nodes, patience)
     console = Console(stderr=as_json)
-    display = LineDisplay(console, 0) if as_json else display_on(console, 0)
+    display = LineDisplay(console, None) if as_json else display_on(console, None)
     try:
         with raising_signals():  # so that a rehearsal that is stopped leaves no job behind
             outcome = run(plan, display)

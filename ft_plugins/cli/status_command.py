@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,8 +155,10 @@ def _metrics(facts: Sequence[Facts]) -> str:
     """The metrics of these jobs, by the same table as those that an SMP serves."""
     from ..metrics import exposition
 
-    folders = [(Path(each["run_dir"]), each["details"]) for each in facts]
-    nodes = [exposition.node_of(path, details, exposition.counts_of(path), None) for path, details in folders]
+    nodes = []
+    for each in facts:
+        with closing(exposition.counts_of(Path(each["run_dir"]))) as counts:
+            nodes.append(exposition.node_of(Path(each["run_dir"]), each["details"], counts, None))
     return exposition.text_of(nodes).rstrip("\n")
 
 

@@ -11,15 +11,13 @@ In: the path of a history. Out: `Counts`. A damaged line or file is passed over;
 from __future__ import annotations
 
 import math
-import os
-import stat
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..events import Severity, catalogue, recent_of
 from ..events.stream import event_of, name_in
+from ..events.tail import LineTail
 
 READ_BYTES = 4 << 20  # of each file at once, so that a scrape ends in time; the rest is read at the next one
 
@@ -39,11 +37,11 @@ class Counts:
 
 
 class EventCounts:
-    """Counts that grow with a history. For one thread."""
+    """Counts that grow with a history, whose files stay open. For one thread."""
 
     def __init__(self, path: Path, summed: Mapping[str, Collection[str]]) -> None:
         """`summed`: by name of an event, the fields of which sums are wanted."""
-        self._files = [_Followed(path), _Followed(recent_of(path))]
+        self._files = [LineTail(path), LineTail(recent_of(path))]
         self._summed = summed
         self._values: dict[Key, float] = {}
         self._alarm = ""
@@ -51,9 +49,14 @@ class EventCounts:
     def read(self, limit: int | None = READ_BYTES) -> Counts:
         """The counts so far. `limit`: bytes to read of each file; None: all that there is."""
         for file in self._files:
-            for line in file.lines(limit):
+            for line in file.look(limit):
                 self._add(line)
         return Counts(dict(self._values), self._alarm)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for file in self._files:
+            file.close()
 
     def _add(self, line: bytes) -> None:
         name = name_in(line)
@@ -78,32 +81,3 @@ class EventCounts:
 
     def _grow(self, key: Key, amount: float) -> None:
         self._values[key] = self._values.get(key, 0) + amount
-
-
-class _Followed:
-    """The lines of one file and of the full one before it, each once."""
-
-    def __init__(self, path: Path) -> None:
-        self._paths = (path.with_name(path.name + ".1"), path)
-        self._read: dict[int, int] = {}  # bytes, by inode: a renamed file keeps it
-
-    def lines(self, limit: int | None) -> Iterator[bytes]:
-        """Whole lines that were not there before."""
-        read: dict[int, int] = {}
-        for path in self._paths:
-            with suppress(OSError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-                with open(descriptor, "rb") as file:
-                    status = os.fstat(descriptor)
-                    if not stat.S_ISREG(status.st_mode):
-                        continue
-                    at = self._read.get(status.st_ino, 0)
-                    at = at if at <= status.st_size else 0  # another file with the number of a removed one
-                    file.seek(at)
-                    content = file.read(-1 if limit is None else limit)
-                    whole = content[: content.rfind(b"\n") + 1]
-                    if not whole and len(content) == limit:  # one damaged line: it would be read again for ever
-                        whole = content
-                    read[status.st_ino] = at + len(whole)
-                yield from whole.splitlines()
-        self._read = read

@@ -5,8 +5,6 @@ In: successive `Progress` of a job. Out: terminal output.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
@@ -14,35 +12,16 @@ from rich.progress import Progress as Bars
 from .driver import DrivePhase, Progress
 
 
-class Display(Protocol):
-    """Shows one job after the other."""
-
-    def begin(self, name: str, iterations: int) -> None:
-        """Start to show the job `name`."""
-        ...
-
-    def show(self, progress: Progress) -> None:
-        """Update the progress of the job."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Print a permanent line."""
-        ...
-
-    def close(self) -> None:
-        """Stop; there are no more jobs."""
-        ...
-
-
-def display_on(console: Console, ranks: int) -> Display:
-    """Bars in a terminal, lines if the output is a file or a pipe."""
+def display_on(console: Console, ranks: int | None) -> Display:
+    """Bars in a terminal, lines if the output is a file or a pipe. `ranks`: of the job; None if that is not known."""
     return TerminalDisplay(console, ranks) if console.is_terminal else LineDisplay(console, ranks)
 
 
-def _state(progress: Progress, ranks: int) -> str:
+def _state(progress: Progress, ranks: int | None) -> str:
     """The phase in words."""
+    of = "" if ranks is None else f"/{ranks}"
     if progress.phase in (DrivePhase.STARTING, DrivePhase.RESTARTING):
-        return f"{progress.phase.value} ({progress.attached}/{ranks} ranks)"
+        return f"{progress.phase.value} ({progress.attached}{of} ranks)"
     return progress.phase.value
 
 
@@ -53,7 +32,7 @@ def _loss(progress: Progress) -> str:
 class TerminalDisplay:
     """One bar per job, redrawn a few times a second."""
 
-    def __init__(self, console: Console, ranks: int) -> None:
+    def __init__(self, console: Console, ranks: int | None) -> None:
         self._ranks = ranks
         self._bars = Bars(
             TextColumn("{task.description:<17}"),
@@ -89,7 +68,7 @@ class TerminalDisplay:
 class LineDisplay:
     """One line at each change of phase and at every tenth of the iterations."""
 
-    def __init__(self, console: Console, ranks: int) -> None:
+    def __init__(self, console: Console, ranks: int | None) -> None:
         self._console, self._ranks = console, ranks
         self._name, self._step, self._shown = "", 1, ("", 0)
 
@@ -109,3 +88,6 @@ class LineDisplay:
 
     def close(self) -> None:
         return
+
+
+Display = TerminalDisplay | LineDisplay

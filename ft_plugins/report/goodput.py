@@ -131,7 +131,7 @@ def _of_node(node: str, events: Sequence[Event], slow: tuple[int, ...]) -> Goodp
         at = _microseconds(one.ended - one.total)
         reached = one.ended - one.total
         for phase in PHASES:
-            reached += one.by_phase()[phase] or 0.0
+            reached += one.phases[phase] or 0.0
             intervals.append((at, _microseconds(reached), phase, _LAST))
             at = _microseconds(reached)
     parts = _swept(began, end, intervals)
@@ -139,7 +139,7 @@ def _of_node(node: str, events: Sequence[Event], slow: tuple[int, ...]) -> Goodp
     parts["training"] -= waits
     parts["waits"] += waits
     downs = sum(1 for before, after in zip(states, states[1:], strict=False) if after[2] == "down" != before[2])
-    unseen = downs - sum(one.detect is not None for one in recoveries)
+    unseen = downs - sum(one.phases["detect"] is not None for one in recoveries)
     over = [event.type for event in events if event.type in (catalogue.JOB_STARTED, catalogue.JOB_ENDED)]
     ended = bool(over) and over[-1] is catalogue.JOB_ENDED
     return Goodput(node, events[0].time, end - began, parts, downs, max(0, unseen), slow, ended)

@@ -139,9 +139,9 @@ def _restarts(recoveries: Sequence[RecoveryPhases]) -> Iterator[str]:
     if len(recoveries) > _SHOWN:
         yield f"<p>The newest {_SHOWN} of {len(recoveries)}.</p>"
     for one in recoveries[-_SHOWN:]:
-        since = "" if one.detect is not None else ", from detection"
+        since = "" if one.phases["detect"] is not None else ", from detection"
         yield f"<p>Restart {one.restart}, to iteration {one.iteration}: {one.total:.2f} s{since}</p>"
-        yield from _bar([(name, WORDS[name], seconds) for name, seconds in one.by_phase().items() if seconds])
+        yield from _bar([(name, WORDS[name], seconds) for name, seconds in one.phases.items() if seconds])
 
 
 def _captures(events: Sequence[Event]) -> Iterator[str]:

@@ -49,8 +49,9 @@ _SHOWN = 5  # columns
 
 @dataclass(frozen=True)
 class RecoveryPhases:
-    """One recovery, in seconds. `processor`: seconds of processors that all ranks of the node used, by the step of
-    `stamps` that ended with them; `ranks` of them are described."""
+    """One recovery, in seconds. `phases`: in order; None for one that is unknown or did not occur. `processor`: seconds
+    of processors that all ranks of the node used, by the step of `stamps` that ended with them; `ranks` of them are
+    described."""
 
     node: str
     nodes: int  # that noted their steps
@@ -58,32 +59,21 @@ class RecoveryPhases:
     lineage: int
     iteration: int  # that was completed
     starts: int  # since the last completed iteration; one if the first attempt succeeded
-    attempts: float | None
-    detect: float | None
-    end: float | None
-    agree: float | None
-    start: float | None
-    imports: float | None
-    groups: float | None
-    build: float | None
-    load: float | None
-    iteration_seconds: float | None
+    phases: Mapping[str, float | None]
     ranks: int = 0
     processor: Mapping[str, float] = field(default_factory=dict)
     ended: float = 0.0  # when the iteration was completed: seconds since the epoch
 
-    def by_phase(self) -> dict[str, float | None]:
-        """The phases in order."""
-        return {name: getattr(self, "iteration_seconds" if name == "iteration" else name) for name in PHASES}
-
     @property
     def total(self) -> float:
         """From the failure, if its time is known, else from its detection, to the completed iteration."""
-        return sum(seconds for seconds in self.by_phase().values() if seconds is not None)
+        return sum(seconds for seconds in self.phases.values() if seconds is not None)
 
     def block(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "total": self.total}
+        fields = asdict(self)
+        phases = fields.pop("phases")
+        return {**phases, "iteration_seconds": phases["iteration"], **fields, "total": self.total}
 
 
 def recovery_phases(events: Iterable[Event]) -> tuple[RecoveryPhases, ...]:
@@ -127,21 +117,19 @@ def _of_node(events: Sequence[Event]) -> Iterable[tuple[float, RecoveryPhases]]:
 def _recovery(starts: Sequence[Event], resumed: Event, failure: float | None) -> RecoveryPhases:
     first, last, fields = starts[0], starts[-1], resumed.fields
     seen = resumed.time - (fields["completed"] - first.fields["seen"])  # seconds since the epoch
-    detect = None if failure is None else max(0.0, seen - failure)
-    attempts = last.fields["seen"] - first.fields["seen"] if len(starts) > 1 else None
     ends = [("end", last.fields["ended"]), ("agree", last.fields["clock"])]
     ends += [(phase, fields.get(step)) for phase, step in _STEPS.items()]
     phases = _phases(last.fields["seen"], ends)
-    groups, build = None, phases["build"]
+    phases["detect"] = None if failure is None else max(0.0, seen - failure)
+    phases["attempts"] = last.fields["seen"] - first.fields["seen"] if len(starts) > 1 else None
+    phases["groups"], build = None, phases["build"]
     if phases["imports"] is not None and build is not None:
-        groups = min(float(fields.get("grouped") or 0.0), build)
-        build -= groups
+        phases["groups"] = groups = min(float(fields.get("grouped") or 0.0), build)
+        phases["build"] = build - groups
     return RecoveryPhases(
         node=resumed.node, nodes=1, restart=last.fields["restart"], lineage=int(fields.get("lineage") or 0),
-        iteration=fields["iteration"], starts=len(starts), attempts=attempts, detect=detect, end=phases["end"],
-        agree=phases["agree"], start=phases["start"], imports=phases["imports"], groups=groups, build=build,
-        load=phases["load"], iteration_seconds=phases["iteration"], ranks=fields.get("count", 0),
-        processor=dict(fields.get("processor") or {}), ended=resumed.time,
+        iteration=fields["iteration"], starts=len(starts), phases={name: phases[name] for name in PHASES},
+        ranks=fields.get("count", 0), processor=dict(fields.get("processor") or {}), ended=resumed.time,
     )  # fmt: skip
 
 
@@ -161,10 +149,10 @@ def phase_lines(recoveries: Sequence[RecoveryPhases]) -> list[str]:
     shown = recoveries[-_SHOWN:]
     rows = [("seconds, by restart", [str(one.restart) for one in shown])]
     for name, words in WORDS.items():
-        values = [one.by_phase()[name] for one in shown]
+        values = [one.phases[name] for one in shown]
         if name != "attempts" or any(value is not None for value in values):
             rows.append((words, [_seconds(value) for value in values]))
-    unknown = any(one.detect is None for one in shown)
+    unknown = any(one.phases["detect"] is None for one in shown)
     total = "total, from detection" if unknown else "total"
     rows.append((total, [_seconds(one.total) for one in shown]))
     rows.append(("iteration completed", [str(one.iteration) for one in shown]))

@@ -115,7 +115,7 @@ def _recoveries(events: Sequence[Event]) -> Iterator[_Slice]:
         for one in recovery_phases(event for event in events if event.node == node):
             begin = reached = one.ended - one.total
             phases = []
-            for phase, seconds in one.by_phase().items():
+            for phase, seconds in one.phases.items():
                 if seconds:
                     end = min(reached + seconds, one.ended)
                     phases.append(_Slice("", "", WORDS[phase], reached, end))

@@ -59,7 +59,7 @@ def verdict(report: RunComparison) -> str:
 
 
 def _phase_rows(report: RunComparison) -> Iterable[tuple[str, str, str]]:
-    for name, seconds in (report.phases.by_phase() if report.phases else {}).items():
+    for name, seconds in (report.phases.phases if report.phases else {}).items():
         if seconds is not None:
             yield f"  {WORDS[name]}", "", _s(seconds)
 

@@ -1,14 +1,13 @@
 """A rank that meets all others in a loop of all-reduces until a file tells them to end; torch alone.
 
 In: the journal, the file, in which 'refuse' makes ranks refuse to go on; a node that ends early, once, and one that
-never ends by itself. Out: one line in the journal
-for each incarnation of each rank, once all have met.
+never ends otherwise. Out: one line in the journal for each incarnation of each rank, once all have met.
 """
 
 from __future__ import annotations
 
 import os
-import signal
+import time
 from pathlib import Path
 
 import torch
@@ -30,7 +29,9 @@ def main(argv: list[str]) -> None:
     early, never = (*argv[2:], "", "")[:2]
     node, first = os.environ.get("NODE"), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if node == never:
-        signal.pause()
+        while not (Path(argv[1]).exists() and Path(argv[1]).read_text() == "refuse"):
+            time.sleep(0.05)
+        raise SystemExit(EXIT_REFUSED)
     if first and node == early:
         return
     ended = torch.zeros(1)

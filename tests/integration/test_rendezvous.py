@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
+from ft_plugins.events import read
 from ft_plugins.launcher import job_identity
 from ft_plugins.launcher.rendezvous.peers import Credentials, ask
 from ft_plugins.rehearse.driver import free_port
@@ -45,6 +46,7 @@ class Nodes:
 
     size = 3
     words: tuple[str, ...] = ()  # more arguments of the ranks
+    flags: tuple[str, ...] = ()  # of ft-run
     detect = 3.0
 
     def __init__(self, server: ForkServer, folder: Path) -> None:
@@ -61,6 +63,7 @@ class Nodes:
             folder=str(self._folder),
             node=name,
             nproc=NPROC,
+            flags=self.flags,
             nnodes=self.size,
             endpoint=f"127.0.0.1:{self._port},127.0.0.2:{self._port}",
             address=f"127.0.0.{number}",
@@ -163,6 +166,27 @@ def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes:
     expected["substitute"] = expected.pop(lost)
     assert places(nodes.met(2)) == expected
     nodes.finish()
+
+
+def test_a_node_whose_ranks_had_ended_keeps_its_memory_when_the_job_ends_in_a_failure_elsewhere(nodes: Nodes) -> None:
+    nodes.size, nodes.words, nodes.flags = 2, ("a", "b"), ("--reft",)
+    for number, name in enumerate("ab", 1):
+        nodes.start(number, name)
+    for place in nodes.met(1):
+        if place["node"] == "a":
+            wait_until_gone(place["pid"], BOUND)
+    nodes.end.write_text("refuse")
+    found = {name: job.wait(BOUND) for name, job in nodes.running.items()}
+    try:
+        assert {name: outcome["status"] for name, outcome in found.items()} == {"a": "succeeded", "b": "refused"}, found
+        run_dir = nodes.running["a"].spec.run_dir
+        [kept] = [event for event in read(run_dir / "events.jsonl") if event.name == "smp.retained"]
+        assert "other nodes may still resume from these snapshots" in kept.fields["reason"]
+        assert liveness.holder(run_dir / "smp.lock"), "it holds what they would resume from"
+    finally:
+        for job in nodes.running.values():
+            liveness.kill_and_wait(liveness.holder(job.spec.run_dir / "smp.lock"), BOUND)
+            paths.remove(job.spec.name, job.spec.node)
 
 
 def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes: Nodes) -> None:

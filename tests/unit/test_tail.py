@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_plugins.events import Event, Events, catalogue, file_sink
-from ft_plugins.events.tail import Tail
+from ft_plugins.events import tail as tails
+from ft_plugins.events.tail import LineTail, Tail
 
 
 def line(number: int) -> str:
@@ -49,6 +52,86 @@ def test_nothing_is_lost_when_the_file_is_renamed_and_a_new_one_begins(tmp_path:
     assert numbers(tail) == []
     append(path, line(5))
     assert numbers(tail) == [5]
+    tail.close()
+
+
+def lines_of(file: LineTail, limit: int | None = None) -> list[int]:
+    return [int(json.loads(each)["time"]) for each in file.look(limit)]
+
+
+def renamed(path: Path) -> None:
+    os.replace(path, path.with_name("events.jsonl.1"))
+
+
+@pytest.mark.parametrize("moment", range(10))
+def test_each_line_comes_once_whenever_the_file_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    path, passed = tmp_path / "events.jsonl", 0
+    append(path.with_name("events.jsonl.1"), line(1))
+    append(path, line(2))
+
+    def hooked(name: str) -> None:
+        real = getattr(tails, name)
+
+        def then(*given: Any) -> Any:
+            meanwhile()
+            found = real(*given)
+            meanwhile()
+            return found
+
+        monkeypatch.setattr(tails, name, then)
+
+    def meanwhile() -> None:
+        nonlocal passed
+        if passed == moment:
+            append(path, line(3))
+            renamed(path)
+            append(path, line(4))
+        passed += 1
+
+    hooked("_opened")
+    hooked("_same")
+    file = LineTail(path)
+    seen = [number for _ in range(4) for number in lines_of(file)]
+    append(path, line(5))
+    seen += [number for _ in range(2) for number in lines_of(file)]
+    assert passed > moment
+    assert seen == ([2, 3, 4, 5] if moment < 3 else [1, 2, 3, 4, 5]), "the oldest one is replaced before it was opened"
+    file.close()
+
+
+def test_a_look_is_bounded_and_files_that_are_renamed_meanwhile_are_read_all_the_same(tmp_path: Path) -> None:
+    path, limit, seen = tmp_path / "events.jsonl", 2 * len(line(1)), []
+    append(path, "".join(map(line, range(8))))
+    file = LineTail(path)
+    for number in (8, 9, 10):
+        seen.append(lines_of(file, limit))
+        renamed(path)
+        append(path, line(number))
+    while found := lines_of(file, limit):
+        seen.append(found)
+    assert [number for each in seen for number in each] == list(range(11)) and max(map(len, seen)) <= 2
+    file.close()
+
+
+def test_a_line_that_is_longer_than_a_look_comes_in_pieces_and_takes_no_more_memory(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"x" * 25 + b"\n" + b"y\n")
+    file = LineTail(path)
+    assert [file.look(10) for _ in range(4)] == [[b"x" * 10], [b"x" * 10], [b"x" * 5, b"y"], []]
+    file.close()
+
+
+def test_a_link_and_a_pipe_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append(tmp_path / "other", line(1))
+    path.symlink_to(tmp_path / "other")
+    os.mkfifo(path.with_name("events.jsonl.1"))
+    tail = Tail(path)
+    assert numbers(tail) == []
+    os.replace(tmp_path / "other", path)
+    assert numbers(tail) == [1]
     tail.close()
 
 

@@ -159,7 +159,9 @@ class ProgressAgent(LocalElasticAgent):
         if not isinstance(handler, Rendezvous):
             super()._exit_barrier()
             self.all_ended = self._all_have_ended()
-        elif not handler.wait_for_all(self._exit_barrier_timeout):
+        elif handler.wait_for_all():
+            self.all_ended = handler.all_succeeded
+        else:
             raise _RoundEnded
 
     def _all_have_ended(self) -> bool:

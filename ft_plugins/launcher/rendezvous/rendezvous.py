@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from ...errors import ProtocolError
 from ...events import catalogue, say
+from ...smp.watch.job_state import span_text
 from ..agent.node_check import NodeCheck
 from ..agent.restarts import Status
 from ..rounds import round_store
@@ -40,6 +41,7 @@ from .wait_report import REPEAT_SECONDS
 
 _STORE_SECONDS = 60.0  # maximum for one operation on a round's store; as torch's `read_timeout`
 _LEAST_STORE_SECONDS = 15.0
+_DONE_REPORT_SECONDS = 300.0  # between two lines that ranks of other nodes have not ended yet
 _STRANGER_SECONDS = 0.25  # for one request to an absent node while workers run
 
 
@@ -60,6 +62,7 @@ class Rendezvous(RendezvousHandler):
         self.opened_anywhere = self.trained_anywhere = False  # `opened`, `trained` of any of its nodes when it began
         self.first_rank, self.all_workers = 0, 0  # rank of the first worker here, number of workers on all nodes
         self.waiting_reason = ""  # for people: why nodes wait for another round
+        self.all_succeeded = False  # `wait_for_all` has seen that the workers of all nodes have
         self.is_draining = False  # this node is to leave at the next version
         self._store_bound = timedelta(seconds=min(_STORE_SECONDS, max(_LEAST_STORE_SECONDS, 3 * settings.silence)))
         self._node = LocalNode(settings)
@@ -200,8 +203,8 @@ class Rendezvous(RendezvousHandler):
             if self._node.service.leading:
                 self._node.search.meet_absent(silence, _STRANGER_SECONDS)
         except (ConnectionError, ProtocolError) as error:
-            if link.is_only_slow(error):
-                return 0, ""
+            if self._node.service.status == "succeeded" or link.is_only_slow(error):
+                return 0, ""  # a leader that has ended with the job is missed by no worker
             node = link.leader.node if link.leader else "?"
             return 1, f"the leader, node {node}, has not answered for {link.silent_seconds:.1f} s: {error}"
         if self._node.service.status not in (None, "succeeded"):
@@ -218,17 +221,21 @@ class Rendezvous(RendezvousHandler):
         why = ", ".join(back + joined) or f"a node left, or was silent for {silence:g} s"
         return max(1, view.waiting), f"round {self._round} is over: {why}"
 
-    def wait_for_all(self, seconds: float) -> bool:
+    def wait_for_all(self) -> bool:
         """Wait, once the workers of this node have succeeded, until those of all nodes of the round have, or the job is
-        over.
+        over; `all_succeeded` says which. False if the round ends first: a node was lost or restarted, and workers are
+        needed again.
 
-        False if the round ends first: a node was lost or restarted, and workers are needed again. True after `seconds`
-        too: like torch, this node then stops waiting.
+        Without a time limit, unlike torch's barrier: a node that stops waiting takes its memory and the leader from
+        ranks that may still be saving. A rank that never ends keeps all nodes waiting, as it would keep its own.
         """
-        deadline = time.monotonic() + seconds
-        is_reported = False
-        while time.monotonic() < deadline and not self._node.service.closed:
+        began = time.monotonic()
+        report = began + _DONE_REPORT_SECONDS
+        is_reported = self.all_succeeded = False
+        while not self._node.service.closed:
             self._node.service.wake()
+            if not self._node.server.is_serving:
+                return False  # of a leader, no other node knows any more that it waits
             try:
                 if not is_reported:
                     self._node.link.ask("finish", round=self._round)
@@ -245,8 +252,17 @@ class Rendezvous(RendezvousHandler):
             if view.phase is not Phase.COMPLETE or view.round != self._round or view.lost:
                 return False
             if view.done >= self._size:
-                break
+                self.all_succeeded = True
+                return True
+            if time.monotonic() >= report:
+                report += _DONE_REPORT_SECONDS
+                say(
+                    f"the ranks of this node ended {span_text(time.monotonic() - began)} ago; on "
+                    f"{self._size - view.done} of {self._size} nodes they have not ended yet",
+                    who="ft-run: ",
+                )
             pause()
+        self.all_succeeded = self._node.service.status == "succeeded"
         return True
 
     def allow_no_drain(self, reason: str) -> None:

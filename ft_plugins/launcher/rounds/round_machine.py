@@ -258,7 +258,8 @@ class RoundMachine:
         """Have `node` leave at the next version; '' for none any more. Returns why not, '' if it will."""
         lost = len(self._lost)
         spares = self._waiting.names()
-        why = rounds.why_not_drained(node, [*self._members], spares, self.draining, self.begun, lost) if node else ""
+        facts = [*self._members], spares, self.draining, self.begun, lost, self._own
+        why = rounds.why_not_drained(node, *facts) if node else ""
         if not why and node != self.draining:
             self.draining = node
             self._changed()
@@ -361,7 +362,7 @@ class RoundMachine:
         return token is None if answers is None else answers == place.node  # in doubt only where this node did not lead
 
     def _propose(self, size: int) -> None:
-        assigned = rounds.ranks(self._waiting.candidates(self._failures), size)
+        assigned = rounds.ranks(self._waiting.candidates(self._failures), size, self._own)
         tokens = {node: self._waiting.token(node) or "" for node in sorted(assigned, key=assigned.__getitem__)}
         chosen = [self._waiting[token] for token in tokens.values()]  # by rank
         self.proposal = Proposal(

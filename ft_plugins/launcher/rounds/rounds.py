@@ -144,10 +144,12 @@ def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
 
 
 def why_not_drained(
-    node: str, members: Sequence[str], spares: Sequence[str], draining: str, running: bool, lost: int
+    node: str, members: Sequence[str], spares: Sequence[str], draining: str, running: bool, lost: int, leader: str = ""
 ) -> str:
     """Why a node cannot leave the job at its next version, for people; '' if it can. `running`: a round has begun, of
     these members, of which so many are `lost`."""
+    if node in spares and node == leader:
+        return f"node {node} is a spare, but leads the others: when its ft-run ends, all ranks start again once"
     if node in spares:
         return f"node {node} is a spare, and has no part in the job: end its ft-run"
     if not running or lost:
@@ -189,7 +191,7 @@ def left_out(candidates: Sequence[Candidate], size: int) -> set[str]:
     return out
 
 
-def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
+def ranks(candidates: Sequence[Candidate], size: int, leader: str = "") -> dict[str, int]:
     """The rank of each node that takes part in a round of `size`, by name; the others are spares, first of all those
     that are `left_out`.
 
@@ -200,6 +202,9 @@ def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
     3. nodes of older rounds: the rank they had, if vacant
     4. nodes that want a rank: that one, if vacant
     5. all others, in the natural order of their names: the lowest vacant one
+
+    If the `leader` is not left out and has got no rank, it takes the last one of a node that had none before: when a
+    leader ends that is a spare, the ranks of all others start again.
 
     Raises ValueError for fewer than `size` nodes, or two of the same name.
     """
@@ -235,6 +240,9 @@ def ranks(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
         if each.wanted is not None:
             assign(each, each.wanted)
     assign_lowest(by_name)
+    new = [each.node for each in by_name if each.node in assigned and not each.seat]
+    if new and leader not in assigned and any(each.node == leader for each in by_name):
+        assigned[leader] = assigned.pop(max(new, key=assigned.__getitem__))
     return assigned
 
 

@@ -140,6 +140,8 @@ OWN = {
     "replaced": lambda handler: [event.fields for event in happened if event.name == "node.replaced"],
     "why": lambda handler: handler.waiting_reason,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
+    "look again": lambda handler: (setattr(handler, "_next_look", 0.0), handler.num_nodes_waiting())[1],
+    "fail at the port": lambda handler: setattr(handler._node.server, "_failure", KeyError("a request")),
 }
 
 
@@ -488,10 +490,11 @@ def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_n
     join(a, b)
     c.tell("join")
     wait_until(lambda: "c" in a.ask("present"), WAIT, lambda: "the spare has not come")
-    a.tell("wait_for_all", WAIT)
+    a.tell("wait_for_all")
     assert a.quiet(1)
-    assert b.ask("wait_for_all", WAIT) is True
+    assert b.ask("wait_for_all") is True
     assert a.hear() is True
+    assert [node.ask("__getattribute__", "all_succeeded") for node in (a, b)] == [True, True]
     a.ask("__setattr__", "status", "succeeded")
     assert a.ask("shutdown") is True and a.ask("shutdown") is True
     kind, text = c.error()
@@ -510,7 +513,7 @@ def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitut
     join(*nodes.values())
     gone = nodes.pop(lost)
     [stays] = nodes.values()
-    stays.tell("wait_for_all", WAIT)
+    stays.tell("wait_for_all")
     assert stays.quiet(0.5)
     gone.kill()
     start(1 if lost == "a" else 2, "new", nodes="2:2").tell("join")
@@ -520,9 +523,57 @@ def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitut
 def test_those_who_are_done_do_not_take_a_lost_node_for_one_that_is_done(start: Start) -> None:
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
-    a.tell("wait_for_all", WAIT)
+    a.tell("wait_for_all")
     b.kill()
     assert a.hear() is False
+
+
+@pytest.mark.parametrize("fails", ["a", "b"], ids=["where-the-lead-is", "where-the-lead-is-not"])
+def test_those_who_are_done_learn_that_the_job_has_failed_elsewhere(start: Start, fails: str) -> None:
+    nodes = {name: start(number, name, nodes="2:2") for number, name in ((1, "a"), (2, "b"))}
+    assert leader(join(*nodes.values())) == "a"
+    failed = nodes.pop(fails)
+    [done] = nodes.values()
+    done.tell("wait_for_all")
+    assert done.quiet(0.5)
+    failed.ask("__setattr__", "status", "refused")
+    failed.ask("shutdown")
+    assert done.hear() is True and done.ask("__getattribute__", "all_succeeded") is False
+
+
+def test_workers_that_still_save_are_not_started_again_when_the_lead_has_ended_with_a_success(start: Start) -> None:
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    assert leader(join(a, b)) == "a"
+    a.ask("__setattr__", "status", "succeeded")
+    a.ask("shutdown")  # as a launcher does that waits no longer than torch's
+    a.kill()
+    assert [b.ask("look again") for _ in range(3)] == [0, 0, 0], b.ask("why")
+    assert b.ask("wait_for_all") is True and b.ask("__getattribute__", "all_succeeded") is True
+
+
+def test_those_who_are_done_wait_without_a_limit_and_say_for_how_many(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "_DONE_REPORT_SECONDS", 0.2)  # as it would be said every few minutes
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    join(a, b)
+    a.tell("wait_for_all")
+    said: list[str] = []
+
+    def twice() -> bool:
+        said.append(capfd.readouterr().out)
+        return "".join(said).count(" on 1 of 2 nodes they have not ended yet\n") >= 2
+
+    wait_until(twice, WAIT, lambda: "".join(said))
+    assert a.quiet(0)
+    assert b.ask("wait_for_all") is True and a.hear() is True
+
+
+def test_a_lead_whose_port_answers_no_more_does_not_wait_for_those_who_cannot_reach_it(start: Start) -> None:
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    assert leader(join(a, b)) == "a"
+    a.tell("fail at the port").hear()
+    assert a.ask("wait_for_all") is False
 
 
 def test_after_the_end_nobody_takes_part_any_more(start: Start) -> None:
@@ -864,6 +915,20 @@ def agent_of(handler: Any, happened: list[str], workers: int = 1, job: Job | Non
     return ProgressAgent(
         spec, job=job, watcher=None, events=events, bounded=True, stop=None, logs_specs=DefaultLogsSpecs()
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "ended"), [("refused", False), ("failed", False), ("succeeded", True), (None, True)]
+)
+def test_a_node_whose_ranks_have_ended_knows_whether_those_of_all_nodes_have(
+    alone: Rendezvous, status: Any, ended: bool
+) -> None:
+    agent = agent_of(alone, [])
+    alone.next_rendezvous()
+    if status:
+        alone._node.service.close(f"node b reports how the job has ended: {status}", status)
+    agent._exit_barrier()
+    assert agent.all_ended is ended
 
 
 def forge(store: Any) -> None:

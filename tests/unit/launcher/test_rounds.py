@@ -73,6 +73,20 @@ def test_a_wanted_rank_is_given_if_nobody_has_it() -> None:
     assert ranks([*seated("x", "y"), Candidate("w", wanted=1)], 3) == {"x": 0, "y": 1, "w": 2}
 
 
+def test_a_leader_is_no_spare_where_a_rank_is_given_to_a_node_that_had_none() -> None:
+    names = [Candidate(name) for name in ("a", "b", "z")]
+    assert ranks(names, 2, "z") == {"a": 0, "z": 1} and ranks(names, 3, "z") == {"a": 0, "b": 1, "z": 2}
+    assert ranks(names, 2, "b") == ranks(names, 2, "not here") == {"a": 0, "b": 1}
+    assert ranks([*seated("a", "b"), Candidate("z")], 2, "z") == {"a": 0, "b": 1}, "they hold state"
+    survivors = seated("a", "b", "c")[1:]
+    assert ranks([*survivors, Candidate("0"), Candidate("z")], 3, "z") == {"z": 0, "b": 1, "c": 2}
+    rounds = Rounds(Rules(2, 2))
+    rounds.gathering = RoundMachine(rounds.rules, SILENCE, None, rounds.now, "z")
+    rounds.come("a", "b", "z")
+    rounds.pass_by(1)
+    assert rounds.members == ["a", "z"] and rounds.gathering.waiting() == ["b"]
+
+
 def test_two_of_one_name_or_too_few_are_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="different names"):
         ranks([Candidate("a"), Candidate("a")], 2)
@@ -138,6 +152,12 @@ def test_the_seating_is_the_best_of_all(room: tuple[list[Candidate], int], rando
     assert found == model(candidates, size)
     random.shuffle(candidates)  # type: ignore[attr-defined]
     assert ranks(candidates, size) == found  # whoever came first
+    new = [each.node for each in candidates if each.node in found and not each.seat]
+    for leader in (each.node for each in candidates):
+        led = ranks(candidates, size, leader)
+        place = found.get(leader, max((found[node] for node in new), default=None))
+        assert led.get(leader) == place, "it has a rank wherever one is given to a node that had none"
+        assert {node: rank for node, rank in led.items() if node != leader}.items() <= found.items()
 
 
 # ---- how large, and when ----
@@ -555,6 +575,7 @@ def test_a_failure_meanwhile_does_not_end_a_drain() -> None:
     ("node", "said", "more"),
     [
         ("d", "node d is a spare, and has no part in the job", {}),
+        ("d", "node d is a spare, but leads the others: when its ft-run ends, all ranks start again", {"leader": "d"}),
         ("x", "there is no node x in this job; its nodes are n2, n10", {}),
         ("n2", "no spare waits that could take the place of node n2", {"spares": ()}),
         ("n2", "the job is between two rounds", {"running": False}),
@@ -712,6 +733,7 @@ def test_a_node_that_failed_twice_is_a_spare_where_there_is_another_one_and_else
     assert ranks(worn(nodes, {"b": 2}), 3) == {"a": 0, "x": 1, "c": 2}
     assert ranks(worn(nodes[:3], {"b": 9}), 3) == {"a": 0, "b": 1, "c": 2}, "there is no better one"
     assert ranks(worn(nodes, {"b": 2, "x": 3}), 3) == {"a": 0, "b": 1, "c": 2}, "the other one is worse"
+    assert ranks(worn(nodes, {"b": 2}), 3, "b") == {"a": 0, "x": 1, "c": 2}, "a leader that fails too"
 
 
 def test_of_the_last_round_one_node_at_most_is_left_out_and_only_if_the_others_can_rebuild_it() -> None:

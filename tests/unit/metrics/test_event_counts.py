@@ -72,6 +72,32 @@ def test_no_event_is_lost_or_counted_twice_when_a_full_file_is_renamed(
     assert stream.recent_of(path).with_name("events.recent.jsonl.1").exists()
 
 
+def test_no_event_is_counted_twice_when_a_file_is_renamed_amid_a_reading(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smp, before = rank(path, None), stream.rotated_of(path)
+    for _ in range(3):
+        smp.emit(catalogue.SMP_STARTED, pid=1)
+    limit = path.stat().st_size // 2  # one line, and half of the next one
+    os.replace(path, before)
+    for _ in range(3):
+        smp.emit(catalogue.SMP_LOST, pid=1)
+    follows = EventCounts(path, SUMMED)
+    add = follows._add
+
+    def meanwhile(line: bytes) -> None:
+        add(line)
+        if b"smp.started" in line and follows._values[("smp.started", "", None)] == 2:
+            os.replace(path, before)
+            smp.emit(catalogue.SMP_ORPHANED, seconds=1.0)
+
+    monkeypatch.setattr(follows, "_add", meanwhile)
+    for _ in range(8):
+        found = follows.read(limit)
+    assert [found.of(f"smp.{name}") for name in ("started", "lost", "orphaned")] == [{None: 3}, {None: 3}, {None: 1}]
+    follows.close()
+
+
 def test_one_reading_is_bounded_and_a_line_is_counted_once_it_is_whole(path: Path) -> None:
     zero = rank(path, 0)
     for iteration in range(10):

@@ -26,10 +26,12 @@ from quickstart_report.comparison import RunRecord, compare_runs
 
 ITERATIONS, WAITS_AT = 8, 5
 
-SCRIPT = f"""
+SCRIPT = (
+    f"""
     import sys
     sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-""" + """
+"""
+    + """
     import json, signal, time
     import torch
     import torch.distributed as dist
@@ -74,6 +76,7 @@ SCRIPT = f"""
     protection.shutdown()
     dist.destroy_process_group()
 """
+)
 
 
 def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) -> DrivenJob:
@@ -208,6 +211,15 @@ def test_lines_are_written_where_there_is_no_terminal(capsys: pytest.CaptureFixt
     assert lines[0] == "[   0.0 s] the run: start-up (8/8 ranks), iteration 0 loss 2.5000"
     assert lines[-1] == "[  30.0 s] the run: restart (3/8 ranks), iteration 20 loss 2.5000"
     assert len(lines) == 1 + 1 + 10 + 1
+
+
+def test_where_it_is_not_known_how_many_ranks_a_job_has_those_that_are_there_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display = display_on(Console(force_terminal=False, width=200), ranks=None)
+    display.begin("the run", iterations=20)
+    display.show(Progress(DrivePhase.STARTING, 0, None, 3, 1.0))
+    assert capsys.readouterr().out.rstrip() == "[   1.0 s] the run: start-up (3 ranks), iteration 0"
 
 
 def test_a_line_still_being_written_is_read_once_it_is_whole(tmp_path: Path) -> None:

@@ -29,13 +29,13 @@ def killed(at: float, node: str = "n0") -> Event:
 
 def test_the_phases_are_disjoint_and_their_sum_is_the_time_from_kill_to_iteration() -> None:
     [one] = recovery_phases([killed(11.0), restarted(11.25, 11.5, 13.0), resumed()])
-    assert one.by_phase() == pytest.approx({
+    assert one.phases == pytest.approx({
         "attempts": None, "detect": 0.25, "end": 0.25, "agree": 1.5, "start": 0.5, "imports": 2.0, "groups": 0.25,
         "build": 0.75, "load": 0.5, "iteration": 1.0,
     })  # fmt: skip
     assert one.total == pytest.approx(18.0 - 11.0)
     assert (one.restart, one.iteration, one.lineage, one.ranks) == (1, 8, 2, 4)
-    assert tuple(one.by_phase()) == PHASES
+    assert tuple(one.phases) == PHASES
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_step_that_was_not_noted_adds_its_time_to_the_next_phase(
 ) -> None:
     [whole] = recovery_phases([restarted(11.25, 11.5, 13.0), resumed()])
     [one] = recovery_phases([restarted(11.25, 11.5, 13.0), resumed(**{missing: None})])
-    phases, complete = one.by_phase(), whole.by_phase()
+    phases, complete = one.phases, whole.phases
     assert [phases[name] for name in unknown] == [None, None]
     assert (phases[longer] or 0.0) > (complete[longer] or 0.0)
     assert one.total == pytest.approx(whole.total) == pytest.approx(18.0 - 11.25)
@@ -55,7 +55,7 @@ def test_a_step_that_was_not_noted_adds_its_time_to_the_next_phase(
 
 def test_a_process_that_stood_by_began_before_and_its_start_took_no_time() -> None:
     [one] = recovery_phases([restarted(11.25, 11.5, 13.0), resumed(began=4.0)])
-    assert (one.start, one.imports) == (0.0, pytest.approx(2.5))
+    assert (one.phases["start"], one.phases["imports"]) == (0.0, pytest.approx(2.5))
     assert one.total == pytest.approx(18.0 - 11.25)
 
 
@@ -66,7 +66,7 @@ def test_each_of_several_restarts_has_its_own_phases_and_its_own_kill() -> None:
         killed(30.0), restarted(30.5, 30.5, 30.5, token=3, restart=2),
         resumed(token=3, lineage=3, iteration=12, **steps),
     ])  # fmt: skip
-    assert (first.detect, second.detect) == pytest.approx((0.25, 0.5))
+    assert (first.phases["detect"], second.phases["detect"]) == pytest.approx((0.25, 0.5))
     assert (first.total, second.total) == pytest.approx((7.0, 5.0))
     assert [one.restart for one in (first, second)] == [1, 2]
 
@@ -76,7 +76,7 @@ def test_starts_that_failed_before_an_iteration_are_a_phase_of_the_recovery() ->
         killed(5.0), restarted(6.0, 6.25, 6.5, token=2), restarted(11.25, 11.5, 13.0, token=3, restart=2),
         resumed(token=3),
     ])  # fmt: skip
-    assert (one.starts, one.attempts, one.detect) == (2, 5.25, 1.0)
+    assert (one.starts, one.phases["attempts"], one.phases["detect"]) == (2, 5.25, 1.0)
     assert one.total == pytest.approx(18.0 - 5.0)
 
 
@@ -87,9 +87,9 @@ def test_of_several_nodes_the_one_that_took_longest_counts_and_no_clocks_of_two_
         restarted(5012.0, 5012.5, 5013.0, node="n1"), resumed(node="n1", **later),
     ]  # fmt: skip
     [one] = recovery_phases(events)
-    assert (one.node, one.nodes, one.detect) == ("n0", 2, 0.25)
+    assert (one.node, one.nodes, one.phases["detect"]) == ("n0", 2, 0.25)
     [one] = recovery_phases([event for event in events if event.name != "signal.sent" or event.node == "n1"][:2])
-    assert (one.node, one.detect, one.total) == ("n0", None, pytest.approx(6.75))
+    assert (one.node, one.phases["detect"], one.total) == ("n0", None, pytest.approx(6.75))
 
 
 def test_restarts_of_one_node_from_the_same_iteration_stay_apart() -> None:
