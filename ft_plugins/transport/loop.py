@@ -106,7 +106,9 @@ class Loop:
 
     def at(self, when: float, what: Callable[[float], None]) -> None:
         """Call `what(now)` at `when` (monotonic), instead of when was said before; inf: not at all."""
-        if self._times.get(what) != when:
+        if when == math.inf:  # an entry of it would never be due, so the heap would keep it
+            self._times.pop(what, None)
+        elif self._times.get(what) != when:
             self._times[what] = when
             heapq.heappush(self._heap, (when, next(self._numbers), what))
 

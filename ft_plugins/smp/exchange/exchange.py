@@ -203,6 +203,10 @@ class ExchangeSender:
                 if self._stop.is_set():
                     return
                 self._done[lane] = False
+                if isinstance(error, CorruptSlotError):  # of a slot here, which is looked at again, or of a peer
+                    with self._verifying:
+                        if self._verified:
+                            self._verified = None
                 if not reported:  # once per version and lane, not five times a second
                     expected = isinstance(error, (FtError, OSError))
                     reason = str(error) if expected else f"{type(error).__name__}: {error}"

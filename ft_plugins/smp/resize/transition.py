@@ -61,11 +61,14 @@ class ResizeTransition:
         Where nodes protect each other, that is when a version is committed. Otherwise it is when every rank of this
         node holds two versions of this incarnation: all ranks of the job have the older one."""
         smp = self._smp
-        if not (smp.previous or self._spares.has_unreleased) or self._safe_version() is None:
+        if not (smp.previous or self._spares.has_unreleased):
             return
-        smp.previous_storage.stop()
+        with smp.lock:  # else a request could close a segment while its slots are read
+            if self._safe_version() is None:
+                return
+        smp.previous_storage.stop()  # without the lock: it takes seconds
         with smp.lock:
-            safe = self._safe_version()  # again: stopping takes seconds, another incarnation may have begun
+            safe = self._safe_version()  # again: another incarnation may have begun meanwhile
             if safe is None:
                 return
             smp.events.emit(catalogue.RESIZE_FINISHED, segments=smp.previous.drop())

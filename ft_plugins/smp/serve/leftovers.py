@@ -159,7 +159,7 @@ def damage_of(segment: Segment | None, path: Path) -> SegmentError | None:
             Segment(path)
     except SegmentError as error:
         is_foreign = segment is None and not isinstance(error, CorruptHeaderError)
-        return None if is_foreign else error
+        return None if is_foreign else error.with_traceback(None)  # whose frames would keep the segment mapped
     return None
 
 

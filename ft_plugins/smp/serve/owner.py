@@ -271,6 +271,7 @@ class SnapshotProcess:
         elif leftovers.is_reusable(segment, path, request):
             return segment, False
         if segment is not None:
+            self.persister.release([rank])  # otherwise its mapping keeps the memory, and there has to be twice as much
             self._segments.pop(rank).close()
         return None, damage is not None
 

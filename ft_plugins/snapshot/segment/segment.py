@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,10 @@ from .slots import (
     voided_slots,
 )
 
+# A word of pins is read and then stored, by threads of the SMP that have mappings of their own: without one lock for
+# all of them, one undoes what another one has stored meanwhile. Of other processes, only the rank's trainer stores
+# pins, of the slot that it captures (`pin_awaited`), in which the SMP cannot have confirmed any.
+_PINNING = threading.RLock()
 NOT_COMPUTED = 0  # digest of a bucket that is not in this slot: of parity in a slot, of data in a parity slot
 
 
@@ -143,7 +148,8 @@ class Segment(SegmentFile):
         """Pin the parity of `version`, the committed one, in place of that of any other. Called by the SMP alone."""
         kept = None if version is None else self.parity_of(version)
         if kept is not None:
-            self._slots[kept].pins = Pin.NODE
+            with _PINNING:
+                self._slots[kept].pins = Pin.NODE
         for index in self.shape.parity_indices:
             if index != kept:
                 self.unpin(index, Pin.NODE)
@@ -210,26 +216,31 @@ class Segment(SegmentFile):
 
         Called by the SMP alone. Slots pinned earlier for the same purpose stay pinned until `unpin`.
         """
-        slots = self.slots()
-        index = pinnable_slot(slots, version, len(slots) + 1) if idle else self.pinnable(slots, version)
-        if index is None:
+        with _PINNING:  # to the end: another thread may rely on a pin that is there only once it is confirmed
+            slots = self.slots()
+            index = pinnable_slot(slots, version, len(slots) + 1) if idle else self.pinnable(slots, version)
+            if index is None:
+                return None
+            self._slots[index].pins = self.pins(index) | purpose
+            if idle or slots[index].pins:
+                return index
+            if self.pinnable([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
+                return index
+            self.unpin(index, purpose)
             return None
-        before = self.slot(index).pins
-        self._slots[index].pins = before | purpose
-        if idle or before or self.pinnable([replace(slot, pins=Pin(0)) for slot in self.slots()], version) == index:
-            return index
-        self._slots[index].pins = before
-        return None
 
     def pin_awaited(self, index: int, version: Version) -> None:
         """Pin the slot in which `version` is captured for sending, if it is exchanged next and capture would overwrite
         it before the SMP can pin it. Called by the trainer alone, before it seals the slot."""
         if self.free < SHARED and self.header.is_awaited(version):
-            self._slots[index].pins = self.pins(index) | Pin.SOURCE
+            # alone: another one can only be of the version before, and the SMP is about to withdraw it
+            self._slots[index].pins = Pin.SOURCE
 
     def unpin(self, index: int, purpose: Pin) -> None:
         """Unpin a slot for `purpose`. Called by the SMP alone."""
-        self._slots[index].pins = self.pins(index) & ~purpose
+        with _PINNING:
+            if (pins := self.pins(index)) & purpose:  # else a trainer may be pinning the slot that it captures
+                self._slots[index].pins = pins & ~purpose
 
     # ---- content ----
 

@@ -279,6 +279,28 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Make) -> None:
     assert all(slot.state is not SlotState.CLEAN for slot in fresh.segments[0].slots())
 
 
+def test_a_version_that_is_overwritten_while_it_is_sent_is_given_up(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, go_on, take = cluster(2), threading.Event(), RatePacer.take
+
+    def held(pacer: RatePacer, nbytes: int, stop: threading.Event) -> Allowance:
+        while not (stop.is_set() or go_on.wait(0.01)):
+            pass
+        return take(pacer, nbytes, stop)
+
+    job.protect()
+    job.train(1, 1)
+    monkeypatch.setattr(RatePacer, "take", held)
+    job.begin(2)
+    wait(lambda: all(node.driver._exchange and node.driver._exchange._verified for node in job.nodes))
+    victim = job.nodes[1].segments[2]
+    victim.dirty(next(slot.index for slot in victim.slots() if slot.version == Version(1, 2)), None, 1)
+    go_on.set()
+    wait(lambda: bool(job.nodes[1].named("slot.corrupted")))
+    job.train(3, 3)
+
+
 def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster: Make) -> None:
     job = cluster(2)
     job.protect()

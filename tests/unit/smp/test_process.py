@@ -851,3 +851,23 @@ def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(
         assert time.monotonic() < deadline, "it is still mapped"
         time.sleep(0.01)  # while the persister's thread looks at it
     assert paths[0].exists() and not paths[1].exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_segment_that_is_replaced_gives_its_memory_back_before_the_new_one_takes_it(
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    path, mapped = attached(daemon), list[bool]()
+    create = segments.create
+
+    def checked(*args: Any, **more: Any) -> None:
+        mapped.append(f"{path} (deleted)" in Path("/proc/self/maps").read_text())
+        create(*args, **more)
+
+    monkeypatch.setattr(segments, "create", checked)
+    if damaged:
+        daemon._segments[0].bytes[0] ^= 1
+        assert attached(daemon) == path
+    else:
+        assert attached(daemon, fresh=True, fingerprint={"layers": 5}) == path
+    assert mapped == [False]

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ import xxhash
 
 from ft_plugins.errors import BudgetError, CorruptHeaderError, CorruptSlotError, SegmentError
 from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals, newest
+from ft_plugins.snapshot.segment import segment as segment_module
 from ft_plugins.snapshot.segment.header import Header, OpenedLineage
 from ft_plugins.snapshot.segment.paths import path_of, remove, segments_of
 from ft_plugins.snapshot.segment.segment import Segment, create, marks_in
 from ft_plugins.snapshot.segment.shape import PAGE, Shape
-from ft_plugins.snapshot.segment.slot_header import STATES
+from ft_plugins.snapshot.segment.slot_header import STATES, SlotHeader
 from ft_plugins.snapshot.segment.slots import SLOTS, Mark, Pin, SlotState, Version, choose, slots_for
 
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
@@ -569,6 +571,57 @@ def test_a_pin_keeps_a_slot_until_it_is_taken_back_and_ends_with_its_lineage(seg
     assert index is not None
     segment.open_lineage(2, Version(1, 2), (index,))
     assert segment.slot(index).state is SlotState.DIRTY and not segment.slot(index).pins
+
+
+@pytest.mark.parametrize(
+    ("before", "ours", "theirs", "after"),
+    [
+        (Pin(0), ("pin", Pin.STORAGE), ("pin", Pin.NODE), Pin.STORAGE | Pin.NODE),
+        (Pin.STORAGE, ("unpin", Pin.STORAGE), ("pin", Pin.SOURCE), Pin.SOURCE),
+        (Pin.SOURCE, ("pin", Pin.STORAGE), ("unpin", Pin.SOURCE), Pin.STORAGE),
+    ],
+)
+def test_what_one_thread_stores_of_pins_is_not_undone_by_another(
+    segment_path: Path, monkeypatch: pytest.MonkeyPatch, before: Pin, ours: Any, theirs: Any, after: Pin
+) -> None:
+    """Each has a mapping of its own; the other one comes when the first one has read the pins, and is about to store
+    them."""
+    create(segment_path, replace(SHAPE, slots=slots_for(Pin.NODE, Pin.SOURCE, Pin.STORAGE)), 0, {})
+    first, second = Segment(segment_path), Segment(segment_path)
+    first.ranges = BUCKETS
+    fill(first, 0, Version(1, 1))
+    first._slots[0].pins = before
+    come = threading.Event()  # the other one has done it, or waits until the first one has
+
+    def change(segment: Segment, name: str, purpose: Pin) -> None:
+        getattr(segment, name)(Version(1, 1) if name == "pin" else 0, purpose)
+
+    def other() -> None:
+        change(second, *theirs)
+        come.set()
+
+    thread, pins, lock = threading.Thread(target=other), SlotHeader.pins, threading.RLock()
+
+    class Lock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is thread:
+                come.set()
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    def store(header: SlotHeader, value: Pin) -> None:
+        if threading.current_thread() is not thread and not come.is_set():
+            thread.start()
+            assert come.wait(60.0)
+        pins.__set__(header, value)
+
+    monkeypatch.setattr(segment_module, "_PINNING", Lock(), raising=False)
+    monkeypatch.setattr(SlotHeader, "pins", property(pins.fget, store))
+    change(first, *ours)
+    thread.join()
+    assert first.pins(0) == after
 
 
 @pytest.mark.parametrize("mark", list(Mark))

@@ -90,6 +90,16 @@ def test_a_time_replaces_the_one_before_and_infinity_is_never(loop: Loop) -> Non
     assert called == ["earlier", "other", "one"] and time.monotonic() >= began + 0.05
 
 
+def test_what_is_put_off_for_ever_again_and_again_leaves_nothing(loop: Loop) -> None:
+    """As for each connection that a door admits before its time is up."""
+    called: list[float] = []
+    for _ in range(100):
+        loop.at(time.monotonic(), called.append)
+        loop.at(math.inf, called.append)
+        loop.step(0.0)
+    assert not called and not loop._heap and not loop._times
+
+
 def test_what_is_due_again_and_again_leaves_room_for_everything_else(loop: Loop) -> None:
     called: list[str] = []
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ from ft_plugins.events import Events
 from ft_plugins.smp.exchange.frames import Data
 from ft_plugins.smp.exchange.readers import LocalReader
 from ft_plugins.smp.resize.previous_segments import PreviousSegments
+from ft_plugins.smp.resize.transition import ResizeTransition
 from ft_plugins.smp.serve.owner import SnapshotProcess
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest
@@ -172,3 +176,22 @@ def test_a_version_that_another_incarnation_committed_does_not_remove_them(job: 
     tier.token = 6
     process.check_trainers()
     assert not files(job), "a version that this one committed replaces them"
+
+
+def test_a_rank_that_leaves_while_it_is_looked_whether_the_job_is_safe_is_no_error(job: str, tmp_path: Path) -> None:
+    segment(job, 0, 1, Version(3, 9))
+    process = SnapshotProcess(tmp_path, job, NODE, Events(NODE))
+    process.answer({"do": "resize", "rank": 0, "token": 0, "world_size": 2})
+    process._segments[1] = segment(job, 1, 2, Version(3, 10))
+    process._segments[1].close()
+
+    @contextmanager
+    def once_the_request_is_over() -> Iterator[None]:
+        """A request that closes a segment holds the lock until it is in no list."""
+        process._segments.pop(1, None)
+        yield
+
+    smp = replace(process._transition._smp, lock=once_the_request_is_over())
+    ResizeTransition(smp, process._spare_client).drop_if_safe()
+    assert files(job) == {"n0-r0of1", "n0-r1"}
+    remove(job, NODE)
