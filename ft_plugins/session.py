@@ -333,7 +333,7 @@ class Session:
         self._loss.count(self._host.rank, step)
 
     def _defer(self, reft: Reft, version: int) -> None:
-        reft.record_completed(version)
+        reft.defer(version)
         self._carrying.hold()
         self._deferred = version
 

@@ -1,8 +1,9 @@
-"""Find the tensors that modules keep outside their parameters and buffers, and that training changes.
+"""Find the tensors of modules that no version has, and that training changes.
 
-They are in no version: a memory of earlier batches, an average, a teacher hidden in a list. A table that is made once
-is a tensor, too, so only those that another one has replaced, or that were changed in place, are found. Only version
-points 1, 2, 4, 8 and so on are examined: a later change is found later.
+They are outside of parameters and buffers: a memory of earlier batches, an average, a teacher hidden in a list. Or they
+are in buffers that were made after the host was built. A table that is made once is a tensor, too, so only those that
+another one has replaced, or that were changed in place, are found. Only version points 1, 2, 4, 8 and so on are
+examined: a later change is found later.
 
 Followed: containers and objects, as in `held_objects`, and modules in them. Left out: modules of packages whose state
 is known, objects of libraries, views of parameters and buffers, and what the optimizers update. Nothing of the script
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from ..events import say
 from ..snapshot.capture.copiers import is_dense
 from .held_objects import is_followed, read_parts, text_of
 from .host_parts import local_part
@@ -29,7 +31,9 @@ from .script.loop_values import is_a
 
 _DEPTH, _MOST, _MOST_IN_ALL = 4, 4096, 1 << 16  # levels below an attribute; values in it; in all of them
 _SAMPLE = 64  # elements of a tensor that are read
-_KNOWN = ("deepspeed.", "megatron.", "torch.nn.parallel.")  # packages whose modules' state is known
+# packages whose modules' state is known
+_KNOWN = ("deepspeed.", "megatron.", "torch.nn.parallel.", "transformer_engine.")
+_SHOWN = 8  # paths in a message
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
 
 
@@ -39,19 +43,46 @@ class HeldTensors:
     def __init__(self) -> None:
         self._points = 0
         self._seen: dict[str, tuple[weakref.ref[torch.Tensor], str]] = {}  # by path: a tensor, and what it has
+        self._said: set[str] = set()
+
+    def report(
+        self, iteration: int, modules: Sequence[tuple[str, torch.nn.Module]],
+        optimizers: Iterable[torch.optim.Optimizer], items: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
+        """Say once what has `changed`."""
+        new = [one for one in self.changed(modules, optimizers, items) if one not in self._said]
+        self._said.update(new)
+        if new:
+            more = f" (and {len(new) - _SHOWN} more)" if len(new) > _SHOWN else ""
+            say(
+                f"iteration {iteration}: training changes tensors that modules keep outside their parameters and "
+                f"buffers, or in buffers that were made later: {'; '.join(map(repr, new[:_SHOWN]))}{more}: no version "
+                "has them; if training depends on what an iteration leaves there, make it a buffer (register_buffer) "
+                "when the model is built"
+            )
 
     def changed(
-        self, modules: Sequence[tuple[str, torch.nn.Module]], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> list[str]:
-        """At a version point: the paths of those that were replaced or changed since the last examined one."""
+        self, modules: Sequence[tuple[str, torch.nn.Module]], optimizers: Iterable[torch.optim.Optimizer],
+        items: Collection[str] | None = None,
+    ) -> list[str]:  # fmt: skip
+        """At a version point: the paths of those that were replaced or changed since the last examined one. `items`:
+        the paths of buffers that versions have; None: all."""
         self._points += 1
         if self._points & (self._points - 1):
             return []
         known = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
-        storages = {_storage(one) for _, part in modules for _, one in _own_tensors(part)} - {0}
+        late, own = list[tuple[str, torch.Tensor]](), list[torch.Tensor]()
+        for name, part in modules:
+            for key, one in _own_tensors(part):
+                path = f"{name}.{key}".lstrip(".")
+                if items is None or path in items or key in part._parameters:
+                    own.append(one)
+                else:
+                    late.append((path, one))
+        storages = {_storage(one) for one in own} - {0}
         seen, self._seen = self._seen, {}
         changed = []
-        for path, tensor in _tensors_of(modules):
+        for path, tensor in (*late, *_tensors_of(modules)):
             if id(tensor) not in known and _storage(tensor) not in storages:
                 known.add(id(tensor))
                 now = self._seen[path] = weakref.ref(tensor), _contents(tensor)

@@ -12,7 +12,7 @@ In: `ModulePart`s at version points. Out: plain values for a version; lines in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,6 @@ _COUNTS_ADVICE = (
     "if training depends on it, results differ: keep it in an attribute of the module itself, which is restored, or "
     "compute it from the iteration"
 )
-_TENSORS_ADVICE = (
-    "no version has them; if training depends on what an iteration leaves there, make it a buffer (register_buffer)"
-)
 _ADVICE = (
     "no snapshot can put that back, so a restart has it as the script builds it, and results differ: decide it in each "
     "iteration before the forward (`if step >= 10`, not `if step == 10`)"
@@ -41,10 +38,13 @@ _ADVICE = (
 
 
 class ModuleShape:
-    """The shape of one model. `speaks`: whether this rank prints."""
+    """The shape of one model. `speaks`: whether this rank prints. `items()`: the names of the tensors that versions
+    have; None: all parameters and buffers are among them."""
 
-    def __init__(self, numbers: ModuleNumbers, speaks: bool) -> None:
-        self._numbers, self._speaks = numbers, speaks
+    def __init__(
+        self, numbers: ModuleNumbers, speaks: bool, items: Callable[[], Collection[str]] | None = None
+    ) -> None:  # fmt: skip
+        self._numbers, self._speaks, self._items = numbers, speaks, items
         self._begun: Mapping[str, ModulePart] | None = None  # at the first forward of this incarnation
         self._last: Mapping[str, ModulePart] = {}
         self._changed: Mapping[str, Shape] = {}  # at the last version point
@@ -96,18 +96,10 @@ class ModuleShape:
         if words and self._speaks:
             say(f"{words}: {_COUNTS_ADVICE}", alarm=True)
         if self._speaks:
-            self._say_tensors(iteration)
+            parts = self._numbers.parts
+            items = None if self._items is None else self._items()
+            self._tensors.report(iteration, parts.modules, parts.optimizers, items)
         return {"digests": _digests(now), NOT_COMPARED: {"shapes": self._changed, "counts": counts}}
-
-    def _say_tensors(self, iteration: int) -> None:
-        parts = self._numbers.parts
-        changed = [f"'{one}'" for one in self._tensors.changed(parts.modules, parts.optimizers)]
-        if new := [one for one in changed if one not in self._said]:
-            self._said.update(new)
-            say(
-                f"iteration {iteration}: training changes tensors that modules keep outside their parameters and "
-                f"buffers: {_joined(new)}: {_TENSORS_ADVICE}"
-            )
 
     def restored(self, saved: Mapping[str, Any] | None) -> None:
         """Compare with what a version has when the first forward begins; None: it has nothing."""

@@ -103,7 +103,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
         self._numbers = ModuleNumbers(engine.module, state.updating(engine.optimizer))
-        self._shape = ModuleShape(self._numbers, speaks(self._topology, self.rank))
+        self._shape = ModuleShape(self._numbers, speaks(self._topology, self.rank), self.item_names)
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
 

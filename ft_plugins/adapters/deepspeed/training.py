@@ -12,7 +12,7 @@ version point is right after that.
     engine.train_batch       PipelineEngine: the end of the previous iteration, then iteration_begin
     engine.forward, step     DeepSpeedEngine: the same at the first read or forward after an update
     engine.load_checkpoint   the larger iteration wins
-    destroy_process_group    the orderly end; or that of the script under ft-run
+    destroy_process_group    the orderly end, unless an exception is under way; or that of the script under ft-run
 
 In: the module `deepspeed`, right after its import. Out: the same module, hooked."""
 
@@ -33,6 +33,7 @@ from ...events import say
 from ...session import Session, attach
 from ..rng import numbers_drawn
 from ..scalar_writers import of_engine
+from ..script.script_hooks import is_failing
 from ..script.script_hooks import replace_in_deepspeed as replace
 from ..script.undeclared_search import ignored_names
 from .clients import EngineClient, EngineClients
@@ -369,7 +370,11 @@ class DeepSpeedLoop:
 
         def destroy_process_group(original: Callable[..., Any], group: Any = None) -> Any:
             if group is None or group is torch.distributed.group.WORLD:
-                self.shutdown()
+                if is_failing():  # in a `finally`: what is half done is no version, and the snapshots stay
+                    leave, self._leave, self._updated = self._leave, _no_cleanup, None
+                    leave(False)
+                else:
+                    self.shutdown()
             return original(group)
 
         replace(torch.distributed, "destroy_process_group", destroy_process_group)

@@ -42,7 +42,9 @@ from ...model.topology import Topology
 from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
+from ..held_tensors import HeldTensors
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
+from ..module_parts import parts_of
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from . import fp8_scaling, inner_masters, state
@@ -106,6 +108,7 @@ class MegatronCoreHost(MegatronReduction):
         self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
+        self._held = HeldTensors()
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED
@@ -147,6 +150,7 @@ class MegatronCoreHost(MegatronReduction):
     def small_state(self) -> dict[str, Any]:
         """All state that is not a tensor. Raises UnsupportedError for state that has appeared and is not captured."""
         fp8_scaling.require_no_other(self.chunks, self.rank)
+        self._report_held()
         return {
             "groups": [groups(inner_masters.counted(optimizer)) for optimizer in self.optimizers],
             "members": self._members,
@@ -158,6 +162,19 @@ class MegatronCoreHost(MegatronReduction):
             "rng": rng_state(),
             **({"fp8_unused": fp8_scaling.unused(self.chunks)} if fp8_scaling.in_use(self.chunks) else {}),
         }
+
+    def _report_held(self) -> None:
+        """Say what modules keep in no item and training changes, on the first rank of those that run the same ones."""
+        first = self.rank == self._topology.replicas(self.rank)[0] and not self._topology.coords(self.rank).tp
+        if self._completed() and first:
+            names = [(f"chunk{at}.", one) for at, one in enumerate(self.chunks)]
+            modules = [
+                (f"{chunk}{state.unwrapped(f'{name}.')}".rstrip("."), part)
+                for chunk, of in names
+                for name, part in parts_of(of)
+            ]
+            inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
+            self._held.report(self._completed(), modules, inner, self.item_names())
 
     def scalars(self) -> bytes:
         """Scalars of the optimizers, loss scalers and scheduler, without the loop's counters. b'' with the distributed

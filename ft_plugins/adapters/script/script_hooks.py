@@ -9,7 +9,8 @@ called in its place receives the original, and then the arguments.
 
 The end: checked at exit, when the interpreter no longer knows why it exits. The end is orderly if the outermost frame
 returned (a frame keeps its last instruction), or if the script called `sys.exit` with status 0. The status of
-`raise SystemExit(...)` is not visible. In doubt, the end is not orderly.
+`raise SystemExit(...)` is not visible. In doubt, the end is not orderly. Before the exit, as where a script cleans up,
+it is not if an exception is under way.
 
 In: module names, owners, a frame of the script. Out: modules as the callbacks left them; a function to call at exit.
 """
@@ -106,6 +107,7 @@ class _CallingLoader(importlib.abc.Loader):
 
 
 REPLACED = "__ft_replaced__"
+_IN_ORDER = (None, 0)  # what an orderly exit passes
 
 
 def is_within(inner: Any, outer: Any) -> bool:
@@ -169,6 +171,13 @@ def follow_end(frame: FrameType) -> Callable[[], bool]:
     def orderly() -> bool:
         returned = dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
         uncaught = hasattr(sys, "last_type")
-        return not uncaught and (returned or statuses[-1] in (None, 0))
+        return not uncaught and (returned or statuses[-1] in _IN_ORDER)
 
     return orderly
+
+
+def is_failing() -> bool:
+    """Whether an exception is being handled, here or in a caller, as amid the `finally` of a script that has failed;
+    not an exit with status 0."""
+    error = sys.exc_info()[1]
+    return error is not None and not (isinstance(error, SystemExit) and error.code in _IN_ORDER)

@@ -2,9 +2,11 @@
 
 Invariant: a slot receives the state at the version point. Items that anything but the update may change are copied
 before `start` returns, from copies that the caller kept if that point is past; the others by a thread that `wait` waits
-for before the update. If one of these was changed meanwhile, the version is not sealed (`samples`). The fencing token
+for before the update. If one of these was changed meanwhile, the version is not sealed (`samples`). Items that nothing
+is known to change are copied from the slot of the version before, unless they have changed since (`FrozenItems`): then,
+and in the first version, before `start` returns. So a script may change them at any time. The fencing token
 is checked before every bucket: a superseded incarnation writes at most the bucket it was in. The trainer writes
-directly into the SMP's slot; nothing is copied twice and no message is sent.
+directly into the SMP's slot; no message is sent.
 
 Parity computed from own replicas (`Encoder`) comes last, from the same tensors, into a slot of its own, and only of the
 version that is exchanged next, as the SMP has recorded in the segment. It is sealed before the data: a sealed version
@@ -26,7 +28,7 @@ import atexit
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -39,11 +41,12 @@ from ..segment.segment import NOT_COMPUTED, Segment
 from ..segment.slots import Commit, SlotState, Version, choose_parity
 from .copiers import Copier, Encoder, as_words, copier_for, flat_bytes
 from .layout import CaptureBucket, Layout
-from .samples import CopySamples
+from .samples import CopySamples, FrozenItems, changed_meanwhile
 
 _Pieces = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 _Flat = Mapping[str, torch.Tensor]  # bytes by item
 _NO_OWNER = CaptureOwner()
+_HOST = torch.device("cpu")
 
 
 class Capture:
@@ -73,11 +76,17 @@ class Capture:
         if len({device for device in devices if device.type != "cpu"}) > 1:
             raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
         self._copiers: dict[torch.device, Copier] = {device: copier_for(device) for device in devices}
+        self._copiers.setdefault(_HOST, copier_for(_HOST))  # between two slots
         for index in (*segment.claimed, *segment.shape.parity_indices):
             self._use(index)
         slots = range(segment.shape.slots)
         self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
         self._samples = CopySamples(layout.background, self._flat)
+        self._frozen = FrozenItems((item for stream in layout.streams for item in stream.items), self._flat)
+        self._frozen_in = [self._frozen.names & {piece.item for piece in one.pieces} for one in layout.background]
+        self._changed = set[str]()  # frozen items that have, until the version point
+        self._before: Version | None = None  # the last sealed one, of this incarnation
+        self._held: dict[tuple[int, int, int], _Pieces] = {}  # by slot, bucket and the slot of the version before
         self._encoder = Encoder(segment, layout, self._flat, self._copiers)
         # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
         self._suspect = {
@@ -134,14 +143,27 @@ class Capture:
         sources = {**self._flat, **{name: flat_bytes(name, one) for name, one in kept.items()}} if kept else None
         for number, bucket in enumerate(self._layout.synchronous):
             self._copy(index, number, bucket, version, sources)
+        before = self._slot_before(index)
+        if kept is None:
+            self._changed = self._frozen.take()
+        early = self._copied_early(index, before)
+        for number in early:
+            self._copy(index, len(self._layout.synchronous) + number, self._layout.background[number], version)
+            if kept is not None:
+                self._require_unchanged(self._frozen_in[number], version)
         self._samples.take()
-        self._run_behind(lambda: self._owner.sealed(self._background(index, version, started)))
+        self._run_behind(lambda: self._owner.sealed(self._background(index, version, started, before, early)))
+
+    def hold(self) -> None:
+        """The version point of a version that `start` captures later, with copies that are kept from here."""
+        self._changed = self._frozen.take()
 
     def add_parity(self, version: Version) -> None:
         """Begin to compute the parity of the restored version, unless it is here. The live tensors must hold `version`
         until the fence, which waits for this too. Raises what `start` raises."""
         self.wait()
         if self._layout.parity:
+            self._frozen.take()
             self._run_behind(lambda: self._restore_parity(version))
 
     def _run_behind(self, work: Callable[[], None]) -> None:
@@ -182,6 +204,8 @@ class Capture:
             copier.close()
         self._pieces.clear()
         self._samples.close()
+        self._frozen.close()
+        self._held.clear()
         self._encoder.close()
         self._flat.clear()
 
@@ -213,10 +237,29 @@ class Capture:
             elif self._closing:
                 return
 
-    def _background(self, index: int, version: Version, started: float) -> Commit:
+    def _slot_before(self, index: int) -> int | None:
+        """The slot of the last sealed version, while `index` is written; None if it is gone."""
+        slots = (one for one in self._segment.slots() if one.state is SlotState.CLEAN and one.index != index)
+        return next((one.index for one in slots if self._before is not None and one.version == self._before), None)
+
+    def _copied_early(self, index: int, before: int | None) -> list[int]:
+        """The background buckets that are copied at once: the version in slot `before` does not have their frozen items
+        as they are now, or a superseded writer may still write to them."""
+        first, early = len(self._layout.synchronous), list[int]()
+        for number, frozen in enumerate(self._frozen_in):
+            suspect = not self._suspect.isdisjoint({(index, first + number), (before, first + number)})
+            if frozen and (before is None or suspect or frozen & self._changed):
+                early.append(number)
+        return early
+
+    def _background(
+        self, index: int, version: Version, started: float, before: int | None, early: Collection[int]
+    ) -> Commit:  # fmt: skip
         offset = len(self._layout.synchronous)
         for number, bucket in enumerate(self._layout.background):
-            self._copy(index, offset + number, bucket, version)
+            if number in early:
+                continue
+            self._copy_behind(index, number, bucket, version, before)
             slot = None if (index, offset + number) in self._suspect else self._segment.data(index)
             self._samples.require_unchanged(number, slot, self._layout.rank, version.iteration)
         if self._layout.parity and self._segment.header.is_awaited(version):
@@ -226,8 +269,28 @@ class Capture:
         self._segment.set_cursor(index, None)
         self._segment.pin_awaited(index, version)
         self._segment.seal(index, version, self._token, self._small, self._digests)
+        self._frozen.sealed()
+        self._before = version
         faults.reach("capture.seal.after", iteration=version.iteration, slot=index)
         return Commit(version, index, self._layout.nbytes, time.perf_counter() - started)
+
+    def _copy_behind(
+        self, index: int, number: int, bucket: CaptureBucket, version: Version, before: int | None
+    ) -> None:  # fmt: skip
+        """Copy a background bucket, its frozen items from slot `before`, if that is intact."""
+        frozen, place = self._frozen_in[number], len(self._layout.synchronous) + number
+        if not frozen or before is None:
+            return self._copy(index, place, bucket, version)
+        area = self._segment.data(before)[bucket.offset : bucket.offset + bucket.nbytes]
+        if xxhash.xxh3_64_intdigest(area.data) == int(self._segment.digests(before)[place]):
+            return self._copy(index, place, bucket, version, before=before)
+        self._copy(index, place, bucket, version)
+        self._require_unchanged(frozen, version)
+
+    def _require_unchanged(self, frozen: Iterable[str], version: Version) -> None:
+        """Raises StateChangedError if a frozen item is no longer what it was at the version point."""
+        if changed := self._frozen.changed().intersection(frozen):
+            raise changed_meanwhile(self._layout.rank, min(changed), version.iteration)
 
     def _use(self, index: int) -> None:
         """Prepare a slot, or a parity slot, to be copied to."""
@@ -267,18 +330,27 @@ class Capture:
             digests[at : at + len(checks)] = table[at : at + len(checks)] = checks
             at += len(checks)
             faults.reach("capture.bucket.end", iteration=version.iteration, bucket=first + number, slot=index)
+        sources = (source for bucket in self._layout.parity for source in bucket.sources)
+        self._require_unchanged((piece.item for source in sources for piece in source.pieces), version)
         self._check_token()
         self._segment.set_cursor(index, None)
         self._segment.seal(index, version, self._token, b"", digests)
 
     def _copy(
-        self, index: int, number: int, bucket: CaptureBucket, version: Version, kept: _Flat | None = None
+        self, index: int, number: int, bucket: CaptureBucket, version: Version, kept: _Flat | None = None,
+        before: int | None = None,
     ) -> None:  # fmt: skip
-        """Copy and digest one bucket. `kept`: its sources, if they are not the live tensors."""
+        """Copy and digest one bucket. `kept`: its sources, if they are not the live tensors. `before`: the slot from
+        which frozen items are copied."""
         self._segment.set_cursor(index, number)  # first: a writer stopped after the check is in this bucket
         self._check_token()
         faults.reach("capture.bucket.begin", iteration=version.iteration, bucket=number, slot=index)
         pieces = self._pieces[index][number] if kept is None else self._plan_pieces(index, bucket, kept)
+        if before is not None:
+            key = index, number, before
+            if key not in self._held:
+                self._held[key] = self._plan_pieces(index, bucket, self._flat, before)
+            pieces = self._held[key]
         for device, (destinations, sources) in pieces.items():
             self._copiers[device].copy(destinations, sources)
         if (index, number) in self._suspect:
@@ -289,17 +361,18 @@ class Capture:
         self._digests[number] = self._segment.digests(index)[number] = digest
         faults.reach("capture.bucket.end", iteration=version.iteration, bucket=number, slot=index)
 
-    def _plan_pieces(self, index: int, bucket: CaptureBucket, bytes_of: _Flat) -> _Pieces:
-        """The destinations in slot `index` and the sources of a bucket, as flat views, by device."""
+    def _plan_pieces(self, index: int, bucket: CaptureBucket, bytes_of: _Flat, before: int | None = None) -> _Pieces:
+        """The destinations in slot `index` and the sources of a bucket, as flat views, by device. `before`: the slot
+        that has the frozen items."""
         target = torch.from_numpy(self._segment.data(index))
+        held = None if before is None else torch.from_numpy(self._segment.data(before))
         pieces: _Pieces = {}
         for piece in bucket.pieces:
-            flat = bytes_of[piece.item]
-            destinations, sources = pieces.setdefault(flat.device, ([], []))
-            destination, source = as_words(
-                target[piece.offset : piece.offset + piece.nbytes],
-                flat[piece.item_offset : piece.item_offset + piece.nbytes],
-            )
+            part = bytes_of[piece.item][piece.item_offset : piece.item_offset + piece.nbytes]
+            if held is not None and piece.item in self._frozen.names:
+                part = held[piece.offset : piece.offset + piece.nbytes]
+            destinations, sources = pieces.setdefault(part.device, ([], []))
+            destination, source = as_words(target[piece.offset : piece.offset + piece.nbytes], part)
             destinations.append(destination)
             sources.append(source)
         return pieces

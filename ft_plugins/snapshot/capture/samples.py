@@ -5,14 +5,15 @@ a tensor does not count changes through `.data`, nor those by code outside of to
 undone before the fence, as when averaged weights are swapped in for an evaluation. A sample is up to four runs of
 bytes, spread evenly, so a change of a few elements may be missed.
 
-Only host memory is sampled: reading from a device would make the training thread wait for it.
+Only host memory is sampled: reading from a device would make the training thread wait for it. The exception are items
+that no span is known to change: see `FrozenItems`.
 
-In: views of live tensors, and of their copies. Out: nothing, or StateChangedError.
+In: views of live tensors, and of their copies. Out: nothing, or StateChangedError; the names of items.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,14 @@ import torch
 import xxhash
 
 from ...errors import StateChangedError
+from ...model.inventory import Item
+from .copiers import as_words
 from .layout import CaptureBucket, SlotPiece
 
 Bytes = npt.NDArray[np.uint8]
 
 _RUNS, _RUN = 4, 256  # of a sample; bytes of each: fewer and longer runs touch fewer pages
+_WORDS = 256  # of a frozen item, spread evenly
 
 
 def sample_of(data: Bytes) -> Bytes:
@@ -74,6 +78,67 @@ class CopySamples:
 
     def close(self) -> None:
         self._samples.clear()
+
+
+class FrozenItems:
+    """The items that no span of an iteration is known to change, and which of them have changed all the same.
+
+    A script may change a frozen parameter at any time, as that of a momentum encoder. Each change in place moves the
+    version counter of its tensor but one through `.data`, which a sample of its words sees, unless it leaves them as
+    they were. Both are read at version points, when the script computes nothing.
+    """
+
+    def __init__(self, items: Iterable[Item], bytes_of: Mapping[str, torch.Tensor]) -> None:
+        """`items`: of a layout; `bytes_of`: as for `CopySamples`."""
+        self.names = frozenset(item.name for item in items if not item.changed_by) & bytes_of.keys()
+        self._flat = {name: bytes_of[name] for name in sorted(self.names)}
+        alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+        for name, flat in self._flat.items():
+            words, _ = as_words(flat, flat)
+            alike.setdefault((words.device, words.dtype), {})[name] = words[:: -(-words.numel() // _WORDS)]
+        self._sampled = list(alike.values())  # of one device and dtype: read at once
+        self._present: tuple[list[int], list[torch.Tensor]] = [], []
+        self._sealed: tuple[list[int], list[torch.Tensor]] | None = None
+
+    def take(self) -> set[str]:
+        """At a version point: those that have changed since that of the last sealed version; all if there is none."""
+        counters, samples = self._counters(), [torch.cat([*one.values()]).cpu() for one in self._sampled]
+        self._present = counters, samples
+        if self._sealed is None:
+            return set(self.names)
+        before, sampled = self._sealed
+        changed = {name for name, now, was in zip(self._flat, counters, before, strict=True) if now != was}
+        for views, now, was in zip(self._sampled, samples, sampled, strict=True):
+            if not torch.equal(now, was):
+                sizes = [view.numel() for view in views.values()]
+                parts = zip(views, now.split(sizes), was.split(sizes), strict=True)
+                changed |= {name for name, *both in parts if not torch.equal(*both)}
+        return changed
+
+    def changed(self) -> set[str]:
+        """Those whose counters have moved since `take`. An operation that is under way moves it when it ends."""
+        counters = zip(self._flat, self._counters(), self._present[0], strict=True)
+        return {name for name, now, was in counters if now != was}
+
+    def sealed(self) -> None:
+        """The version of the last `take` is sealed."""
+        self._sealed = self._present
+
+    def close(self) -> None:
+        self._flat.clear()
+        self._sampled.clear()
+
+    def _counters(self) -> list[int]:
+        return [0 if one.is_inference() else one._version for one in self._flat.values()]
+
+
+def changed_meanwhile(rank: int, name: str, iteration: int) -> StateChangedError:
+    """The error for an item that no version could hold."""
+    return StateChangedError(
+        f"rank {rank}: '{name}', which requires no gradient, was changed after the end of iteration {iteration} and "
+        "before the next update, while its snapshot was being copied; that snapshot is dropped, the one before it "
+        "stays: change it right after the update, before the next batch is read"
+    )
 
 
 def _part(piece: SlotPiece, bytes_of: Mapping[str, torch.Tensor]) -> Bytes:

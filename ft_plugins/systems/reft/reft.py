@@ -215,6 +215,12 @@ class Reft(CaptureOwner):
         else:
             self._ledger.end(step, None)
 
+    def defer(self, step: int) -> None:
+        """The version point of one that is captured later: `iteration_end` with what was `kept`."""
+        self.record_completed(step)
+        if self._capture is not None:
+            self._capture.hold()
+
     def hold(self) -> None:
         """Between two iterations, wait while this node is to leave the job, if the version behind is the one that is
         exchanged next: no rank of the job completes another iteration then, so none is lost. Bounded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import megatron_gpt
 import torch
@@ -13,7 +14,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ft_plugins.adapters import host_parts
+from ft_plugins.adapters import held_tensors, host_parts
 from ft_plugins.adapters.megatron import state
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.spans import follow
@@ -106,6 +107,23 @@ def it_inventories_frozen_parameters_and_buffers_as_they_are() -> None:
     assert (items[name].role, items[name].dtype, items[name].changed_by) == (Role.PARAMETER, "bfloat16", frozenset())
     buffer = items["chunk0.decoder.layers.0.tokens_seen"]
     assert (buffer.role, buffer.replicas, buffer.layer, buffer.background) == (Role.BUFFER, (0,), 1, False)
+
+
+def it_names_a_buffer_that_is_made_later_and_what_a_module_keeps_once_training_changes_them() -> None:
+    built, said = job("--bf16"), list[str]()
+    host = built.host()
+    host.inventory()
+    layer = built.chunks[0].module.module.decoder.layers[0]
+    layer.register_buffer("average", torch.zeros(2))
+    layer.register_buffer("table", torch.zeros(2))
+    with mock.patch.object(held_tensors, "say", said.append):
+        for _ in range(4):
+            trained(built, 1)
+            host.small_state()
+            layer.average.add_(1)
+    assert len(said) == 1 and said[0].startswith("iteration 2: "), said
+    assert "'chunk0.decoder.layers.0.average'" in said[0] and "table" not in said[0]
+    built.close()
 
 
 def it_continues_bit_for_bit_after_everything_was_overwritten() -> None:

@@ -61,6 +61,30 @@ def test_a_stop_after_the_scripts_last_iteration_is_an_orderly_end(
         assert done == [True, "destroyed"]
 
 
+@pytest.mark.parametrize(
+    ("error", "orderly"), [(LookupError(), False), (KeyboardInterrupt(), False), (SystemExit(3), False),
+                           (SystemExit(0), True), (SystemExit(), True)],
+)  # fmt: skip
+def test_a_script_that_destroys_the_group_because_it_failed_is_not_captured_and_leaves_its_snapshots(
+    error: BaseException, orderly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `try: train() finally: dist.destroy_process_group()`, amid an evaluation."""
+    done: list[Any] = []
+    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
+    one._leave, one._updated = done.append, 7
+    one._session = SimpleNamespace(iteration_end=done.append, shutdown=lambda: done.append("over"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append("destroyed"))
+    one._follow_end()
+    with pytest.raises(type(error)):
+        try:
+            raise error
+        finally:
+            torch.distributed.destroy_process_group()
+    assert done == ([7, "over", True, "destroyed"] if orderly else [False, "destroyed"])
+    one.shutdown()  # as where the script has caught the error, and ends in order
+    assert done[-1] == "over" and done.count(7) == orderly
+
+
 @pytest.mark.parametrize("where", ["__init__", "resume"])
 def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[bool] = []

@@ -109,6 +109,24 @@ def test_what_is_made_once_or_is_captured_is_not_found() -> None:
         model.mean.add_(1)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("registered", [False, True], ids=["declared empty", "registered later"])
+def test_a_buffer_that_was_made_later_is_found_once_it_changes(registered: bool) -> None:
+    model, held = Own(), HeldTensors()
+    if not registered:
+        model.register_buffer("late", None)
+    items = {name for name, _ in model.named_buffers()}
+    found = []
+    for number in range(8):
+        found.append(held.changed(parts_of(model), (), items))
+        if number == 0:
+            model.register_buffer("late", torch.zeros(2))
+            model.inner.register_buffer("table", torch.ones(2))
+            model.inner.register_buffer("same", model.mean)  # type: ignore[arg-type]
+        model.late.add_(1)  # type: ignore[operator]
+        model.mean.add_(1)  # type: ignore[operator]
+    assert found == [[], [], [], ["late"], [], [], [], ["late"]]
+
+
 def test_a_tensor_in_the_memory_of_another_one_that_is_gone_is_another_one() -> None:
     model, held = Own(), HeldTensors()
     model.memory = torch.ones(2)  # type: ignore[assignment]

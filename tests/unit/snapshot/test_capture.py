@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -92,6 +93,9 @@ class Rig(CaptureOwner):
     def __init__(self, path: Path) -> None:
         self.tensors = state()
         self.layout: Layout = plan_layout(inventory(self.tensors), (), BUCKET)
+        self.begin(path)
+
+    def begin(self, path: Path) -> None:
         self.shape = Shape(self.layout.nbytes, 1000, len(self.layout.buckets), 1)
         create(path, self.shape, 0, {})
         self.segment = Segment(path)
@@ -615,6 +619,128 @@ def test_a_tensor_that_gets_other_memory_while_it_is_copied_is_captured_as_it_wa
     capture.wait()
     rig.tensors["w"].data = own
     assert rig.held(rig.restorable()[Version(1, 1)]) == before
+
+
+# ---- frozen items, which the script changes all the same ----
+
+
+class FrozenRig(Rig):
+    """A frozen base and a momentum encoder, next to what the update changes."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = {name: torch.randn(300) for name in ("base", "encoder", "trained")}
+        items = [
+            Item(
+                name, "float32", (300,), 1200, Role.PARAMETER, (0,), None, UPDATE if name == "trained" else frozenset()
+            )
+            for name in self.tensors
+        ]
+        self.layout = plan_layout(Inventory.of(0, items), (), BUCKET)
+        self.begin(path)
+
+    def start(self, capture: Capture, iteration: int) -> dict[str, bytes]:
+        capture.start(Version(1, iteration), b"")
+        return contents(self.tensors)
+
+
+def _counted(tensor: torch.Tensor) -> None:
+    tensor.mul_(0.5)
+
+
+def _through_data(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(0.5)
+
+
+@pytest.fixture
+def frozen(segment_path: Path) -> Iterator[FrozenRig]:
+    made = FrozenRig(segment_path)
+    yield made
+    for capture in made.captures:
+        capture.close()
+
+
+@pytest.mark.parametrize("change", [_counted, _through_data])
+@pytest.mark.parametrize("first", [1, 3], ids=["from the first iteration on", "later"])
+def test_a_frozen_item_that_changes_while_it_is_copied_is_captured_as_it_was(
+    frozen: FrozenRig, first: int, change: Callable[[torch.Tensor], None]
+) -> None:
+    """As a momentum encoder in the forward, some buckets of which are copied before, some after."""
+    copied, changed = threading.Event(), threading.Event()
+
+    def hold(bucket: int) -> None:
+        copied.set()
+        assert_set(changed)
+
+    capture = frozen.capture(gate=Gate(before=hold))
+    expected = {}
+    for iteration in range(1, 7):
+        copied.clear(), changed.clear()
+        expected[Version(1, iteration)] = frozen.start(capture, iteration)
+        assert_set(copied)
+        if iteration >= first:
+            change(frozen.tensors["encoder"])
+        changed.set()
+        capture.wait()
+        frozen.tensors["trained"].add_(1)
+    found = frozen.restorable()
+    assert sorted(found) == [Version(1, iteration) for iteration in (4, 5, 6)]
+    assert all(frozen.held(index) == expected[version] for version, index in found.items())
+
+
+def test_what_stays_frozen_is_copied_at_once_in_the_first_version_only(
+    frozen: FrozenRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, at_once = frozen.capture(), list[int]()
+    early = capture._copied_early
+    monkeypatch.setattr(capture, "_copied_early", lambda *slots: (made := early(*slots), at_once.append(len(made)))[0])
+    for iteration in range(1, 6):
+        frozen.start(capture, iteration)
+        capture.wait()
+        frozen.tensors["trained"].add_(1)
+        if iteration == 3:
+            frozen.tensors["encoder"].add_(1)
+    assert at_once[0] > at_once[3] > 0 and at_once[1:3] == at_once[4:] * 2 == [0, 0]
+
+
+def test_a_version_that_is_damaged_gives_its_frozen_items_to_no_other(frozen: FrozenRig) -> None:
+    capture = frozen.capture()
+    frozen.start(capture, 1)
+    capture.wait()
+    frozen.segment.data(frozen.restorable()[Version(1, 1)])[:] = 7
+    expected = frozen.start(capture, 2)
+    capture.wait()
+    assert frozen.held(frozen.restorable()[Version(1, 2)]) == expected
+
+
+def test_without_the_version_before_a_frozen_item_is_copied_at_once(frozen: FrozenRig) -> None:
+    """As where a recovery, or a replica that was found wrong, has made it void."""
+    capture = frozen.capture()
+    frozen.start(capture, 1)
+    capture.wait()
+    frozen.segment.dirty(frozen.restorable()[Version(1, 1)], None, 1)
+    expected = frozen.start(capture, 2)
+    frozen.tensors["encoder"].add_(1)
+    capture.wait()
+    assert frozen.held(frozen.restorable()[Version(1, 2)]) == expected
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_version_that_is_captured_later_has_its_frozen_items_or_names_one_that_has_changed(
+    frozen: FrozenRig, changes: bool
+) -> None:
+    capture = frozen.capture()
+    for iteration in (1, 2, 3):
+        frozen.tensors["encoder"].add_(1)
+        capture.hold()
+        if iteration == 3:
+            expected = contents(frozen.tensors)
+            frozen.tensors["base" if changes else "trained"].add_(1)
+        changed = changes and iteration == 3
+        with pytest.raises(StateChangedError, match="'base'") if changed else contextlib.nullcontext():
+            capture.start(Version(1, iteration), b"", {})
+            capture.wait()
+    held = frozen.held(frozen.restorable()[Version(1, 2 if changes else 3)])
+    assert changes or {**expected, "trained": held["trained"]} == held
 
 
 # ---- from a device ----

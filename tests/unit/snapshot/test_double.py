@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.base import faults
-from ft_plugins.errors import FencedError, InventoryError
+from ft_plugins.errors import FencedError, InventoryError, StateChangedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
 from ft_plugins.redundancy.sections import Encoding, Extent
@@ -418,6 +418,27 @@ def test_parity_of_what_is_restored_is_computed_once_tensors_are_loaded_and_its_
     for rank in range(3):
         job.parity_is_right(rank, 1)
     assert job.mismatched(1) == []
+
+
+def test_parity_of_a_frozen_item_that_was_changed_meanwhile_is_not_sealed(
+    tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets: Sets = {"frozen": ((0, 1, 2), frozenset(), 5000), "w": ((0, 1, 2), LATE, 5000)}
+    made = World(tmp_path, job, "abc", [(0, 1, 2)], sets)
+    try:
+        made.capture(1)
+        made.parity_is_right(1, 1)
+        encode = made.captures[1]._encoder.encode
+        monkeypatch.setattr(
+            made.captures[1]._encoder, "encode",
+            lambda *where, **how: (made.tensors[1]["frozen"].add_(1), encode(*where, **how))[1],
+        )  # fmt: skip
+        with pytest.raises(StateChangedError, match=r"rank 1: 'frozen', which requires no gradient, was changed after"):
+            made.capture(2)
+        assert made.segments[1].parity_of(Version(1, 2)) is None
+        made.parity_is_right(1, 1)
+    finally:
+        made.end()
 
 
 def test_against_two_losses_and_without_other_nodes_nothing_is_added() -> None:
