@@ -140,7 +140,7 @@ class LocalSgd:
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
-            self._connect_clocked(groups)
+            self._connect_clocked(groups, self._policy.seconds)
         if self._config.is_layered:
             with collective.agreement():
                 self._layered = LayeredAveraging(
@@ -149,14 +149,16 @@ class LocalSgd:
                 )  # fmt: skip
             self._layered.require_same(collective)
 
-    def _connect_clocked(self, groups: SyncGroups) -> None:
+    def _connect_clocked(self, groups: SyncGroups, period: float) -> None:
         """Create the groups by which replicas agree when to synchronise: on processors, so that no device waits."""
-        keeper, first_ranks = None, groups.between_first_ranks()
+        # a replica that was ready at once may wait for a whole period, which is lawful
+        readiness = replace(groups.wait, seconds=groups.wait.seconds + period)
+        keeper, first_ranks = None, groups.between_first_ranks(readiness.seconds)
         if first_ranks is not None:
             self._readiness = Background(torch.device("cpu"))
             keeper = timekeeper(first_ranks, self._readiness)
         replica = groups.within_replica()
-        self._clocked = ClockedReplica(self._policy, groups.plan.position, self._peers, replica, keeper)
+        self._clocked = ClockedReplica(self._policy, groups.plan.position, self._peers, replica, keeper, readiness)
 
     # ---- state that a snapshot carries ----
 
