@@ -39,6 +39,7 @@ from ...sync.rounds.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply,
 from ...sync.rounds.modules import plan_modules, require_replicas, require_shard_ranks, sync_group, synchronised
 from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
+from ..synchronizer import Synchronizer
 from .clocked import ClockedReplica, timekeeper
 from .forward_copies import ForwardCopies, announced, gathering
 from .layered import LayeredAveraging
@@ -48,8 +49,8 @@ from .under_way import SynchronisationUnderWay
 _BUCKET_BYTES = 16 << 20  # of parameters exchanged at once; temporary memory is about 8 times that
 
 
-class LocalSgd:
-    """Local SGD on one rank, as a `Synchronizer`. Call `connect`, then `begin`, then the hooks."""
+class LocalSgd(Synchronizer):
+    """Local SGD on one rank. Call `connect`, then `begin`, then the hooks."""
 
     name = "local_sgd"
 
@@ -256,10 +257,6 @@ class LocalSgd:
         """Whether replicas have equal parameters at the version point of iteration `step`, if a version is taken there:
         by the clock it is taken at synchronisations alone."""
         return self._policy.identical(step) or self._clocked is not None
-
-    def tainted(self) -> int | None:
-        """None: replicas are allowed to differ."""
-        return None
 
     # ---- hooks ----
 
