@@ -7,7 +7,7 @@
     AGREEING    then a number that each rank computed from them     } of the next
     WATCHING    compare every `watch_every`-th iteration with the profile
     ASKING      every `ask_every` iterations: if any rank misses the profile too often, RECORDING again
-    OFF         a rank has failed: all ranks know, and there is no profile
+    OFF         a rank has failed and all ranks know, or they are no longer connected: there is no profile
 
 Invariant: all ranks are in the same phase at the end of the same iteration, because they count iterations and receive
 the same messages; so no rank waits for a message that another does not send. A gather has a whole iteration to
@@ -32,7 +32,7 @@ from typing import Any
 
 import msgpack
 
-from ..errors import FtError
+from ..errors import FtError, ProtocolError
 from ..model.timeline import Misses, Profile, SenderFacts, Timeline, median, reduce_work, reductions, strays
 from .gate.gate import edge_tolerance
 from .timeline.record import Recorder
@@ -155,29 +155,35 @@ class Profiler:
             return
         self._ends += 1
         self._take()
-        match self.phase:
-            case ProfilingPhase.WARMING:
-                if self._ends >= self._settings.warmup:
-                    self._go(ProfilingPhase.RECORDING)
-            case ProfilingPhase.RECORDING:
-                if self._ends >= self._settings.iterations:
-                    summary, timeline = self._own_summary()
-                    self._exchange = TimelineExchange(self._rank, self._collective, self._readers())
-                    self._gather(msgpack.packb(self._exchange.summary(summary, timeline)))
-                    self._go(ProfilingPhase.SIZING)
-            case ProfilingPhase.SIZING:
-                self._go(self._summarized(self._gathered()))
-            case ProfilingPhase.SHARING:
-                self._share()
-                self._go(ProfilingPhase.AGREEING)
-            case ProfilingPhase.AGREEING:
-                self._go(self._agreed(self._gathered_numbers()))
-            case ProfilingPhase.WATCHING:
-                if self._ends >= self._settings.ask_every:
-                    self._gather(bytes([self._misses.limit_reached | bool(self._failure) << 1]))
-                    self._go(ProfilingPhase.ASKING)
-            case ProfilingPhase.ASKING:
-                self._go(self._answered(self._gathered()))
+        try:
+            match self.phase:
+                case ProfilingPhase.WARMING:
+                    if self._ends >= self._settings.warmup:
+                        self._go(ProfilingPhase.RECORDING)
+                case ProfilingPhase.RECORDING:
+                    if self._ends >= self._settings.iterations:
+                        summary, timeline = self._own_summary()
+                        self._exchange = TimelineExchange(self._rank, self._collective, self._readers())
+                        self._gather(msgpack.packb(self._exchange.summary(summary, timeline)))
+                        self._go(ProfilingPhase.SIZING)
+                case ProfilingPhase.SIZING:
+                    self._go(self._summarized(self._gathered()))
+                case ProfilingPhase.SHARING:
+                    self._share()
+                    self._go(ProfilingPhase.AGREEING)
+                case ProfilingPhase.AGREEING:
+                    self._go(self._agreed(self._gathered_numbers()))
+                case ProfilingPhase.WATCHING:
+                    if self._ends >= self._settings.ask_every:
+                        self._gather(bytes([self._misses.limit_reached | bool(self._failure) << 1]))
+                        self._go(ProfilingPhase.ASKING)
+                case ProfilingPhase.ASKING:
+                    self._go(self._answered(self._gathered()))
+        except ProtocolError as error:  # the tree of ranks is lost: there can be no profile, but training goes on
+            if self._exchange is not None:
+                self._exchange.close()
+            self._pending = self._exchange = None
+            self._go(self._off(str(error)))
 
     def _go(self, phase: ProfilingPhase) -> None:
         if phase not in TRANSITIONS[self.phase]:

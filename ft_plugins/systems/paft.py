@@ -17,7 +17,7 @@ flight included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,10 +43,11 @@ from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
 from ..sync.layers.turns import SyncTurns
 from ..sync.links import Links
+from .synchronizer import Synchronizer
 
 
-class Paft:
-    """PAFT on one rank, as a `Synchronizer`. Call `connect`, then `begin`, then the hooks."""
+class Paft(Synchronizer):
+    """PAFT on one rank. Call `connect`, then `begin`, then the hooks."""
 
     name = "paft"
     in_step = True  # gradients are reduced over all replicas
@@ -136,27 +137,12 @@ class Paft:
         """If replicas may diverge, every item belongs to this rank alone."""
         return replace(item, replicas=(self._host.rank,)) if self.diverges else item
 
-    def items(self) -> Sequence[Item]:
-        """None: no tensors are carried."""
-        return ()
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return {}
-
     def state(self) -> dict[str, Any]:
         """The state of this rank at a version point, as plain values."""
         return {
             "turns": None if self._turns is None else self._turns.state(),
             "offences": {} if self._verdicts is None else self._verdicts.state(),
         }
-
-    def inherited(self, previous: Sequence[Mapping[str, Any] | None]) -> Sequence[int] | None:
-        """None: replicas are equal, or the resize is refused."""
-        return None
-
-    def continued(self, taken_over: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """None: what is carried is of the replicas of the previous size."""
-        return None
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
@@ -167,12 +153,6 @@ class Paft:
         if self._turns is not None:
             self._turns.begin(completed, None if state is None else state["turns"])
         return completed
-
-    def continues(self, step: int, last: int) -> bool:
-        return step < last
-
-    def version(self, step: int) -> int:
-        return step
 
     def label(self, step: int) -> Label:
         """What is known now of the replicas of version `step`."""
@@ -203,13 +183,6 @@ class Paft:
         return min((iteration for iteration in (since, nonfinite) if iteration is not None), default=None)
 
     # ---- hooks ----
-
-    def defers(self, step: int) -> bool:
-        """False: averages are applied after the capture."""
-        return False
-
-    def complete(self, step: int) -> None:
-        """Does nothing: see `before_update`."""
 
     @property
     def waits_at_begin(self) -> bool:

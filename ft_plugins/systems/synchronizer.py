@@ -32,7 +32,8 @@ from ..snapshot.segment.slots import Mark
 
 
 class Synchronizer(Protocol):
-    """One way to keep replicas together. `name` is the key of its state in snapshots."""
+    """One way to keep replicas together. `name` is the key of its state in snapshots. Defaults suit one that
+    carries no tensors and defers no version."""
 
     name: str
     on_complete: Callable[[], None]  # set by the session; called when the tensors of a deferred version are final
@@ -55,11 +56,11 @@ class Synchronizer(Protocol):
 
     def items(self) -> Sequence[Item]:
         """Its own tensors, as state items. Known after `connect`."""
-        ...
+        return ()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The live tensors of `items`, by name."""
-        ...
+        return {}
 
     def state(self) -> dict[str, Any]:
         """Its other state at a version point, as plain values."""
@@ -69,12 +70,12 @@ class Synchronizer(Protocol):
         """After a resize, the places in `previous` of the ranks whose own state this rank takes over; None if replicas
         are equal. `previous`: the `state` of all previous ranks at its place in the model, by rank; None for one that
         carried none. Raises ResumeError."""
-        ...
+        return None
 
     def continued(self, taken_over: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
         """After a resize, the state to begin from, given that of the ranks that `inherited` names, or of all; None to
         start from nothing."""
-        ...
+        return None
 
     def begin(self, completed: int, state: Mapping[str, Any] | None = None, last: int | None = None) -> int:
         """Continue after version `completed` from the `state` of that version; None if it carries none. `last`: the
@@ -84,18 +85,18 @@ class Synchronizer(Protocol):
 
     def continues(self, step: int, last: int) -> bool:
         """Whether this rank trains on after its iteration `step`, in a job of `last` iterations."""
-        ...
+        return step < last
 
     # ---- versions ----
 
     def version(self, step: int) -> int:
         """The number of the version at the end of this rank's iteration `step`; 0 if no version may be taken there.
         The same number means the same state of the job on all ranks. Mostly it is the iteration itself."""
-        ...
+        return step
 
     def defers(self, step: int) -> bool:
         """Whether the tensors of version `step` are still to be changed, during the next iteration."""
-        ...
+        return False
 
     def mark(self, step: int) -> Mark:
         """What is known of the replicas of version `step`."""
@@ -103,7 +104,7 @@ class Synchronizer(Protocol):
 
     def tainted(self) -> int | None:
         """The iteration after which snapshots must not be restored; None if that was not found since the last call."""
-        ...
+        return None
 
     # ---- hooks ----
 
@@ -113,7 +114,10 @@ class Synchronizer(Protocol):
         ...
 
     def iteration_begin(self, step: int, wait_for_capture: Callable[[], None]) -> None: ...
-    def complete(self, step: int) -> None: ...
+
+    def complete(self, step: int) -> None:
+        return
+
     def before_update(self, step: int) -> None: ...
     def after_update(self, step: int) -> None: ...
 

@@ -17,10 +17,11 @@ from ft_plugins.base import faults
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, ProtocolError
 from ft_plugins.model.inventory import Inventory
+from ft_plugins.session import attach
 from ft_plugins.systems.local_sgd.sync_groups import PeerWait
 
 from . import test_session_local_sgd as sessions
-from .incarnation import Incarnation
+from .incarnation import Incarnation, context
 
 Ranks = Callable[..., list[Any]]
 
@@ -154,6 +155,38 @@ def test_a_replica_that_stops_ends_the_wait_of_the_others_with_one_line(
         f"rank 0: local SGD, {what}: a rank of its sync group [0, 1] or of its replica [0] did not come within 4 s: it "
         "hangs, or its link does; the job goes back to its last version (if it is only slow, raise --sync-timeout)"
     )
+
+
+def _readiness(rank: int, world: int) -> tuple[list[float], str]:
+    """The seconds of the groups on processors, and the error of a wait for another replica to be ready."""
+    made, new_group = list[float](), dist.new_group
+
+    def record(ranks: Any, timeout: Any, backend: Any = None) -> Any:
+        if backend == "gloo":
+            made.append(timeout.total_seconds())
+        return new_group(ranks, timeout, backend)
+
+    dist.new_group = record
+    keys = {"policy": "a_edit", "seconds": 20, "timeout": 7}
+    session: Any = attach(
+        sessions.local.LocalTraining(rank, world).host, Config.from_json({"sync": keys}), context(rank, world)
+    )
+
+    def late() -> bool:
+        raise RuntimeError("Timed out waiting 27000ms for recv operation to complete")
+
+    session._sync._clocked._keeper.joins = late
+    with pytest.raises(ProtocolError) as raised:
+        session._sync._due(3)
+    return made, str(raised.value)
+
+
+def test_a_replica_may_wait_for_a_whole_period_until_the_others_are_ready(ranks: Ranks) -> None:
+    """The first to be ready goes on training meanwhile: the period is not time in which another one has hung."""
+    for rank, (made, error) in enumerate(ranks(_readiness, 2)):
+        assert made == [7 + 20]
+        assert f"rank {rank}: local SGD, iteration 3, the readiness of all replicas: " in error
+        assert "did not come within 27 s: " in error
 
 
 @pytest.mark.parametrize(

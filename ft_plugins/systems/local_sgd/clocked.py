@@ -25,6 +25,7 @@ from ...sync.background import Background, BackgroundTask
 from ...sync.links import Links
 from ...sync.rounds.local_policy import LocalSgdPolicy
 from ...sync.rounds.own_pace import Timekeeper, WorkDone, next_period
+from .sync_groups import PeerWait
 
 
 class GatheredReadiness:
@@ -48,11 +49,16 @@ class GatheredReadiness:
 class ClockedReplica:
     """One rank of a replica that trains at its own pace."""
 
-    def __init__(self, policy: LocalSgdPolicy, place: int, peers: Links, replica: Links, keeper: Timekeeper | None):
-        """`place` of the replica among the replicas. `keeper`: None on all but the first rank of the replica."""
+    def __init__(
+        self, policy: LocalSgdPolicy, place: int, peers: Links, replica: Links, keeper: Timekeeper | None,
+        readiness: PeerWait,
+    ) -> None:  # fmt: skip
+        """`place` of the replica among the replicas. `keeper`: None on all but the first rank of the replica.
+        `readiness`: its wait for the other replicas to be ready."""
         assert policy.seconds is not None
         self._seconds, self._warmup, self._weights_by_steps = policy.seconds, policy.warmup, policy.weights == "tokens"
-        self._place, self._peers, self._replica, self._keeper = place, peers, replica, keeper
+        self._place, self._peers, self._replica = place, peers, replica
+        self._keeper, self._readiness = keeper, readiness
         self._last = 0  # iterations asked for, of each replica on average
         self._base = 0  # versions before the first synchronisation
         self._at = 0  # this replica's iteration at the last synchronisation, or at the start
@@ -108,7 +114,8 @@ class ClockedReplica:
 
     def joins(self, step: int) -> bool:
         """Whether the replica is synchronised after its iteration `step`. A collective of the replica's ranks."""
-        decision = self._keeper is not None and self._keeper.joins()
+        keeper = self._keeper
+        decision = keeper is not None and self._readiness.within(step, "the readiness of all replicas", keeper.joins)
         return bool(self._replica.gather_job([float(decision)])[0, 0])
 
     def join(self, step: int) -> tuple[float, ...] | None:

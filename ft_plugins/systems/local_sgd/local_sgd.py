@@ -39,6 +39,7 @@ from ...sync.rounds.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply,
 from ...sync.rounds.modules import plan_modules, require_replicas, require_shard_ranks, sync_group, synchronised
 from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
+from ..synchronizer import Synchronizer
 from .clocked import ClockedReplica, timekeeper
 from .forward_copies import ForwardCopies, announced, gathering
 from .layered import LayeredAveraging
@@ -48,8 +49,8 @@ from .under_way import SynchronisationUnderWay
 _BUCKET_BYTES = 16 << 20  # of parameters exchanged at once; temporary memory is about 8 times that
 
 
-class LocalSgd:
-    """Local SGD on one rank, as a `Synchronizer`. Call `connect`, then `begin`, then the hooks."""
+class LocalSgd(Synchronizer):
+    """Local SGD on one rank. Call `connect`, then `begin`, then the hooks."""
 
     name = "local_sgd"
 
@@ -140,7 +141,7 @@ class LocalSgd:
         captures_anchors = self._every or self._policy.previous_anchor_is_needed
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
-            self._connect_clocked(groups)
+            self._connect_clocked(groups, self._policy.seconds)
         if self._config.is_layered:
             with collective.agreement():
                 self._layered = LayeredAveraging(
@@ -149,14 +150,16 @@ class LocalSgd:
                 )  # fmt: skip
             self._layered.require_same(collective)
 
-    def _connect_clocked(self, groups: SyncGroups) -> None:
+    def _connect_clocked(self, groups: SyncGroups, period: float) -> None:
         """Create the groups by which replicas agree when to synchronise: on processors, so that no device waits."""
-        keeper, first_ranks = None, groups.between_first_ranks()
+        # a replica that was ready at once may wait for a whole period, which is lawful
+        readiness = replace(groups.wait, seconds=groups.wait.seconds + period)
+        keeper, first_ranks = None, groups.between_first_ranks(readiness.seconds)
         if first_ranks is not None:
             self._readiness = Background(torch.device("cpu"))
             keeper = timekeeper(first_ranks, self._readiness)
         replica = groups.within_replica()
-        self._clocked = ClockedReplica(self._policy, groups.plan.position, self._peers, replica, keeper)
+        self._clocked = ClockedReplica(self._policy, groups.plan.position, self._peers, replica, keeper, readiness)
 
     # ---- state that a snapshot carries ----
 
@@ -254,10 +257,6 @@ class LocalSgd:
         """Whether replicas have equal parameters at the version point of iteration `step`, if a version is taken there:
         by the clock it is taken at synchronisations alone."""
         return self._policy.identical(step) or self._clocked is not None
-
-    def tainted(self) -> int | None:
-        """None: replicas are allowed to differ."""
-        return None
 
     # ---- hooks ----
 

@@ -1,7 +1,8 @@
 """Create the process groups of local SGD: which ranks are synchronised with each other, which form a replica; and the
 state items that it adds.
 
-Invariant: every rank of the job creates the same groups in the same order, and each group has `sync.timeout`.
+Invariant: every rank of the job creates the same groups in the same order, and each group has `sync.timeout`, but
+`between_first_ranks` a longer one.
 
 A wait for another rank ends with one error that names iteration and module (`PeerWait`): after torch's timeout of the
 process group if the other rank hangs, or its link does, and at once if it has ended. Every other error passes
@@ -61,19 +62,20 @@ class SyncGroups:
         ranks = self.plan.replica
         return job_layers([self.stages[rank] for rank in ranks], [self.job.modules[rank] for rank in ranks])
 
-    def between_first_ranks(self) -> Links | None:
-        """Links on processors between the first ranks of all replicas; None on other ranks. A collective."""
+    def between_first_ranks(self, seconds: float) -> Links | None:
+        """Links on processors between the first ranks of all replicas, which wait for `seconds` at most; None on other
+        ranks. A collective."""
         first_ranks = tuple(ranks[0] for ranks in self.job.replicas)
-        group = self._on_processors([first_ranks])[first_ranks]
+        group = self._on_processors([first_ranks], seconds)[first_ranks]
         return Links(self.rank, {}, group, _CPU) if self.rank == self.plan.replica[0] else None
 
     def within_replica(self) -> Links:
         """Links on processors within this replica. A collective."""
-        made = self._on_processors([ranks for ranks in self.job.replicas if len(ranks) > 1])
+        made = self._on_processors([ranks for ranks in self.job.replicas if len(ranks) > 1], self.wait.seconds)
         return Links(self.rank, {}, made.get(self.plan.replica), _CPU)
 
-    def _on_processors(self, groups: Sequence[Ranks]) -> dict[Ranks, dist.ProcessGroup]:
-        timeout = timedelta(seconds=self.wait.seconds)
+    def _on_processors(self, groups: Sequence[Ranks], seconds: float) -> dict[Ranks, dist.ProcessGroup]:
+        timeout = timedelta(seconds=seconds)
         return {ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in groups}
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from ft_plugins.bubbles.gate.gate import edge_tolerance
 from ft_plugins.bubbles.profile import TRANSITIONS, Profiler, Profiling, ProfilingPhase
+from ft_plugins.bubbles.timeline.timeline_exchange import TimelineExchange
 from ft_plugins.bubbles.timeline.timeline_values import Packed, pack, unpack
+from ft_plugins.errors import ProtocolError
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 
 SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, tolerance=0.1, misses=3)
@@ -290,6 +292,27 @@ def test_an_error_on_one_rank_ends_the_profile_of_all_and_nothing_else(when: int
     assert [profiler.profile for profiler in job.profilers] == [None] * 3
     assert all(len(told) == 1 and "rank 1" in told[0] for told in job.failures)
     assert "OSError: the clock has gone" in job.failures[1][0], "the rank itself knows why"
+
+
+@pytest.mark.parametrize("when", [1, 2, 5, 6, 7, 8, 12])  # the end of each phase: 5 SIZING, 6 SHARING, 7 AGREEING
+def test_where_ranks_can_no_longer_gather_the_profile_ends_and_nothing_else(
+    when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "rank 1: the connection to rank 2 is lost"
+    closed: list[TimelineExchange] = []
+
+    def lost(place: Place) -> list[bytes]:
+        raise ProtocolError(reason)
+
+    job = Job()
+    job.iterate(when)
+    monkeypatch.setattr(Place, "result", lost)
+    monkeypatch.setattr(TimelineExchange, "close", lambda exchange: closed.append(exchange))
+    job.iterate(20)
+    assert job.phases[-1] is ProfilingPhase.OFF
+    assert [profiler.profile for profiler in job.profilers] == [None] * 3
+    assert job.failures == [[reason]] * 3
+    assert len(closed) == (3 if when <= 5 else 0), "a rank that listens for timelines no longer does"
 
 
 def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts() -> None:
