@@ -29,29 +29,16 @@ class Signal(str, Enum):
     OFFLINE = "OFFLINE"  # its SMP does not answer
 
 
-def signal(*, answers: bool, trainers_work: bool, on_its_way: bool, complete: bool) -> Signal:
-    """The signal of a node: whether its SMP `answers`, its `trainers_work`, a version is `on_its_way`, and the last
-    captured one is `complete`. The worst applies."""
-    if not answers:
-        return Signal.OFFLINE
-    if not trainers_work:
-        return Signal.UNHEALTHY
-    if on_its_way:
-        return Signal.SNAP
-    return Signal.CLEAN if complete else Signal.HEALTHY
-
-
 def signal_of(segments: Collection[Segment], tier: Mapping[str, Any], trainers_work: bool) -> Signal:
-    """The signal of this node, whose SMP answers. `tier` is the status of its node tier."""
+    """The signal of this node, whose SMP answers; the worst applies. `tier` is the status of its node tier."""
     owners = [segment.header.owner for segment in segments if segment.header.attached and segment.header.owner[1]]
+    if not (trainers_work and all(liveness.started(pid) == began for pid, began in owners)):
+        return Signal.UNHEALTHY
     slots = [slot for segment in segments for slot in segment.slots()]
-    clean = any(slot.state is SlotState.CLEAN for slot in slots)
-    return signal(
-        answers=True,
-        trainers_work=trainers_work and all(liveness.started(pid) == began for pid, began in owners),
-        on_its_way=bool(tier["exchange"]) or any(s.state is SlotState.DIRTY and s.version for s in slots),
-        complete=bool(tier["committed"]) if tier["nodes"] else clean,
-    )
+    if tier["exchange"] or any(slot.state is SlotState.DIRTY and slot.version for slot in slots):
+        return Signal.SNAP
+    complete = tier["committed"] if tier["nodes"] else any(slot.state is SlotState.CLEAN for slot in slots)
+    return Signal.CLEAN if complete else Signal.HEALTHY
 
 
 def described(rank: int, segment: Segment) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import pytest
 
 from ft_plugins.events import Events
 from ft_plugins.smp.serve import owner
+from ft_plugins.smp.serve.node_facts import facts_of
 from ft_plugins.smp.serve.owner import SnapshotProcess
-from ft_plugins.smp.serve.status import Signal, progress_of, signal
+from ft_plugins.smp.serve.status import Signal, progress_of, signal_of
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
@@ -24,18 +25,21 @@ SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"),
+    ("trainers_work", "exchange", "committed", "expected"),
     [
-        ((False, True, True, True), Signal.OFFLINE),
-        ((True, False, True, True), Signal.UNHEALTHY),
-        ((True, True, True, True), Signal.SNAP),
-        ((True, True, False, True), Signal.CLEAN),
-        ((True, True, False, False), Signal.HEALTHY),
+        (False, [1, 2], [1, 1], Signal.UNHEALTHY),
+        (True, [1, 2], [1, 1], Signal.SNAP),
+        (True, None, [1, 1], Signal.CLEAN),
+        (True, None, None, Signal.HEALTHY),
     ],
 )
-def test_the_worst_is_said(facts: tuple[bool, bool, bool, bool], expected: Signal) -> None:
-    names = ("answers", "trainers_work", "on_its_way", "complete")
-    assert signal(**dict(zip(names, facts, strict=True))) is expected
+def test_the_worst_is_said(trainers_work: bool, exchange: Any, committed: Any, expected: Signal) -> None:
+    tier = {"nodes": ["n0", "n1"], "exchange": exchange, "committed": committed}
+    assert signal_of([], tier, trainers_work) is expected
+
+
+def test_a_node_whose_smp_does_not_answer_is_offline(tmp_path: Path) -> None:
+    assert facts_of(tmp_path, {}, "it hangs")["signal"] == Signal.OFFLINE.value
 
 
 def test_an_smp_says_it_of_its_node(node: Any, sleeper: subprocess.Popen[bytes]) -> None:
