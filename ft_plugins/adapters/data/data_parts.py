@@ -103,7 +103,7 @@ def _inside(part: Any, packages: bool) -> Iterator[tuple[str, Any]]:
     match part:
         case FunctionType():
             cells = zip(part.__code__.co_freevars, part.__closure__ or (), strict=True)
-            yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
+            yield from ((name, cell.cell_contents) for name, cell in cells if is_filled(cell))
             yield from (("default", one) for one in (part.__defaults__, part.__kwdefaults__) if one)
             yield from _global_generators(part)
         case MethodType():
@@ -131,14 +131,15 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _global_generators(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for name in _global_names(function.__code__):
+    for name in global_names(function.__code__):
         if is_generator(one := function.__globals__.get(name)):
             yield name, one
 
 
 @cache
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    inner = (name for one in code.co_consts if isinstance(one, CodeType) for name in _global_names(one))
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """The globals and attributes that a function's code names, with that of functions inside of it."""
+    inner = (name for one in code.co_consts if isinstance(one, CodeType) for name in global_names(one))
     return tuple(dict.fromkeys((*code.co_names, *inner)))
 
 
@@ -146,7 +147,8 @@ def _attributes(part: Any) -> Mapping[str, Any]:
     return dict(getattr(part, "__dict__", None) or {})
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Whether a cell of a closure holds something."""
     try:
         return cell.cell_contents is not None
     except ValueError:

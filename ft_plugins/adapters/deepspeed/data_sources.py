@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -128,19 +128,6 @@ def worker_changes(source: Any, loader: Any, reused: bool) -> dict[str, str]:
     problem = _OWN_STATE if is_stateful(loader) else _OUTLIVING if outlives else ""
     lost = f"its worker processes {known.changes}, and {problem}" if known.draw and problem else ""
     return {"workers": known.changes, "lost": lost}
-
-
-def equal_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether generators are in the same states."""
-    return repr(_plain(left)) == repr(_plain(right))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def require_epoch(role: str, loader: Any, captured: int | None) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 from ...errors import ResumeError, UnsupportedError
 from ...events import say
+from ...snapshot.capture import codec
 from ..data.loaders import (
     LoaderEpoch,
     LoaderPass,
@@ -47,7 +48,6 @@ from .data_sources import (
     EPOCH,
     drop,
     epoch_of,
-    equal_states,
     is_curriculum,
     loader_of,
     own_epoch,
@@ -266,7 +266,7 @@ class Positions:
         if role in self._reshuffled:
             return {"kind": "several", "own": now}
         first = epoch.first if epoch.read else None
-        same = first is not None and equal_states(first, epoch.began)
+        same = first is not None and codec.encode(first) == codec.encode(epoch.began)
         return {
             "kind": "batches" if restart_method(source) is not None else "reads",
             "read": epoch.read,

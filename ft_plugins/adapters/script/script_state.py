@@ -20,6 +20,7 @@ import torch
 
 from ...snapshot.capture.copiers import flat_bytes
 from ...snapshot.capture.samples import digest_of, sample_of
+from ..data.data_parts import global_names, is_filled
 from ..host_parts import local_part
 
 _DEPTH = 3  # of the containers that are searched for tensors
@@ -164,7 +165,7 @@ def _same(wanted: Any, found: Any) -> bool:
 def names_in(function: Any) -> frozenset[str]:
     """The variables and attributes that a function's code, or that of the method of an object, names."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return frozenset() if code is None else frozenset((*_names(code), *code.co_freevars))
+    return frozenset() if code is None else frozenset((*global_names(code), *code.co_freevars))
 
 
 def _referenced(function: Any) -> Iterator[Any]:
@@ -178,24 +179,10 @@ def _referenced(function: Any) -> Iterator[Any]:
     code = getattr(function, "__code__", None)
     if code is None:
         return
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _filled(cell)]
-    names = set(_names(code))
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if is_filled(cell)]
+    names = set(global_names(code))
     used = [value for name, value in function.__globals__.items() if name in names]
     for one in (*cells, *used, *(function.__defaults__ or ())):
         yield one
     for one in (owner, *cells, *used):
         yield from (value for name, value in getattr(one, "__dict__", {}).items() if name in names)
-
-
-def _names(code: Any) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if hasattr(constant, "co_names"):
-            yield from _names(constant)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
