@@ -20,7 +20,9 @@ class FtError(Exception):
     input; `str` escapes every character that a terminal could interpret or an encoder reject.
     """
 
-    echo = False
+    def __init__(self, *args: object, echo: bool = False) -> None:
+        super().__init__(*args)
+        self.echo = echo
 
     def __str__(self) -> str:
         return bounded(printable(super().__str__()))

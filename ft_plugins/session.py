@@ -165,9 +165,8 @@ class Session:
         if self._reft is None:
             mode = self._config.resume
             if self._config.capture is not None and mode.startswith(("memory", "before:")):  # no rank is protected
-                error = ResumeError(f"--ftp-resume {mode} was asked for, but the job is not protected")
-                error.echo = self._host.rank != 0
-                raise error
+                message = f"--ftp-resume {mode} was asked for, but the job is not protected"
+                raise ResumeError(message, echo=self._host.rank != 0)
             return loaded
         plan, self._pending = self._reft.resume(self._config.resume, loaded)
         self._lineage = plan.lineage

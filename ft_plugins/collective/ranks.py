@@ -115,8 +115,7 @@ class Collective:
         try:
             refusal = unfit
             if refusal is None and met.refusal:
-                refusal = ConfigError(met.refusal)
-                refusal.echo = True  # if another rank is unfit, that is the cause
+                refusal = ConfigError(met.refusal, echo=True)  # if another rank is unfit, that is the cause
             self._raise_together(refusal)
             if refusal is not None:  # what a neighbour without the secret says is not believed
                 refusal.echo = False
@@ -205,9 +204,7 @@ class Collective:
             error.echo = False
             raise error
         known = getattr(errors, kind, None)
-        echo = (known if isinstance(known, type) and issubclass(known, FtError) else ProtocolError)(text)
-        echo.echo = True
-        raise echo
+        raise (known if isinstance(known, type) and issubclass(known, FtError) else ProtocolError)(text, echo=True)
 
     def _first_failure(self, own: bytes) -> tuple[int, str, str] | None:
         if self._switch is None:

@@ -194,7 +194,7 @@ def plan_link(profile: LayerProfile, period: int | None, mbps: float | None = No
     if mbps is not None:
         profile = profile.at_link(mbps * MEGABIT)
     count, compute = len(profile), profile.compute_ns
-    schedule = choose_period(profile).schedule if period is None else plan_layers(profile, period)
+    schedule = choose_period(profile) if period is None else plan_layers(profile, period)
     h = schedule.period
     spread = spread_layers(profile, h)
     by_period = {

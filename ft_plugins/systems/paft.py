@@ -243,13 +243,12 @@ class Paft(Synchronizer):
             return
         self._nonfinite_since = step - 2
         own, ranks = self._host.rank, ", ".join(map(str, nonfinite))
-        error = ReplicaError(
+        raise ReplicaError(
             f"rank {own}: after iteration {step - 1} parameters of ranks {ranks} were non-finite, and the gradients "
             f"made from them cannot be computed again ({self._operations.no_recompute_reason}): the job goes back to "
-            "an earlier version; if it repeats, look at these ranks' devices and at the loss"
+            "an earlier version; if it repeats, look at these ranks' devices and at the loss",
+            echo=own != nonfinite[0],
         )
-        error.echo = own != nonfinite[0]
-        raise error
 
     def _settle(self, step: int, recompute: bool, wait_for_capture: Callable[[], None] = lambda: None) -> None:
         """Wait for the verdict, if any, and repair replicas that differ; then `recompute` the iteration."""

@@ -159,12 +159,11 @@ def require_equal_replicas(
         firsts = {name: theirs[name][1] if name in theirs else 0 for name in names}
         differing = sorted(name for name in names if theirs.get(name) != gathered[firsts[name]].get(name))
         if differing:
-            error = InventoryError(
+            raise InventoryError(
                 f"rank {other}: '{differing[0]}' differs from rank {firsts[differing[0]]}'s ({len(differing)} of "
-                f"{len(theirs)} tensors do), but {host} needs equal replicas: {remedy}"
+                f"{len(theirs)} tensors do), but {host} needs equal replicas: {remedy}",
+                echo=rank != other,
             )
-            error.echo = rank != other
-            raise error
 
 
 def _digest(name: str, tensor: torch.Tensor) -> int:

@@ -126,9 +126,7 @@ class PreviousJob:
         return next((updated for updated in self._read(reports) if updated.world_size == size.world_size), size)
 
     def _refusal(self, message: str) -> ResumeError:
-        error = ResumeError(message)
-        error.echo = self._collective.rank != 0  # all ranks have the same reports: rank 0 prints the error
-        return error
+        return ResumeError(message, echo=self._collective.rank != 0)  # all ranks have the same reports
 
     def _gather(self, size: PreviousSize) -> ResizePlan:
         """Verify the slot of every rank of the previous job, or have it rebuilt on a node of this job."""

@@ -212,12 +212,11 @@ class Verdicts:
     def settle(self, outcome: AuditOutcome) -> None:
         """Carry out the remedies. Raises ReplicaError, on all ranks, if the job must go back."""
         if outcome.rollback:
-            error = ReplicaError(
+            raise ReplicaError(
                 f"rank {self._rank}: the replicas of iteration {outcome.iteration} differ: the job goes back to a "
-                "snapshot in which they agreed (--paft-on-corruption rollback)"
+                "snapshot in which they agreed (--paft-on-corruption rollback)",
+                echo=not any(audit.state for audit in outcome.audits),
             )
-            error.echo = not any(audit.state for audit in outcome.audits)
-            raise error
         self._auditing.settle(outcome)
         self._agreed_at = outcome.iteration
 

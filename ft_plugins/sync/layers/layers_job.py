@@ -119,7 +119,7 @@ def planned_schedule(layers: JobLayers, profile: LayerProfile, period: int | Non
     None: the shortest that hides everything. Raises ConfigError, also for a profile of other layers."""
     stages = _stage_profiles(layers, profile)
     if period is None:
-        period = max((choose_period(one).schedule.period for one in stages.values()), default=1)
+        period = max((choose_period(one).period for one in stages.values()), default=1)
     require_job_period(layers, period)
 
     def plan(stage: int, count: int, period: int) -> LayerSchedule:

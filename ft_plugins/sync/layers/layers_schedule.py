@@ -79,17 +79,6 @@ class LayerSchedule:
         return self.iterations[(step - 1) % self.period]
 
 
-@dataclass(frozen=True)
-class ChosenPeriod:
-    """The best schedule of a period whose length was chosen. `unavoidable`: what any period of any length exposes;
-    `within`: whether the schedule exposes no more than that and the tolerance. Nanoseconds per period."""
-
-    schedule: LayerSchedule
-    exposed: int
-    unavoidable: int
-    within: bool
-
-
 # ------------------------------------------------------------------------------------------------ cost
 
 
@@ -149,20 +138,19 @@ def plan_layers(profile: LayerProfile, period: int) -> LayerSchedule:
     return _reconstructed(exposed, rests)
 
 
-def choose_period(profile: LayerProfile, most: int | None = None, tolerance: float = TOLERANCE) -> ChosenPeriod:
-    """The shortest period, of at most `most` iterations (None, or more than L: L), that hides everything: it exposes no
-    more than every layer would alone, plus `tolerance` of the period's compute. If none does, the one of `most`
-    iterations, which exposes least per iteration. Raises ConfigError."""
+def choose_period(profile: LayerProfile, most: int | None = None, tolerance: float = TOLERANCE) -> LayerSchedule:
+    """The best schedule of the shortest period, of at most `most` iterations (None, or more than L: L), that hides
+    everything: it exposes no more than every layer would alone, plus `tolerance` of the period's compute. If none does,
+    that of `most` iterations, which exposes least per iteration. Raises ConfigError."""
     most = len(profile) if most is None else min(most, len(profile))
     require_period(len(profile), most)
     exposed, unavoidable = _exposed_by_cut(profile), unavoidable_ns(profile)
     rests: list[npt.NDArray[np.int64]] = []
     for rest in _rests(exposed):
         rests.append(rest)
-        within = int(rest[0]) - unavoidable <= tolerance * len(rests) * profile.compute_ns
-        if within or len(rests) == most:
+        if len(rests) == most or int(rest[0]) - unavoidable <= tolerance * len(rests) * profile.compute_ns:
             break
-    return ChosenPeriod(_reconstructed(exposed, rests), int(rests[-1][0]), unavoidable, within)
+    return _reconstructed(exposed, rests)
 
 
 def require_period(layers: int, period: int) -> None:

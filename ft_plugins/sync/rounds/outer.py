@@ -7,7 +7,6 @@ negative:
     gradient  =  anchor - target
     buffer    =  momentum * buffer + gradient
     anchor   -=  lr * (gradient + momentum * buffer)     Nesterov
-    anchor   -=  lr * buffer                             otherwise
 
 The target is passed, and not the pseudo-gradient, because anchor + (target - anchor) may differ from the target in the
 last bit: with lr 1 and no momentum the target is copied, so a plain mean gives Post Local SGD bit for bit.
@@ -29,12 +28,10 @@ from ...errors import ConfigError
 
 @dataclass(frozen=True)
 class OuterRules:
-    """Learning rate and momentum of the outer optimizer; `nesterov` has no effect without momentum. Raises ConfigError
-    for a value out of range."""
+    """Learning rate and Nesterov momentum of the outer optimizer. Raises ConfigError for a value out of range."""
 
     lr: float = 0.8
     momentum: float = 0.85
-    nesterov: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -68,10 +65,7 @@ def outer_step(
             raise ValueError(f"an outer momentum of {rules.momentum} needs a buffer: expected one of zeros at first")
         _require_match("momentum buffer", momentum_buffer, anchor)
         momentum_buffer.mul_(rules.momentum).add_(step)
-        if rules.nesterov:
-            step.add_(momentum_buffer, alpha=rules.momentum)
-        else:
-            step = momentum_buffer
+        step.add_(momentum_buffer, alpha=rules.momentum)
     anchor.add_(step, alpha=-rules.lr)
 
 

@@ -131,9 +131,7 @@ def claim_memory(
         if building.tolerated is not None:
             raise building.tolerated
         if reft is None or not all(built):
-            error = ProtectionError(f"rank {built.index(b'')} is not protected")
-            error.echo = True
-            raise error
+            raise ProtectionError(f"rank {built.index(b'')} is not protected", echo=True)
         shape = reft.claim(fresh=config.resume == "fresh")
     own = [*astuple(shape), reft.claimed_slots] if shape and reft else None
     parts = [msgpack.unpackb(part) for part in collective.gather(msgpack.packb([own, memory_bytes()]))]

@@ -161,13 +161,12 @@ class ReftNodes:
         if not self.losses:
             return SeenNodes(self._collective, self._nodes, self._run_dir)
         if self._job.secret_file is None:
-            error = ConfigError(
+            raise ConfigError(
                 "--ftp-secret-file: needed because nodes protect each other; make one with "
                 "(umask 077; head -c 32 /dev/urandom | base64 > FILE), the same on all nodes, or "
-                + ("drop --baft" if self._job.baft else "give --reft-redundancy none")
+                + ("drop --baft" if self._job.baft else "give --reft-redundancy none"),
+                echo=self._host.rank != 0,
             )
-            error.echo = self._host.rank != 0
-            raise error
         config = self._tier_config(self._job.secret_file)
         return JobNodes(self._collective, self._nodes, self._groups, shape, replica_shares(layout), config)
 
@@ -227,24 +226,22 @@ class ReftNodes:
         if not resized or mode == "storage":
             return
         if iteration_bound(mode) is not None:
-            error = ResumeError(
+            raise ResumeError(
                 f"--ftp-resume {mode} cannot be combined with another data-parallel size; start with the previous "
-                "number of nodes"
+                "number of nodes",
+                echo=rank != 0,
             )
-            error.echo = rank != 0
-            raise error
         nodes = seen if mode == "fresh" else self._reachable(seen, shape, layout)
         previous = PreviousJob(self._collective, nodes, token, self._run_dir, report)
         if mode == "fresh":
             previous.drop()
             return
         if self._host.topology().ep > 1:
-            error = ResumeError(
+            raise ResumeError(
                 "state of another data-parallel size cannot be restored with expert parallelism (ep > 1); start with "
-                " the previous number of nodes, or from the beginning with --ftp-resume fresh"
+                " the previous number of nodes, or from the beginning with --ftp-resume fresh",
+                echo=rank != 0,
             )
-            error.echo = rank != 0
-            raise error
         self._resize_plan = previous.plan_resize(self._host.fingerprint())
         if self._resize_plan is not None:
             self.lineage = max(self.lineage, self._resize_plan.now.lineage - 1)
