@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -46,8 +46,8 @@ class HeldTensors:
         self._said: set[str] = set()
 
     def report(
-        self, iteration: int, modules: Sequence[tuple[str, torch.nn.Module]],
-        optimizers: Iterable[torch.optim.Optimizer], items: Collection[str] | None = None,
+        self, iteration: int, modules: Iterable[tuple[str, torch.nn.Module]],
+        optimizers: Iterable[torch.optim.Optimizer], items: Callable[[], Collection[str]] | None = None,
     ) -> None:  # fmt: skip
         """Say once what has `changed`."""
         new = [one for one in self.changed(modules, optimizers, items) if one not in self._said]
@@ -62,20 +62,21 @@ class HeldTensors:
             )
 
     def changed(
-        self, modules: Sequence[tuple[str, torch.nn.Module]], optimizers: Iterable[torch.optim.Optimizer],
-        items: Collection[str] | None = None,
+        self, modules: Iterable[tuple[str, torch.nn.Module]], optimizers: Iterable[torch.optim.Optimizer],
+        items: Callable[[], Collection[str]] | None = None,
     ) -> list[str]:  # fmt: skip
         """At a version point: the paths of those that were replaced or changed since the last examined one. `items`:
-        the paths of buffers that versions have; None: all."""
+        gives the paths of buffers that versions have; None: all. Nothing is looked at where none is examined."""
         self._points += 1
         if self._points & (self._points - 1):
             return []
+        modules, captured = list(modules), None if items is None else items()
         known = {id(one) for each in optimizers for group in each.param_groups for one in group["params"]}
         late, own = list[tuple[str, torch.Tensor]](), list[torch.Tensor]()
         for name, part in modules:
             for key, one in _own_tensors(part):
                 path = f"{name}.{key}".lstrip(".")
-                if items is None or path in items or key in part._parameters:
+                if captured is None or path in captured or key in part._parameters:
                     own.append(one)
                 else:
                     late.append((path, one))

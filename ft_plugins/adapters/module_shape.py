@@ -97,8 +97,7 @@ class ModuleShape:
             say(f"{words}: {_COUNTS_ADVICE}", alarm=True)
         if self._speaks:
             parts = self._numbers.parts
-            items = None if self._items is None else self._items()
-            self._tensors.report(iteration, parts.modules, parts.optimizers, items)
+            self._tensors.report(iteration, parts.modules, parts.optimizers, self._items)
         return {"digests": _digests(now), NOT_COMPARED: {"shapes": self._changed, "counts": counts}}
 
     def restored(self, saved: Mapping[str, Any] | None) -> None:

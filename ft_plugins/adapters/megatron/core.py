@@ -168,13 +168,13 @@ class MegatronCoreHost(MegatronReduction):
         first = self.rank == self._topology.replicas(self.rank)[0] and not self._topology.coords(self.rank).tp
         if self._completed() and first:
             names = [(f"chunk{at}.", one) for at, one in enumerate(self.chunks)]
-            modules = [
+            modules = (
                 (f"{chunk}{state.unwrapped(f'{name}.')}".rstrip("."), part)
                 for chunk, of in names
                 for name, part in parts_of(of)
-            ]
+            )
             inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
-            self._held.report(self._completed(), modules, inner, self.item_names())
+            self._held.report(self._completed(), modules, inner, self.item_names)
 
     def scalars(self) -> bytes:
         """Scalars of the optimizers, loss scalers and scheduler, without the loop's counters. b'' with the distributed

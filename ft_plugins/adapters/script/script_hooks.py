@@ -178,6 +178,7 @@ def follow_end(frame: FrameType) -> Callable[[], bool]:
 
 def is_failing() -> bool:
     """Whether an exception is being handled, here or in a caller, as amid the `finally` of a script that has failed;
-    not an exit with status 0."""
+    not an exit with status 0. At exit, whether one has ended the script."""
     error = sys.exc_info()[1]
-    return error is not None and not (isinstance(error, SystemExit) and error.code in _IN_ORDER)
+    failing = error is not None and not (isinstance(error, SystemExit) and error.code in _IN_ORDER)
+    return failing or hasattr(sys, "last_type")

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -35,7 +36,7 @@ import torch
 import xxhash
 
 from ...base import faults
-from ...errors import CorruptSlotError, FencedError, InventoryError
+from ...errors import CorruptSlotError, FencedError, InventoryError, StateChangedError
 from ..segment.claims import CaptureOwner, SlotClaims
 from ..segment.segment import NOT_COMPUTED, Segment
 from ..segment.slots import Commit, SlotState, Version, choose_parity
@@ -81,12 +82,15 @@ class Capture:
             self._use(index)
         slots = range(segment.shape.slots)
         self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
-        self._samples = CopySamples(layout.background, self._flat)
         self._frozen = FrozenItems((item for stream in layout.streams for item in stream.items), self._flat)
+        self._samples = CopySamples(layout.background, self._flat, self._frozen.names)
         self._frozen_in = [self._frozen.names & {piece.item for piece in one.pieces} for one in layout.background]
         self._changed = set[str]()  # frozen items that have, until the version point
         self._before: Version | None = None  # the last sealed one, of this incarnation
         self._held: dict[tuple[int, int, int], _Pieces] = {}  # by slot, bucket and the slot of the version before
+        # of the buckets with frozen items, the one that is compared with the live ones, in turn
+        self._turns = itertools.cycle([number for number, frozen in enumerate(self._frozen_in) if frozen])
+        self._missed = set[str]()  # frozen items that have changed and that `take` did not find
         self._encoder = Encoder(segment, layout, self._flat, self._copiers)
         # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
         self._suspect = {
@@ -146,11 +150,13 @@ class Capture:
         before = self._slot_before(index)
         if kept is None:
             self._changed = self._frozen.take()
+        self._changed, self._missed = self._changed | self._missed, set()
         early = self._copied_early(index, before)
         for number in early:
             self._copy(index, len(self._layout.synchronous) + number, self._layout.background[number], version)
-            if kept is not None:
-                self._require_unchanged(self._frozen_in[number], version)
+        if kept is not None:
+            copied = frozenset().union(*(self._frozen_in[number] for number in early))
+            self._require_none(self._frozen.changed_words() & copied, version)
         self._samples.take()
         self._run_behind(lambda: self._owner.sealed(self._background(index, version, started, before, early)))
 
@@ -256,6 +262,7 @@ class Capture:
         self, index: int, version: Version, started: float, before: int | None, early: Collection[int]
     ) -> Commit:  # fmt: skip
         offset = len(self._layout.synchronous)
+        self._turn = next(self._turns, None)
         for number, bucket in enumerate(self._layout.background):
             if number in early:
                 continue
@@ -277,19 +284,39 @@ class Capture:
     def _copy_behind(
         self, index: int, number: int, bucket: CaptureBucket, version: Version, before: int | None
     ) -> None:  # fmt: skip
-        """Copy a background bucket, its frozen items from slot `before`, if that is intact."""
+        """Copy a background bucket, its frozen items from slot `before`, if that is intact.
+
+        In turn, one bucket a version is copied as it is now, and compared: what has changed through `.data` and in no
+        word of the sample is in the next version, so it is missed by no more versions than there are buckets."""
         frozen, place = self._frozen_in[number], len(self._layout.synchronous) + number
         if not frozen or before is None:
-            return self._copy(index, place, bucket, version)
+            self._copy(index, place, bucket, version)
+            return
         area = self._segment.data(before)[bucket.offset : bucket.offset + bucket.nbytes]
         if xxhash.xxh3_64_intdigest(area.data) == int(self._segment.digests(before)[place]):
-            return self._copy(index, place, bucket, version, before=before)
+            if number == self._turn:
+                self._copy(index, place, bucket, version)
+                changed = self._have_changed(index, before, bucket, frozen)
+                self._missed |= changed
+                if not changed:
+                    return
+            self._copy(index, place, bucket, version, before=before)
+            return
         self._copy(index, place, bucket, version)
         self._require_unchanged(frozen, version)
 
+    def _have_changed(self, index: int, before: int, bucket: CaptureBucket, frozen: Collection[str]) -> set[str]:
+        """The frozen items of a bucket, copied to slot `index` as they are now, that slot `before` has otherwise."""
+        now, then = self._segment.data(index), self._segment.data(before)
+        places = [(one.item, slice(one.offset, one.offset + one.nbytes)) for one in bucket.pieces if one.item in frozen]
+        return {item for item, place in places if not np.array_equal(now[place], then[place])}
+
     def _require_unchanged(self, frozen: Iterable[str], version: Version) -> None:
         """Raises StateChangedError if a frozen item is no longer what it was at the version point."""
-        if changed := self._frozen.changed().intersection(frozen):
+        self._require_none(self._frozen.changed().intersection(frozen), version)
+
+    def _require_none(self, changed: Collection[str], version: Version) -> None:
+        if changed:
             raise changed_meanwhile(self._layout.rank, min(changed), version.iteration)
 
     def _use(self, index: int) -> None:
@@ -306,7 +333,9 @@ class Capture:
                 return
         for copier in self._copiers.values():
             copier.ready()
-        self._encode(version)
+        # A script may set a frozen module right after the restore: then the next version is the first with parity.
+        with contextlib.suppress(StateChangedError):
+            self._encode(version)
 
     def _encode(self, version: Version) -> None:
         """Compute and seal the parity of `version`, with the digests of each bucket and of its sources. Nothing if both

@@ -13,7 +13,7 @@ In: views of live tensors, and of their copies. Out: nothing, or StateChangedErr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -47,13 +47,16 @@ def digest_of(sample: Bytes) -> int:
 class CopySamples:
     """Samples of the pieces of buckets that are copied in the background."""
 
-    def __init__(self, buckets: Sequence[CaptureBucket], bytes_of: Mapping[str, torch.Tensor]) -> None:
-        """`bytes_of` are the bytes of the live tensors, by item."""
+    def __init__(
+        self, buckets: Sequence[CaptureBucket], bytes_of: Mapping[str, torch.Tensor], frozen: Collection[str]
+    ) -> None:
+        """`bytes_of` are the bytes of the live tensors, by item. Items that are `frozen` are not sampled: what changed
+        them is no error, and none of their copies can be torn (`FrozenItems`)."""
         self._samples = [
             [
                 (piece, sample_of(_part(piece, bytes_of)))
                 for piece in bucket.pieces
-                if bytes_of[piece.item].device.type == "cpu"
+                if bytes_of[piece.item].device.type == "cpu" and piece.item not in frozen
             ]
             for bucket in buckets
         ]
@@ -85,7 +88,7 @@ class FrozenItems:
 
     A script may change a frozen parameter at any time, as that of a momentum encoder. Each change in place moves the
     version counter of its tensor but one through `.data`, which a sample of its words sees, unless it leaves them as
-    they were. Both are read at version points, when the script computes nothing.
+    they were (`Capture` compares the rest in turn). Both are read at version points, when the script computes nothing.
     """
 
     def __init__(self, items: Iterable[Item], bytes_of: Mapping[str, torch.Tensor]) -> None:
@@ -102,23 +105,30 @@ class FrozenItems:
 
     def take(self) -> set[str]:
         """At a version point: those that have changed since that of the last sealed version; all if there is none."""
-        counters, samples = self._counters(), [torch.cat([*one.values()]).cpu() for one in self._sampled]
-        self._present = counters, samples
-        if self._sealed is None:
-            return set(self.names)
-        before, sampled = self._sealed
-        changed = {name for name, now, was in zip(self._flat, counters, before, strict=True) if now != was}
-        for views, now, was in zip(self._sampled, samples, sampled, strict=True):
-            if not torch.equal(now, was):
-                sizes = [view.numel() for view in views.values()]
-                parts = zip(views, now.split(sizes), was.split(sizes), strict=True)
-                changed |= {name for name, *both in parts if not torch.equal(*both)}
-        return changed
+        self._present = self._counters(), self._words()
+        return set(self.names) if self._sealed is None else self._moved(self._present, self._sealed)
 
     def changed(self) -> set[str]:
         """Those whose counters have moved since `take`. An operation that is under way moves it when it ends."""
-        counters = zip(self._flat, self._counters(), self._present[0], strict=True)
-        return {name for name, now, was in counters if now != was}
+        return self._moved((self._counters(), []), (self._present[0], []))
+
+    def changed_words(self) -> set[str]:
+        """Those that `take` would find changed since the last `take`. For the training thread."""
+        return self._moved((self._counters(), self._words()), self._present)
+
+    def _words(self) -> list[torch.Tensor]:
+        return [torch.cat([*one.values()]).cpu() for one in self._sampled]
+
+    def _moved(
+        self, now: tuple[list[int], list[torch.Tensor]], before: tuple[list[int], list[torch.Tensor]]
+    ) -> set[str]:
+        moved = {name for name, *both in zip(self._flat, now[0], before[0], strict=True) if both[0] != both[1]}
+        for views, words, were in zip(self._sampled, now[1], before[1], strict=False):  # none, if counters alone
+            if not torch.equal(words, were):
+                sizes = [view.numel() for view in views.values()]
+                parts = zip(views, words.split(sizes), were.split(sizes), strict=True)
+                moved |= {name for name, *both in parts if not torch.equal(*both)}
+        return moved
 
     def sealed(self) -> None:
         """The version of the last `take` is sealed."""

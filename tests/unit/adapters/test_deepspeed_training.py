@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,21 @@ def test_a_script_that_destroys_the_group_because_it_failed_is_not_captured_and_
     assert done == ([7, "over", True, "destroyed"] if orderly else [False, "destroyed"])
     one.shutdown()  # as where the script has caught the error, and ends in order
     assert done[-1] == "over" and done.count(7) == orderly
+
+
+def test_a_group_that_is_destroyed_at_exit_after_an_error_is_left_as_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with `atexit.register(dist.destroy_process_group)`: no exception is under way then."""
+    done: list[Any] = []
+    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
+    one._leave, one._updated = done.append, 7
+    one._session = SimpleNamespace(iteration_end=done.append, shutdown=lambda: done.append("over"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append("destroyed"))
+    one._follow_end()
+    monkeypatch.setattr(sys, "last_type", LookupError, raising=False)
+    torch.distributed.destroy_process_group()
+    assert done == [False, "destroyed"]
 
 
 @pytest.mark.parametrize("where", ["__init__", "resume"])

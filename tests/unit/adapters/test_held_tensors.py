@@ -117,7 +117,7 @@ def test_a_buffer_that_was_made_later_is_found_once_it_changes(registered: bool)
     items = {name for name, _ in model.named_buffers()}
     found = []
     for number in range(8):
-        found.append(held.changed(parts_of(model), (), items))
+        found.append(held.changed(parts_of(model), (), lambda: items))
         if number == 0:
             model.register_buffer("late", torch.zeros(2))
             model.inner.register_buffer("table", torch.ones(2))

@@ -627,13 +627,11 @@ def test_a_tensor_that_gets_other_memory_while_it_is_copied_is_captured_as_it_wa
 class FrozenRig(Rig):
     """A frozen base and a momentum encoder, next to what the update changes."""
 
-    def __init__(self, path: Path) -> None:
-        self.tensors = {name: torch.randn(300) for name in ("base", "encoder", "trained")}
+    def __init__(self, path: Path, size: int = 300) -> None:
+        self.tensors = {name: torch.randn(size) for name in ("base", "encoder", "trained")}
+        spans = {"base": frozenset[IterationSpan](), "encoder": frozenset[IterationSpan](), "trained": UPDATE}
         items = [
-            Item(
-                name, "float32", (300,), 1200, Role.PARAMETER, (0,), None, UPDATE if name == "trained" else frozenset()
-            )
-            for name in self.tensors
+            Item(name, "float32", (size,), 4 * size, Role.PARAMETER, (0,), None, spans[name]) for name in self.tensors
         ]
         self.layout = plan_layout(Inventory.of(0, items), (), BUCKET)
         self.begin(path)
@@ -722,6 +720,39 @@ def test_without_the_version_before_a_frozen_item_is_copied_at_once(frozen: Froz
     frozen.tensors["encoder"].add_(1)
     capture.wait()
     assert frozen.held(frozen.restorable()[Version(1, 2)]) == expected
+
+
+def test_a_change_that_no_sample_shows_is_in_a_version_after_as_many_as_there_are_buckets(
+    segment_path: Path, request: pytest.FixtureRequest
+) -> None:
+    frozen = FrozenRig(segment_path, size=2000)
+    capture = frozen.capture()
+    request.addfinalizer(capture.close)
+    for iteration in range(1, len(frozen.layout.background) + 4):
+        if iteration == 3:
+            frozen.tensors["encoder"].data[2::8].add_(1)  # of four words of 8 bytes the first one is sampled
+        expected = frozen.start(capture, iteration)
+        capture.wait()
+        frozen.tensors["trained"].add_(1)
+        if iteration == 3:
+            assert frozen.held(frozen.restorable()[Version(1, 3)]) != expected, "it was seen at once: nothing is shown"
+    assert frozen.held(frozen.restorable()[Version(1, iteration)]) == expected
+
+
+@pytest.mark.parametrize("change", [_counted, _through_data])
+def test_a_version_that_is_captured_later_names_a_frozen_item_that_changed_before_and_after_its_version_point(
+    frozen: FrozenRig, change: Callable[[torch.Tensor], None]
+) -> None:
+    capture = frozen.capture()
+    for iteration in (1, 2):
+        change(frozen.tensors["encoder"])
+        capture.hold()
+        if iteration == 2:
+            change(frozen.tensors["encoder"])
+        with pytest.raises(StateChangedError, match="'encoder'") if iteration == 2 else contextlib.nullcontext():
+            capture.start(Version(1, iteration), b"", {})
+            capture.wait()
+    assert sorted(frozen.restorable()) == [Version(1, 1)]
 
 
 @pytest.mark.parametrize("changes", [False, True])
