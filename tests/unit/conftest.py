@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,7 @@ def dies_at() -> Callable[[int, Callable[[], object]], bool]:
         try:
             work()
         except Death:
+            segment._PINNING = threading.RLock()  # the lock that it may have held has died with it
             return True
         finally:
             sys.settrace(before)
