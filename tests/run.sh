@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 
-workers=$(($(env -u OMP_NUM_THREADS nproc) + 2)) # two more than cores: tests mostly wait for sockets and processes
+workers=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # one more than cores: unit tests mostly wait for sockets and processes
 # One thread per rank: a test runs many ranks on few cores. Nothing here compiles.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONUNBUFFERED=1
 
