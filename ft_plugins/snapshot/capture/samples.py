@@ -95,11 +95,11 @@ class FrozenItems:
         """`items`: of a layout; `bytes_of`: as for `CopySamples`."""
         self.names = frozenset(item.name for item in items if not item.changed_by) & bytes_of.keys()
         self._flat = {name: bytes_of[name] for name in sorted(self.names)}
-        alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+        words_of: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
         for name, flat in self._flat.items():
             words, _ = as_words(flat, flat)
-            alike.setdefault((words.device, words.dtype), {})[name] = words[:: -(-words.numel() // _WORDS)]
-        self._sampled = list(alike.values())  # of one device and dtype: read at once
+            words_of.setdefault((words.device, words.dtype), {})[name] = words[:: -(-words.numel() // _WORDS)]
+        self._sampled = list(words_of.values())  # of one device and dtype: read at once
         self._present: tuple[list[int], list[torch.Tensor]] = [], []
         self._sealed: tuple[list[int], list[torch.Tensor]] | None = None
 

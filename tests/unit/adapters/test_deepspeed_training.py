@@ -62,6 +62,17 @@ def test_a_stop_after_the_scripts_last_iteration_is_an_orderly_end(
         assert done == [True, "destroyed"]
 
 
+def _amid_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """A loop whose iteration 7 is not captured yet, and what is done at its end."""
+    done: list[Any] = []
+    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
+    one._leave, one._updated = done.append, 7
+    one._session = SimpleNamespace(iteration_end=done.append, shutdown=lambda: done.append("over"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append("destroyed"))
+    one._follow_end()
+    return one, done
+
+
 @pytest.mark.parametrize(
     ("error", "orderly"), [(LookupError(), False), (KeyboardInterrupt(), False), (SystemExit(3), False),
                            (SystemExit(0), True), (SystemExit(), True)],
@@ -70,12 +81,7 @@ def test_a_script_that_destroys_the_group_because_it_failed_is_not_captured_and_
     error: BaseException, orderly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in `try: train() finally: dist.destroy_process_group()`, amid an evaluation."""
-    done: list[Any] = []
-    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
-    one._leave, one._updated = done.append, 7
-    one._session = SimpleNamespace(iteration_end=done.append, shutdown=lambda: done.append("over"))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append("destroyed"))
-    one._follow_end()
+    one, done = _amid_an_evaluation(monkeypatch)
     with pytest.raises(type(error)):
         try:
             raise error
@@ -90,12 +96,7 @@ def test_a_group_that_is_destroyed_at_exit_after_an_error_is_left_as_after_a_fai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with `atexit.register(dist.destroy_process_group)`: no exception is under way then."""
-    done: list[Any] = []
-    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
-    one._leave, one._updated = done.append, 7
-    one._session = SimpleNamespace(iteration_end=done.append, shutdown=lambda: done.append("over"))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append("destroyed"))
-    one._follow_end()
+    one, done = _amid_an_evaluation(monkeypatch)
     monkeypatch.setattr(sys, "last_type", LookupError, raising=False)
     torch.distributed.destroy_process_group()
     assert done == [False, "destroyed"]

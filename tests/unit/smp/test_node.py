@@ -299,6 +299,7 @@ def test_a_version_that_is_overwritten_while_it_is_sent_is_given_up(
     go_on.set()
     wait(lambda: bool(job.nodes[1].named("slot.corrupted")))
     job.train(3, 3)
+    assert all(node.tier.status()["committed"][1] == 3 for node in job.nodes)
 
 
 def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster: Make) -> None:
