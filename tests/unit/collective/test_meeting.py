@@ -92,8 +92,16 @@ def test_a_word_is_known_to_all_when_the_announcer_goes_on() -> None:
 
 def kill(switch: Switch) -> None:
     """End its connections as the kernel does for a process that was killed."""
-    stopped = lambda *_: time.sleep(0.01)  # noqa: E731
-    switch._serve = switch._turn = stopped  # type: ignore[method-assign]
+    still = threading.Event()  # its thread does nothing any more: it would see its own connections end
+
+    def stopped() -> None:
+        still.set()
+        time.sleep(0.01)
+
+    switch._serve = lambda link: None  # type: ignore[method-assign]
+    switch._turn = stopped  # type: ignore[method-assign]
+    switch._loop.wake()
+    assert still.wait(SECONDS)
     for link in tuple(switch._links.values()):
         link.connection.shutdown(socket.SHUT_RDWR)
 

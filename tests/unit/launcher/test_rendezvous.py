@@ -61,7 +61,8 @@ from ft_plugins.transport.frame_codec import seal
 from harness.job_control import wait_until
 
 WAIT = 120.0
-SILENCE = 2.0  # seconds; more than a process is kept waiting for a core here
+SILENCE = 2.0  # seconds after which a node is lost, where a test loses one, or is to be refused soon
+PATIENCE = 30.0  # and elsewhere: more than a process is kept waiting for a core here
 fork = get_context("fork")
 happened: list[Event] = []  # in the process of a node
 numbers = itertools.count()
@@ -206,7 +207,7 @@ def start() -> Iterator[Start]:
             "min_nodes": int(least),
             "max_nodes": int(most),
         }
-        made.append(Node(number, name, fields, {"detect_seconds": SILENCE, "join_timeout": WAIT, **config}))
+        made.append(Node(number, name, fields, {"detect_seconds": PATIENCE, "join_timeout": WAIT, **config}))
         return made[-1]
 
     yield node
@@ -379,7 +380,9 @@ def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute
 @pytest.mark.all_configurations
 def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start: Start) -> None:
     chosen = random.Random(1)
-    nodes = [start(number, f"n{number}", nodes="4:4", endpoints="1,2") for number in range(1, 5)]
+    nodes = [
+        start(number, f"n{number}", nodes="4:4", endpoints="1,2", detect_seconds=SILENCE) for number in range(1, 5)
+    ]
     for _ in range(2):
         for node in nodes:
             node.tell("begin")
@@ -394,7 +397,7 @@ def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start: 
 
 
 def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others(start: Start) -> None:
-    a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
+    a, b, c = (start(number, name, detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     assert leader(join(a, b, c)) == "a"
     a.kill(signal.SIGSTOP)
     until(b, 1)
@@ -423,7 +426,7 @@ def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start
 
 
 def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start: Start) -> None:
-    config: dict[str, Any] = {"nodes": "2:3", "last_call_timeout": 1, "wait_seconds": 1}
+    config: dict[str, Any] = {"nodes": "2:3", "last_call_timeout": 1, "wait_seconds": 1, "detect_seconds": SILENCE}
     a, b, c = (start(number, name, **config) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     join(a, b, c)
     a.kill()
@@ -509,19 +512,19 @@ def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_n
 def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitute_waits(
     start: Start, lost: str
 ) -> None:
-    nodes = {name: start(number, name, nodes="2:2") for number, name in ((1, "a"), (2, "b"))}
+    nodes = {name: start(number, name, nodes="2:2", detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b"))}
     join(*nodes.values())
     gone = nodes.pop(lost)
     [stays] = nodes.values()
     stays.tell("wait_for_all")
     assert stays.quiet(0.5)
     gone.kill()
-    start(1 if lost == "a" else 2, "new", nodes="2:2").tell("join")
+    start(1 if lost == "a" else 2, "new", nodes="2:2", detect_seconds=SILENCE).tell("join")
     assert stays.hear() is False
 
 
 def test_those_who_are_done_do_not_take_a_lost_node_for_one_that_is_done(start: Start) -> None:
-    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    a, b = (start(number, name, nodes="2:2", detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b")))
     join(a, b)
     a.tell("wait_for_all")
     b.kill()
@@ -604,17 +607,19 @@ def test_a_node_that_was_never_in_ends_alone(start: Start) -> None:
 def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
+    a, b = (start(number, name, nodes="2:2", detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b")))
     join(a, b)
     capfd.readouterr()  # a node that starts slowly is missed too
     b.kill()
     a.tell("join")  # as its agent does when the SMPs have declared the other one lost
     said = ""
-    for _ in range(200):
+
+    def is_said() -> bool:
+        nonlocal said
         said += capfd.readouterr().err
-        if said:
-            break
-        time.sleep(0.1)
+        return bool(said)
+
+    wait_until(is_said, WAIT, lambda: "nothing was said")
     assert said.startswith("ft-run: waiting for a node in the place of b (for ")
     assert f"to start one, in {os.getcwd()}: {command()}\n" in said
     substitute = start(3, "c", nodes="2:2")
@@ -636,7 +641,7 @@ def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None
 
 
 def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start: Start) -> None:
-    a, b = start(1, "a", nodes="2:2", detect_seconds=1), start(2, "b", nodes="2:2", detect_seconds=1)
+    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
     stop = threading.Event()
 
@@ -646,7 +651,7 @@ def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start: Start) ->
 
     agents = threading.Thread(target=live)
     agents.start()
-    second = start(3, "b", nodes="2:2", detect_seconds=1)
+    second = start(3, "b", nodes="2:2", detect_seconds=SILENCE)
     kind, text = second.tell("join").error()
     stop.set()
     agents.join()
@@ -656,9 +661,9 @@ def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start: Start) ->
 
 
 def test_an_endpoint_of_another_job_is_refused(start: Start) -> None:
-    a = start(1, "a", nodes="1:2", last_call_timeout=0, detect_seconds=1)
+    a = start(1, "a", nodes="1:2", last_call_timeout=0)
     join(a)
-    kind, text = start(2, "b", run="another", detect_seconds=1).tell("join").error()
+    kind, text = start(2, "b", run="another", detect_seconds=SILENCE).tell("join").error()
     assert kind == "ConfigError" and "node of job 'another'" in text and "--rdzv-id" in text
 
 
@@ -673,9 +678,9 @@ def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(
 ) -> None:
     right = write_secret(tmp_path / "right", "what the nodes of this job know")
     wrong = write_secret(tmp_path / "wrong", "what no node of this job knows")
-    a, b = (start(n, name, nodes="2:2", detect_seconds=1, secret_file=right) for n, name in ((1, "a"), (2, "b")))
+    a, b = (start(n, name, nodes="2:2", secret_file=right) for n, name in ((1, "a"), (2, "b")))
     join(a, b)
-    without = start(4, "c", nodes="2:2", detect_seconds=1)
+    without = start(4, "c", nodes="2:2", detect_seconds=SILENCE)
     kind, text = without.tell("join").error()
     assert kind == "ConfigError" and "does not know the secret of this job" in text and "--ftp-secret-file" in text
     assert without.ask("shutdown") is True
