@@ -98,9 +98,10 @@ def network(hosts: Sequence[int]) -> Iterator[list[EmulatedHost]]:
             emulated.append(EmulatedHost(name, f"{_SUBNET}.{host}", inner))
         yield emulated
     finally:
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)
+        for host, name in zip(hosts, names, strict=False):  # no names without permission
+            for words in (("link", "del", f"{stem}o{host}"), ("netns", "del", name)):
+                with suppress(subprocess.CalledProcessError):
+                    _ip(*words)  # the link by itself: it outlives its namespace for a moment, and its name is needed
         with suppress(OSError, subprocess.CalledProcessError):
             _ip("link", "del", bridge)
 
