@@ -43,6 +43,7 @@ from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
 from ..held_tensors import HeldTensors
+from ..held_values import HeldValues
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..module_parts import parts_of
 from ..parameter_groups import merged, numbered, packed, regrouped
@@ -109,6 +110,7 @@ class MegatronCoreHost(MegatronReduction):
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
         self._held = HeldTensors()
+        self._values = HeldValues(self.chunks, state.unwrapped)
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED
@@ -175,6 +177,7 @@ class MegatronCoreHost(MegatronReduction):
             )
             inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
             self._held.report(self._completed(), modules, inner, self.item_names)
+            self._values.report(self._completed())
 
     def scalars(self) -> bytes:
         """Scalars of the optimizers, loss scalers and scheduler, without the loop's counters. b'' with the distributed
