@@ -44,7 +44,8 @@ _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, functools.par
 _CONSTANTS = (complex, torch.dtype, torch.device, torch.Size)
 UNCHANGING = (*_FUNCTIONS, Enum, bytes, *_CONSTANTS)
 _LEAVES = (*PLAIN, bytes, bytearray, array, np.generic, torch.Tensor)
-_HOOKED_BY = ("transformers", "accelerate", "megatron")  # libraries whose hooks are the same in every start
+# libraries whose hooks are the same in every start
+_HOOKED_BY = ("transformers", "accelerate", "megatron", "transformer_engine")
 _OF_PROCESSES = {"asyncio", "concurrent", "logging", "multiprocessing", "socket", "subprocess", "threading", "weakref"}
 _OF_OBSERVERS = {  # what they keep is of the run, and no part of training
     "comet_ml", "datasets", "loguru", "mlflow", "pyarrow", "rich", "structlog", "tensorboard", "tensorboardX", "tqdm",

@@ -53,10 +53,9 @@ class HeldTensors:
         new = [one for one in self.changed(modules, optimizers, items) if one not in self._said]
         self._said.update(new)
         if new:
-            more = f" (and {len(new) - _SHOWN} more)" if len(new) > _SHOWN else ""
             say(
                 f"iteration {iteration}: training changes tensors that modules keep outside their parameters and "
-                f"buffers, or in buffers that were made later: {'; '.join(map(repr, new[:_SHOWN]))}{more}: no version "
+                f"buffers, or in buffers that were made later: {joined(new)}: no version "
                 "has them; if training depends on what an iteration leaves there, make it a buffer (register_buffer) "
                 "when the model is built"
             )
@@ -93,6 +92,18 @@ class HeldTensors:
         return changed
 
 
+def is_known(kind: type) -> bool:
+    """Whether a class, or what FSDP has made one of, is of a package whose modules' state is known."""
+    made_of = next(one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed."))
+    return f"{made_of.__module__}.".startswith(_KNOWN)
+
+
+def joined(paths: Sequence[str]) -> str:
+    """The first of them, for a message."""
+    more = f" (and {len(paths) - _SHOWN} more)" if len(paths) > _SHOWN else ""
+    return "; ".join(map(repr, paths[:_SHOWN])) + more
+
+
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for own in (module._parameters, module._buffers):
         yield from ((name, one) for name, one in own.items() if one is not None)
@@ -120,7 +131,7 @@ def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[tupl
     """The tensors in attributes of modules, by path; each object is read once."""
     met, left = set[int](), _MOST_IN_ALL
     for name, module in modules:
-        own = [] if f"{type(module).__module__}.".startswith(_KNOWN) else [*vars(module).items()]
+        own = [] if is_known(type(module)) else [*vars(module).items()]
         for key, attribute in own:
             derived = {f"{key}_g", f"{key}_orig"} & module._parameters.keys()  # by torch, in each forward
             pending = deque([] if key in _OWN or derived else [(f"{name}.{key}".lstrip("."), attribute, _DEPTH)])

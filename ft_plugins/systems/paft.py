@@ -38,7 +38,7 @@ from ..sync.audit.verdicts import Auditing, Verdicts
 from ..sync.averaging.aggregate import Aggregate, describe_cost, require_enough
 from ..sync.averaging.averager import Averaging
 from ..sync.averaging.averaging_times import schedule_of
-from ..sync.averaging.policy import Label, PaftPolicy, Replicas
+from ..sync.averaging.policy import PaftPolicy
 from ..sync.background import Background
 from ..sync.buckets import plan_buckets, require_replicas
 from ..sync.layers.turns import SyncTurns
@@ -148,27 +148,20 @@ class Paft(Synchronizer):
         """Continue after `completed` iterations from the `state` of that version; None if it carries none."""
         if self._verdicts is not None:
             self._verdicts.begin(completed, {} if state is None else state["offences"])
-        if self._verdicts is not None and completed and self._policy.actions(completed, None).audit:
+        if self._verdicts is not None and completed and self._policy.audits(completed):
             self._verdicts.start(completed)
         if self._turns is not None:
             self._turns.begin(completed, None if state is None else state["turns"])
         return completed
 
-    def label(self, step: int) -> Label:
-        """What is known now of the replicas of version `step`."""
-        last = None if self._verdicts is None else self._verdicts.last
-        differs = None if last is None or last.iteration != step else not last.state_agreed
-        turns = self._turns
-        return self._policy.label(step, turns.turn if turns else None, differs, turns is not None and turns.diverged)
-
     def mark(self, step: int) -> Mark:
-        """The mark of version `step`. Its snapshot holds each replica whole if they may diverge, else parts of each."""
-        label = self.label(step)
-        if label.certified:
-            return Mark.CERTIFIED
-        if label.replicas is Replicas.IDENTICAL:
-            return Mark.UNAUDITED
-        return Mark.DIVERGED if self.diverges else Mark.MISMATCHED
+        """What is known now of the replicas of version `step`. Its snapshot holds each replica whole if they may
+        diverge, else parts of each."""
+        last, turns = None if self._verdicts is None else self._verdicts.last, self._turns
+        compared = None if last is None or last.iteration != step else not last.state_agreed
+        if self._policy.differ(step, turns.turn if turns else None, compared, turns is not None and turns.diverged):
+            return Mark.DIVERGED if self.diverges else Mark.MISMATCHED
+        return Mark.UNAUDITED if compared is None else Mark.CERTIFIED
 
     def tainted(self) -> int | None:
         """The iteration after which snapshots must not be restored, because some replica was wrong or non-finite; None
@@ -209,12 +202,12 @@ class Paft(Synchronizer):
 
     def after_update(self, step: int) -> None:
         """The parameters of this iteration are final: start to compare and average them."""
-        audited = self._verdicts is not None and self._policy.actions(step, None).audit
+        audited = self._verdicts is not None and self._policy.audits(step)
         if audited or self._faults.alters_copies:
             self._operations.finish_copies()
         self._faults.after_update(step)
         turns = self._turns
-        waits = turns is not None and self._policy.actions(step, turns.turn).waits
+        waits = turns is not None and self._policy.waits and self._policy.averages(step, turns.turn)
         if turns is not None and not waits:
             turns.measure(step)  # first: the version point waits for it, but not for an audit
         if self._verdicts is not None and audited:

@@ -43,6 +43,7 @@ from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
 from ..held_tensors import HeldTensors
+from ..held_values import HeldValues
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..module_parts import parts_of
 from ..parameter_groups import merged, numbered, packed, regrouped
@@ -109,6 +110,8 @@ class MegatronCoreHost(MegatronReduction):
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
         self._held = HeldTensors()
+        self._values = HeldValues(self.chunks, self._inner(), state.unwrapped)
+        self._began = False  # training, in this process: what a script does before, it does in each start
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED
@@ -166,15 +169,18 @@ class MegatronCoreHost(MegatronReduction):
     def _report_held(self) -> None:
         """Say what modules keep in no item and training changes, on the first rank of those that run the same ones."""
         first = self.rank == self._topology.replicas(self.rank)[0] and not self._topology.coords(self.rank).tp
-        if self._completed() and first:
+        if self._began and first:
             names = [(f"chunk{at}.", one) for at, one in enumerate(self.chunks)]
             modules = (
                 (f"{chunk}{state.unwrapped(f'{name}.')}".rstrip("."), part)
                 for chunk, of in names
                 for name, part in parts_of(of)
             )
-            inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
-            self._held.report(self._completed(), modules, inner, self.item_names)
+            self._held.report(self._completed(), modules, self._inner(), self.item_names)
+            self._values.report(self._completed())
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        return [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
 
     def scalars(self) -> bytes:
         """Scalars of the optimizers, loss scalers and scheduler, without the loop's counters. b'' with the distributed
@@ -289,6 +295,7 @@ class MegatronCoreHost(MegatronReduction):
 
     def loop_begins(self) -> None:
         """What a loop of its own has loaded, it has loaded by now, perhaps after a restore."""
+        self._began = True
         now = fp8_scaling.scales_of_casts(self.chunks)
         if self._restored is None or not all(map(torch.equal, now, self._restored)):
             fp8_scaling.note_cast(self.chunks)

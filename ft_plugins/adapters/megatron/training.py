@@ -8,6 +8,7 @@ point is the moment before the next iteration, when the counters have moved.
 
     setup_model_and_optimizer     build host and session, restore          train_step         iteration_begin
     build_..._data_loaders        from the restored counters               dummy_train_step   a skipped iteration
+    cyclic_iter                   draws as before the restore
     checkpoint_and_decide_exit    iteration_end, after it has saved        optimizer.step     wrapped by the core host
     pretrain                      orderly end
 
@@ -40,6 +41,7 @@ from ...config import launch_context
 from ...errors import ConfigError, ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
+from ..data.cycles import continued
 from ..forward_edges import Saving
 from ..scalar_writers import of_megatron
 from ..script.script_hooks import replace_in_megatron as replace
@@ -69,6 +71,7 @@ class TrainingHooks:
         """Wrap the functions of `module`. Raises UnsupportedError, naming one that it lacks."""
         replace(module, "setup_model_and_optimizer", functools.partial(self._building, module))
         replace(module, "build_train_valid_test_data_loaders", self._building_data)
+        replace(module, "cyclic_iter", self._cycling)
         replace(module, "train_step", self._stepping)
         replace(module, "dummy_train_step", self._skipping)
         replace(module, "checkpoint_and_decide_exit", self._ending_iteration)
@@ -90,6 +93,9 @@ class TrainingHooks:
         with self.loop.counted_validation():
             built = original(*args, **kwargs)
         return self.loop.follow_data(built)
+
+    def _cycling(self, original: Callable[..., Any], *args: Any) -> Any:
+        return original(*args) if self.loop is None else self.loop.cycle(original, *args)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop is not None:
@@ -141,6 +147,7 @@ class MegatronLoop:
         self._module = module
         self._begun = 0  # the iteration under way, or the last one; 0 before the first
         self._external = self._external_data()
+        self._valid: list[Any] = []  # loaders for evaluation
         self._host = MegatronCoreHost(
             chunks,
             optimizer,
@@ -175,13 +182,21 @@ class MegatronLoop:
 
     def follow_data(self, built: Any) -> Any:
         """Data loaders for training, evaluation and test were built. Returns those to use. Raises UnsupportedError."""
+        train, valid, test = built
+        self._valid = valid if isinstance(valid, list) else [valid]
         if self._external is None:
             return built
-        train, valid, test = built
         iterations = getattr(self.args, "eval_iters", 0)
         evaluates = any(iterations) if isinstance(iterations, list) else bool(iterations)
         evaluates = evaluates or bool(getattr(self.args, "full_validation", False))
         return self._external.built(train, valid, evaluates), valid, test
+
+    def cycle(self, original: Callable[..., Any], loader: Any) -> Any:
+        """`original(loader)`, its batches over and over, as they go on after a restore."""
+        if not self._restored:
+            return original(loader)
+        read = any(loader is one for one in self._valid) and bool(self.args.consumed_valid_samples)
+        return continued(original, loader, read)
 
     def _counters(self) -> dict[str, Any]:
         from .core import StateEntry

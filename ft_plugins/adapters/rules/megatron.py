@@ -215,6 +215,11 @@ _REFUSED = (
     ),
     _named("hybrid_context_parallel", "hybrid context parallelism", "its packing of samples keeps its own position"),
     _named("fim_data", "fill-in-the-middle data", "it draws from a random generator that cannot be restored"),
+    Rule(
+        "DINO", ("vision_pretraining", "vision_pretraining_type"),
+        every(on("vision_pretraining"), equals("vision_pretraining_type", "dino")),
+        "it keeps a teacher, which it updates itself", "--vision-pretraining-type", "dino",
+    ),
     _named("moe_use_upcycling", "upcycling", "it ends after saving, or trains a converted model"),
     _named("inprocess_restart", "in-process restart", "it builds the model again in the same process"),
     _named("error_injection_rate", "error injection", "injected errors are not repeated after a resume"),

@@ -85,7 +85,7 @@ class SyncTurns:
         outcome = AveragingOutcome() if self._average is None else self._finish(step)
         self.fence()
         self._rate = rate
-        if self._policy.actions(step, self.turn).save_parameters and self._saved_for != step:
+        if self._policy.averages(step, self.turn) and self._saved_for != step:
             self._averaging.save_parameters()
             self._saved_for = step
         return outcome
@@ -93,23 +93,23 @@ class SyncTurns:
     def measure(self, step: int) -> None:
         """Start measuring the length of the update of `step`, if that is a turn. A version point waits for it, and for
         all tasks started before it, so call this first; otherwise `after` does."""
-        if self._signal is None and self._policy.actions(step, self.turn).average:
+        if self._signal is None and self._policy.averages(step, self.turn):
             rate = self._rate
             self._signal = self._background.start(lambda: self._averaging.measure(rate))
 
     def after(self, step: int) -> bool:
         """Start the tasks that are due. Returns whether live tensors were changed."""
         self._rates_squared += self._rate**2
-        actions = self._policy.actions(step, self.turn)
-        if actions.average:
+        averages = self._policy.averages(step, self.turn)
+        if averages:
             self.measure(step)
             self._start()
-            if actions.waits:
+            if self._policy.waits:
                 self._finish(step + 1)
-        save = self._average is None and self._policy.actions(step + 1, self.turn).save_parameters
+        save = self._average is None and self._policy.averages(step + 1, self.turn)
         if save and self._saved_for != step + 1:
             self._save, self._saved_for = self._background.start(self._averaging.save_parameters), step + 1
-        return actions.waits
+        return averages and self._policy.waits
 
     def fence(self) -> None:
         """Wait for all tasks that read live tensors."""

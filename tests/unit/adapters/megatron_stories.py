@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ft_plugins.adapters import held_tensors, host_parts
+from ft_plugins.adapters import held_tensors, held_values, host_parts
 from ft_plugins.adapters.megatron import state
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.spans import follow
@@ -116,6 +117,7 @@ def it_names_a_buffer_that_is_made_later_and_what_a_module_keeps_once_training_c
     layer = built.chunks[0].module.module.decoder.layers[0]
     layer.register_buffer("average", torch.zeros(2))
     layer.register_buffer("table", torch.zeros(2))
+    host.loop_begins()
     with mock.patch.object(held_tensors, "say", said.append):
         for _ in range(4):
             trained(built, 1)
@@ -123,6 +125,55 @@ def it_names_a_buffer_that_is_made_later_and_what_a_module_keeps_once_training_c
             layer.average.add_(1)
     assert len(said) == 1 and said[0].startswith("iteration 2: "), said
     assert "'chunk0.decoder.layers.0.average'" in said[0] and "table" not in said[0]
+    built.close()
+
+
+class Router(torch.nn.Module):
+    """Of a script."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.rate, self.limits, self.never = config, 1.0, [1, 2], float("nan")
+        self.activation = torch.nn.functional.relu
+        self.drawing = torch.Generator()
+
+
+class Unreadable(random.Random):
+    def getstate(self) -> Any:
+        raise RuntimeError("no state")
+
+
+def it_names_what_a_script_changes_in_modules_besides_tensors() -> None:
+    built, said = job("--bf16"), list[str]()
+    layer = built.chunks[0].module.module.decoder.layers[0]
+    router = layer.router = Router(layer.config)
+    host = built.host()
+    host.inventory()
+    host.small_state()  # before training: the script is not done
+    layer.mlp.linear_fc2.eval()
+    router.limits[0] = 0
+    host.loop_begins()
+    with mock.patch.object(held_values, "say", said.append):
+        for iteration in range(1, 9):
+            trained(built, 1)
+            layer.config.seen = float(iteration)  # as its timers, which change
+            host.small_state()
+            if iteration == 2:
+                assert not said, said
+                router.rate, router.activation, router.limits[1] = 0.5, torch.nn.functional.gelu, 3
+                torch.rand(1, generator=router.drawing)
+                layer.mlp.linear_fc1.weight.requires_grad = False
+                layer.mlp.linear_fc2.train()
+                layer.register_forward_hook(lambda *_: None)
+            if iteration == 4:
+                router.broken = Unreadable()
+    words, broken = said
+    named = words.removeprefix("iteration 4: training changes what modules keep besides tensors: ").split(": no")[0]
+    of = "chunk0.decoder.layers.0"
+    changed = [f"{of}.router.{one}" for one in ("rate", "limits", "activation", "drawing")]
+    changed += [f"{of}._forward_hooks", f"{of}.mlp.linear_fc1.weight.requires_grad", f"{of}.mlp.linear_fc2.training"]
+    assert sorted(named.split("; ")) == sorted(map(repr, changed))
+    assert broken == "what modules keep besides tensors is not compared: RuntimeError: no state"
     built.close()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from ft_plugins.adapters.deepspeed.clients import EngineClients
 from ft_plugins.adapters.deepspeed.clients.gpt_neox import GptNeox, _building, _consuming
-from ft_plugins.adapters.deepspeed.clients.megatron_deepspeed import MegatronDeepSpeed, follow, resumed_cycle
+from ft_plugins.adapters.deepspeed.clients.megatron_deepspeed import MegatronDeepSpeed, follow
 from ft_plugins.adapters.rules.megatron_forks import MEGATRON_DEEPSPEED
 from ft_plugins.errors import ResumeError, UnsupportedError
 
@@ -116,14 +115,6 @@ def test_a_pass_that_had_begun_before_the_restore_draws_nothing_again(consumed: 
     drawn = torch.get_rng_state()
     assert [next(passes) for _ in range(3)] == [1, 2, 0]
     assert not torch.equal(drawn, torch.get_rng_state()), "the next pass draws, as ever"
-
-
-def test_a_cycle_goes_on_as_the_original_one() -> None:
-    def cycle(loader: list[int]) -> Iterator[int]:
-        while True:
-            yield from loader
-
-    assert list(itertools.islice(resumed_cycle(cycle, [1, 2]), 5)) == [1, 2, 1, 2, 1]
 
 
 def test_another_package_of_that_name_is_left_alone(tmp_path: Path) -> None:

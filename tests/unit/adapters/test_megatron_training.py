@@ -47,6 +47,10 @@ def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType
     def setup_model_and_optimizer(model_provider_func: Any, model_type: Any, checkpointing_context: Any = None) -> Any:
         return [], None, None
 
+    def cyclic_iter(iter: Any) -> Any:  # noqa: A002
+        while True:
+            yield from iter
+
     def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider: Any) -> None:
         told.append("loaders")
 
@@ -72,7 +76,7 @@ def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType
             raise SystemExit(exit_code)
 
     for function in (
-        *(setup_model_and_optimizer, build_train_valid_test_data_loaders, train_step, dummy_train_step),
+        *(setup_model_and_optimizer, build_train_valid_test_data_loaders, train_step, dummy_train_step, cyclic_iter),
         *(checkpoint_and_decide_exit, pretrain),
     ):
         setattr(module, function.__name__, function)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.sync.averaging.averaging_times import NoiseDriven, NoiseMeasurement, Periodic, Turn
-from ft_plugins.sync.averaging.policy import Label, PaftPolicy, Replicas, StepActions
+from ft_plugins.sync.averaging.policy import PaftPolicy
 
 
 def measured(
@@ -87,23 +87,19 @@ def test_bounds_that_contradict_each_other_are_refused(low: int, high: int) -> N
 def test_a_policy_says_what_is_done_around_each_update() -> None:
     policy = PaftPolicy(Periodic(4), waits=False, audit_interval=3)
     turn = Periodic(4).first(0)
-    told = {step: policy.actions(step, turn) for step in range(1, 7)}
-    assert told[4] == StepActions(save_parameters=True, average=True)
-    assert told[3] == told[6] == StepActions(audit=True)
-    assert told[1] == told[2] == told[5] == StepActions()
-    waiting = StepActions(save_parameters=True, average=True, waits=True)
-    assert PaftPolicy(Periodic(4), waits=True).actions(4, turn) == waiting
-    assert PaftPolicy(None, waits=False).actions(4, None) == StepActions()
+    assert [step for step in range(1, 7) if policy.averages(step, turn)] == [4]
+    assert [step for step in range(1, 7) if policy.audits(step)] == [3, 6]
+    neither = PaftPolicy(None, waits=False)
+    assert not neither.averages(4, None) and not neither.audits(4)
 
 
-def test_a_version_is_what_digests_say_and_else_what_the_last_measurement_suggests() -> None:
+def test_replicas_differ_where_digests_say_so_and_else_where_the_last_measurement_suggests_it() -> None:
     policy = PaftPolicy(Periodic(4), waits=True, audit_interval=3)
     after = Turn(8, 4)  # the turn of iteration 4 is over
-    assert policy.label(3, after, differs=False, diverged=True) == Label(Replicas.IDENTICAL, True)
-    assert policy.label(3, after, differs=False, diverged=True).certified
-    assert policy.label(3, after, differs=True, diverged=False) == Label(Replicas.UNIQUE, True)
-    assert policy.label(5, after, differs=None, diverged=False) == Label(Replicas.IDENTICAL, False)
-    assert policy.label(5, after, differs=None, diverged=True) == Label(Replicas.UNIQUE, False)
-    assert policy.label(4, after, differs=None, diverged=True).replicas is Replicas.IDENTICAL, "averaged just now"
+    assert not policy.differ(3, after, compared=False, diverged=True)
+    assert policy.differ(3, after, compared=True, diverged=False)
+    assert not policy.differ(5, after, compared=None, diverged=False)
+    assert policy.differ(5, after, compared=None, diverged=True)
+    assert not policy.differ(4, after, compared=None, diverged=True), "averaged just now"
     later = PaftPolicy(Periodic(4), waits=False)
-    assert later.label(4, after, differs=None, diverged=True).replicas is Replicas.UNIQUE, "not applied yet"
+    assert later.differ(4, after, compared=None, diverged=True), "not applied yet"

@@ -14,6 +14,7 @@ from ft_plugins.config import PaftConfig
 from ft_plugins.errors import ConfigError, UnsupportedError
 from ft_plugins.events import Events
 from ft_plugins.model.inventory import Inventory, Item, Role
+from ft_plugins.snapshot.segment.slots import Mark
 from ft_plugins.systems.paft import Paft
 
 from . import replicas
@@ -88,8 +89,8 @@ def _run(rank: int, world: int, block: Mapping[str, Any] | None, armed: str = ""
     training = Sharding(rank, world, recomputes)
     watched = replicas.Watched(training, None if block is None else PaftConfig(**block)).run(7)
     told = watched.paft.table() if watched.paft else ""
-    labels = str(watched.paft.label(7)) if watched.paft else ""
-    return {**watched.end(), "derived": training.derived, "told": told, "label": labels}
+    mark = watched.paft.mark(7) if watched.paft else None
+    return {**watched.end(), "derived": training.derived, "told": told, "mark": mark}
 
 
 @pytest.mark.parametrize("world, chosen", [(2, "repair"), (3, "repair"), (2, "rollback")])
@@ -108,7 +109,7 @@ def test_a_wrong_copy_is_named_and_gathered_anew_and_the_run_is_bit_identical_to
     assert event["layers"] == [int(struck["item"].split(".")[0])] and ", copy (" in event["reason"]
     assert all(one["recomputed"] == [5] for one in found)
     assert all(one["derived"] == other["derived"] + 1 for one, other in zip(found, clean, strict=True))
-    assert all(one["label"] == "identical, not compared" for one in found)
+    assert all(one["mark"] is Mark.UNAUDITED for one in found)
     assert "rebuilt from optimizer state, without a majority" in found[0]["told"] and "averaged" not in found[0]["told"]
     assert "1 tensors held by a single rank are not compared" in found[0]["told"]
 

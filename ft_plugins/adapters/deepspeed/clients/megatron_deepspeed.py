@@ -3,8 +3,7 @@
     args.iteration, consumed_*_samples     set after setup_model_and_optimizer; the data loaders are built later
     args.curriculum_scheduler              the difficulty that it holds; embeddings of a shorter sequence are made
                                            again by the loop's first iteration
-    --dataloader-type cyclic               begins a pass, and draws a number, when it is first read: one that had begun
-                                           before begins again without
+    --dataloader-type cyclic               draws when a pass begins: see `data.cycles`
     opt_param_scheduler                    DeepSpeed's own scheduler, captured with the engine
     random number trackers                 Megatron's and DeepSpeed's, captured with the engine
 
@@ -19,7 +18,7 @@ from typing import Any
 
 from ....model.host import ScalarWriter
 from ....patches import MegatronPackage, package_in
-from ...rng import process_state, set_process_state
+from ...data.cycles import continued
 from ...rules.megatron_forks import MEGATRON_DEEPSPEED
 from ...scalar_writers import of_megatron
 from ...schedulers import DIFFICULTY
@@ -44,7 +43,7 @@ class MegatronDeepSpeed(ForkLoop):
         replace_in_deepspeed(self._module, "cyclic_iter", self._cycling)
 
     def _cycling(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
-        return resumed_cycle(original, loader) if self.restored and is_inside_pass(loader) else original(loader)
+        return continued(original, loader) if self.restored else original(loader)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "curriculum": self._curriculum.get(DIFFICULTY)}
@@ -59,21 +58,6 @@ class MegatronDeepSpeed(ForkLoop):
     def _curriculum(self) -> dict[str, Any]:
         scheduler = getattr(self.arguments, "curriculum_scheduler", None)
         return {} if scheduler is None else scheduler.state
-
-
-def is_inside_pass(loader: Any) -> bool:
-    """Whether the next batch of a loader whose samples are drawn is not the first one of a pass."""
-    sampler = loader.batch_sampler
-    return bool(sampler.consumed_samples % (sampler.total_samples - sampler.last_batch_size))
-
-
-def resumed_cycle(cycle: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-    """`cycle(loader)`, whose first pass had begun before: it draws nothing from the process's generators again."""
-    before = process_state()
-    first = iter(loader)
-    set_process_state(before)
-    yield from first
-    yield from cycle(loader)
 
 
 def follow(module: ModuleType, clients: EngineClients) -> None:
