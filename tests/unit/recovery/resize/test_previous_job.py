@@ -24,6 +24,7 @@ V4 = Version(1, 4)
 WHERE = ("10.0.0.2", 700)
 FINGERPRINT = {"seed": 1, "world_size": 2}
 PREVIOUS = {"seed": 1, "world_size": 4}
+FIRST_ROUND = [(2, True), (3, False)]  # of two members and the spare: rank 2 is fetched, rank 3 decoded
 
 
 def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
@@ -165,6 +166,26 @@ def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job: Callable[[Nod
     nodes = Nodes((0, 1, 3), lambda rank, fetched: fetched, lives_on=True)
     found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and nodes.asked == [(2, True), (2, False)] and nodes.lives
+
+
+def test_what_was_decoded_from_a_corrupt_slot_is_decoded_again_without_it(job: Callable[[Nodes], PreviousJob]) -> None:
+    """The spare's slot has a flipped bit: in one round it is found, and the lost rank is decoded from it."""
+    nodes = Nodes((0, 1), lambda rank, fetched: fetched or nodes.asked == FIRST_ROUND, lives_on=True, losses=2)
+    found = job(nodes).plan_resize(FINGERPRINT)
+    assert found is not None and found.version == V4 and nodes.lives
+    assert nodes.asked == [*FIRST_ROUND, (2, False), (3, False)]
+
+
+def test_what_was_not_decoded_once_is_tried_again_and_given_up_the_second_time(
+    job: Callable[[Nodes], PreviousJob],
+) -> None:
+    nodes = Nodes((0, 1), lambda rank, fetched: nodes.asked == FIRST_ROUND, lives_on=True)
+    found = job(nodes).plan_resize(FINGERPRINT)
+    assert found is not None and found.version == V4 and nodes.asked == [*FIRST_ROUND, (3, False)]
+    nodes = Nodes((0, 1), lambda rank, fetched: not fetched, lives_on=True)
+    with pytest.raises(ResumeError, match="4 ranks is damaged"):
+        job(nodes).plan_resize(FINGERPRINT)
+    assert nodes.asked == [*FIRST_ROUND, (3, False)] and nodes.lives
 
 
 def test_state_of_another_job_on_the_spare_is_refused(
