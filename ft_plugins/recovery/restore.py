@@ -39,13 +39,14 @@ def agree_on_version(
 ) -> RecoveryPlan:  # fmt: skip
     """Choose the newest version that all ranks can have, and have it verified in every rank's own segment.
 
-    A corrupt slot is reported, then rebuilt from other nodes or its version skipped. A version that cannot be rebuilt
-    is skipped. `nodes`: None for this rank's own node alone; `before`: only versions older than that iteration. Every
-    rank of the job calls.
+    A corrupt slot is reported, then rebuilt from other nodes or its version skipped. A version that a rank cannot
+    rebuild in two attempts is skipped. `nodes`: None for this rank's own node alone; `before`: only versions older than
+    that iteration. Every rank of the job calls.
     """
     corrupt: set[tuple[int, Version]] = set()
     banned: set[Version] = set()
     rebuilt: set[tuple[int, Version]] = set()
+    tried: set[tuple[int, Version]] = set()  # failed once: the same round may have found the corrupt slot that was read
     plans: dict[Version, RecoveryPlan] = {}  # by which each version was rebuilt
     for error in _damage(segment):
         report(error)
@@ -69,6 +70,10 @@ def agree_on_version(
                     plans.setdefault(version, plan)
                 case b"corrupt" if (rank, version) not in rebuilt:
                     corrupt.add((rank, version))
+                case b"failed" if (rank, version) not in tried:
+                    tried.add((rank, version))
+                    if plan.sources[rank].way is Way.FETCH:  # parity may have what that node cannot hand out whole
+                        corrupt.add((rank, version))
                 case b"corrupt" | b"failed":
                     banned.add(version)
 

@@ -133,6 +133,7 @@ class PreviousJob:
         corrupt: set[tuple[int, Version]] = set()
         banned: set[Version] = set()
         rebuilt: dict[tuple[int, Version], int] = {}
+        tried: set[tuple[int, Version]] = set()  # failed once: that round may have found the corrupt slot
         while True:
             plan = plan_previous_size(size, corrupt, banned)
             version = plan.version
@@ -144,7 +145,7 @@ class PreviousJob:
             nodes = assign_nodes(size, plan, rebuilt)
             results = self._verify_or_rebuild(size, plan, nodes, rebuilt)
             bad = {rank for rank, result in results.items() if result == "corrupt"}
-            failed = {rank for rank, result in results.items() if result == "failed"}
+            failed = {(rank, version) for rank, result in results.items() if result == "failed"}
             rebuilt |= {(rank, version): nodes[rank] for rank, result in results.items() if result == "rebuilt"}
             unread = {rank for rank, result in results.items() if result == "unread"}
             if (failed or unread) and self._spares:
@@ -154,11 +155,12 @@ class PreviousJob:
                     continue  # plan again without them
             bad |= unread
             corrupt |= {(rank, version) for rank in bad}
-            if failed or any((rank, version) in rebuilt for rank in bad):
+            if failed & tried or any((rank, version) in rebuilt for rank in bad):
                 banned.add(version)
-            elif not bad:
+            elif not bad and not failed:
                 coordinates = self._coordinates(nodes, version, size)
                 return ResizePlan(size.world_size, version, version, nodes, coordinates, plan.completed, plan.mark)
+            tried |= failed
 
     def _verify_or_rebuild(
         self, size: PreviousSize, plan: RecoveryPlan, nodes: Mapping[int, int],

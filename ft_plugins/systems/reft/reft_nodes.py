@@ -280,7 +280,7 @@ class ReftNodes:
         return not self._encoded or parity_possible(topology, per_node, self.losses)
 
     def restore_previous_size(self, segment: Segment, manifest: Manifest) -> None:
-        """Fill a slot with the state that `find_previous_size` found, if any. Every rank of the job calls.
+        """Fill a slot with the state that `find_previous_size` found, if any, once. Every rank of the job calls.
 
         Raises ResumeError.
         """
@@ -293,6 +293,7 @@ class ReftNodes:
             plan, segment, manifest, members, self._collective, self._run_dir, self._token,
             cast(TakingOver, self._host),  # a `CarryingHost`
         )  # fmt: skip
+        self._resize_plan = None  # a second `resume` finds the slot; the previous segments may be gone by then
         seconds = time.perf_counter() - started
         self._events.emit(
             catalogue.STATE_RESHARDED, ranks=plan.world_size, iteration=plan.version.iteration,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,17 +23,19 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ft_plugins import errors
-from ft_plugins.errors import FtError, ProtocolError, ResumeError, SegmentError
+from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.events import Event, Events
-from ft_plugins.recovery.recovery_plan import RecoveryPlan, plan_recovery
+from ft_plugins.recovery.facts import NodeFacts
+from ft_plugins.recovery.recovery_plan import RecoveryPlan, Way, plan_recovery
 from ft_plugins.recovery.restore import _facts, _read_facts, agree_on_version
 from ft_plugins.recovery.source_choice import choose_source
+from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.smp.serve.owner import SnapshotProcess
 from ft_plugins.snapshot.segment.header import _RECORDS, MirroredRecord
 from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import PAGE, Shape
-from ft_plugins.snapshot.segment.slots import SlotState, Version, voided_slots
+from ft_plugins.snapshot.segment.slots import SlotState, Version, choose, voided_slots
 
 RANKS = (0, 1, 2)
 SHAPE = Shape(nbytes=300, small_nbytes=100, buckets=3, layout=0xFEEDFACECAFEBEEF)
@@ -77,7 +79,7 @@ class Gather:
     """All ranks of the job, as threads of this process."""
 
     def __init__(self, rank: int, said: list[bytes], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size = rank, len(RANKS)
+        self.rank, self.world_size = rank, len(said)
         self._said, self._barrier = said, barrier
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -89,10 +91,10 @@ class Gather:
 
 
 class Job:
-    """A job of three ranks on one node, between two starts."""
+    """A job of three ranks on one node, between two starts, if not of other `ranks`."""
 
-    def __init__(self, name: str, run_dir: Path) -> None:
-        self.name, self.run_dir = name, run_dir
+    def __init__(self, name: str, run_dir: Path, ranks: Sequence[int] = RANKS) -> None:
+        self.name, self.run_dir, self.ranks = name, run_dir, ranks
         self.seen: list[Event] = []
 
     def path(self, rank: int) -> Path:
@@ -107,14 +109,14 @@ class Job:
     def attach(self, smp: SnapshotProcess, rank: int, token: int, fresh: bool = False) -> dict[str, Any]:
         return smp.answer(
             {"do": "attach", "rank": rank, "token": token, "shape": asdict(SHAPE), "fingerprint": FINGERPRINT,
-             "pid": 0, "fresh": fresh, "world_size": len(RANKS)}
+             "pid": 0, "fresh": fresh, "world_size": len(self.ranks)}
         )  # fmt: skip
 
     def train(self) -> None:
         """From the beginning, to three versions on every rank."""
         smp = self.smp()
         token = smp.answer({"do": "fence"})["token"]
-        for rank in RANKS:
+        for rank in self.ranks:
             assert self.attach(smp, rank, token)["ok"]
             assert smp.answer({"do": "restore", "rank": rank, "token": token, "lineage": 1, "base": None})["ok"]
             segment = Segment(self.path(rank))
@@ -177,14 +179,17 @@ def restorable(segment: Segment, version: Version) -> bool:
     return bool(same) and segment.small(index) == small_of(segment.rank, version)
 
 
-def agreed(segments: list[Segment], report: Callable[[FtError], None]) -> RecoveryPlan:
+def agreed(
+    segments: list[Segment], report: Callable[[FtError], None], nodes: Sequence[Any] | None = None
+) -> RecoveryPlan:
     """What all ranks agree on. Raises what all of them raise alike."""
     said, barrier = [b""] * len(segments), threading.Barrier(len(segments))
     found: list[Any] = [None] * len(segments)
 
     def run(rank: int) -> None:
         try:
-            found[rank] = agree_on_version(segments[rank], Gather(rank, said, barrier), report)  # type: ignore[arg-type]
+            gather: Any = Gather(rank, said, barrier)
+            found[rank] = agree_on_version(segments[rank], gather, report, nodes and nodes[rank])
         except BaseException as error:
             found[rank] = error
             if not isinstance(error, FtError):
@@ -496,3 +501,106 @@ def test_what_a_rank_says_of_its_segment_is_typed_and_bounded(said: Any) -> None
 def test_what_is_not_msgpack_is_refused() -> None:
     with pytest.raises(ProtocolError, match="rank 3"):
         _read_facts(3, b"\xc1")
+
+
+# ------------------------------------------------------------------------------------------- rebuilt from other nodes
+
+FOUR = (0, 1, 2, 3)  # RAIM6 needs as many nodes
+DIGEST = 7
+V5, V6 = Version(1, 5), Version(1, 6)
+LOST = NodeFacts({})
+Attempt = tuple[Version, Way, tuple[int, ...]]  # what is rebuilt, how, without the data of which positions
+
+
+class Smps:
+    """The SMPs of four nodes of one rank, as the rank of `segment` reaches them: a rebuild that reads from a node in
+    `flipped` finds a wrong digest, and the first `broken` ones lose their connection."""
+
+    digest = DIGEST
+
+    def __init__(
+        self, segment: Segment, seen: Sequence[NodeFacts], losses: int, flipped: Collection[int] = (), broken: int = 0
+    ) -> None:
+        self.segment, self.seen, self.flipped, self.broken = segment, seen, flipped, broken
+        self.exchange = plan_exchange("abcd", [FOUR], [SHAPE.nbytes] * len(FOUR), losses)
+        self.attempts: list[Attempt] = []
+
+    def facts(self) -> Sequence[NodeFacts]:
+        return self.seen
+
+    def rebuild(self, plan: RecoveryPlan) -> None:
+        assert plan.version is not None
+        source = plan.sources[self.segment.rank]
+        self.attempts.append((plan.version, source.way, plan.gone))
+        if len(self.attempts) <= self.broken:
+            raise ProtocolError("it hung up")
+        read = {source.node} if source.way is Way.FETCH else set(plan.holders.values())
+        if not read.isdisjoint(self.flipped):
+            raise CorruptSlotError(f"rank {self.segment.rank}: what was rebuilt does not match its digest")
+        for slot in self.segment.slots():
+            if slot.version == plan.version:
+                self.segment.dirty(slot.index, None, 1)
+        capture(self.segment, choose(self.segment.slots()), plan.version, 1)
+
+
+def held_by(rank: int) -> NodeFacts:
+    """A node on which that rank ran."""
+    return NodeFacts({rank: frozenset([V5, V6])}, frozenset([V5, V6]), rank, DIGEST)
+
+
+@pytest.fixture
+def four(job: str, tmp_path: Path) -> Iterator[list[Segment]]:
+    """The segments of a job of four ranks that has trained."""
+    made = Job(job, tmp_path, FOUR)
+    made.train()
+    segments = [Segment(made.path(rank)) for rank in FOUR]
+    for segment in segments:
+        segment.ranges = RANGES
+    yield segments
+    remove(job, "n")
+
+
+def empty(segment: Segment) -> None:
+    for slot in segment.slots():
+        segment.dirty(slot.index, None, 1)
+
+
+def test_a_bit_that_flips_on_a_node_that_is_left_is_one_more_loss_and_not_the_end_of_the_version(
+    four: list[Segment],
+) -> None:
+    """RAIM6: what was lost is decoded from the flipped bit, in the round in which its own rank finds it."""
+    empty(four[0])
+    four[1].data(2)[17] ^= 4
+    nodes = [Smps(segment, [LOST, held_by(1), held_by(2), held_by(3)], 2, flipped=[1]) for segment in four]
+    reported: list[FtError] = []
+    plan = agreed(four, reported.append, nodes)
+    assert plan.version == V6 and all(restorable(segment, V6) for segment in four)
+    assert nodes[0].attempts == [(V6, Way.DECODE, (0,)), (V6, Way.DECODE, (0, 1))]
+    assert [node.attempts for node in nodes[1:]] == [[(V6, Way.DECODE, (0, 1))], [], []]
+    assert sorted(str(error)[:7] for error in reported) == ["rank 0:", "rank 1:"], "both are said"
+
+
+def test_what_another_node_cannot_hand_out_whole_is_decoded(four: list[Segment]) -> None:
+    """All nodes have changed places."""
+    for segment in four:
+        empty(segment)
+    nodes = [Smps(segment, [held_by(rank) for rank in (1, 2, 3, 0)], 1, flipped=[0]) for segment in four]
+    reported: list[FtError] = []
+    plan = agreed(four, reported.append, nodes)
+    assert plan.version == V6 and all(restorable(segment, V6) for segment in four)
+    assert nodes[1].attempts == [(V6, Way.FETCH, ()), (V6, Way.DECODE, (1,))]
+    assert [len(node.attempts) for node in nodes] == [1, 2, 1, 1] and len(reported) == 1
+
+
+@pytest.mark.parametrize(("broken", "versions"), [(1, [V6, V6]), (2, [V6, V6, V5])])
+def test_one_lost_connection_costs_no_version_and_a_second_one_only_that_version(
+    four: list[Segment], broken: int, versions: list[Version]
+) -> None:
+    empty(four[0])
+    seen = [LOST, held_by(1), held_by(2), held_by(3)]
+    nodes = [Smps(segment, seen, 1, broken=broken) for segment in four]
+    reported: list[FtError] = []
+    plan = agreed(four, reported.append, nodes)
+    assert plan.version == versions[-1] and all(restorable(segment, versions[-1]) for segment in four)
+    assert [version for version, _, _ in nodes[0].attempts] == versions
+    assert [str(error) for error in reported] == ["it hung up"] * broken, "each failure is said"

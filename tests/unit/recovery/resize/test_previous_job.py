@@ -1,22 +1,30 @@
-"""A resize with a spare that fails after its report: planned again as with a lost node, or refused."""
+"""A resize with a spare that fails after its report: planned again as with a lost node, or refused. What was found is
+restored once in a start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ft_plugins.collective import Collective
+from ft_plugins.config import Config
 from ft_plugins.errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ft_plugins.events import Event, Events
+from ft_plugins.model.topology import Topology
 from ft_plugins.recovery import nodes as job_nodes
 from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.resize.previous_job import PreviousJob
+from ft_plugins.recovery.resize.previous_size import ResizePlan
 from ft_plugins.smp.serve.job_file import ProtectionReference, refer
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.systems.reft import reft_nodes
+from ft_plugins.systems.reft.failure_domains import JobNodeNames
 
 from .protections import protection
 
@@ -24,6 +32,7 @@ V4 = Version(1, 4)
 WHERE = ("10.0.0.2", 700)
 FINGERPRINT = {"seed": 1, "world_size": 2}
 PREVIOUS = {"seed": 1, "world_size": 4}
+FIRST_ROUND = [(2, True), (3, False)]  # of two members and the spare: rank 2 is fetched, rank 3 decoded
 
 
 def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
@@ -167,6 +176,26 @@ def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job: Callable[[Nod
     assert found is not None and nodes.asked == [(2, True), (2, False)] and nodes.lives
 
 
+def test_what_was_decoded_from_a_corrupt_slot_is_decoded_again_without_it(job: Callable[[Nodes], PreviousJob]) -> None:
+    """The spare's slot has a flipped bit: in one round it is found, and the lost rank is decoded from it."""
+    nodes = Nodes((0, 1), lambda rank, fetched: fetched or nodes.asked == FIRST_ROUND, lives_on=True, losses=2)
+    found = job(nodes).plan_resize(FINGERPRINT)
+    assert found is not None and found.version == V4 and nodes.lives
+    assert nodes.asked == [*FIRST_ROUND, (2, False), (3, False)]
+
+
+def test_what_was_not_decoded_once_is_tried_again_and_given_up_the_second_time(
+    job: Callable[[Nodes], PreviousJob],
+) -> None:
+    nodes = Nodes((0, 1), lambda rank, fetched: nodes.asked == FIRST_ROUND, lives_on=True)
+    found = job(nodes).plan_resize(FINGERPRINT)
+    assert found is not None and found.version == V4 and nodes.asked == [*FIRST_ROUND, (3, False)]
+    nodes = Nodes((0, 1), lambda rank, fetched: not fetched, lives_on=True)
+    with pytest.raises(ResumeError, match="4 ranks is damaged"):
+        job(nodes).plan_resize(FINGERPRINT)
+    assert nodes.asked == [*FIRST_ROUND, (3, False)] and nodes.lives
+
+
 def test_state_of_another_job_on_the_spare_is_refused(
     job: Callable[[Nodes], PreviousJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,3 +241,32 @@ def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monke
     monkeypatch.setattr(Asking, "fenced", True)
     with pytest.raises(FencedError):
         nodes.spares(protection(0), lambda error: None)
+
+
+def test_a_second_resume_of_a_start_does_not_read_the_previous_segments_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may have been removed since, and the slot that they filled is there."""
+    refilled: list[ResizePlan] = []
+
+    def refill(plan: ResizePlan, *_: Any) -> int:
+        refilled.append(plan)
+        if len(refilled) == 1:
+            raise ResumeError("the states do not fit together")
+        return 640
+
+    monkeypatch.setattr(reft_nodes, "refill", refill)
+    events, seen = Events("n0"), list[Event]()
+    events.subscribe(seen.append)
+    host: Any = SimpleNamespace(rank=0, topology=lambda: Topology(1, 1, 1))
+    config, names = Config.from_flags(["--reft"])[0], JobNodeNames(("n0",))
+    nodes = reft_nodes.ReftNodes(host, config, Collective(), names, Path("/nowhere/job/n0"), 1, events)
+    nodes._resize_plan = plan = ResizePlan(4, V4, Version(8, 4), dict.fromkeys(range(4), 0), {}, 5)
+    segment: Any = None
+    with pytest.raises(ResumeError):
+        nodes.restore_previous_size(segment, segment)
+    nodes.restore_previous_size(segment, segment)
+    nodes.restore_previous_size(segment, segment)
+    assert refilled == [plan, plan], "one that failed has filled nothing"
+    assert [event.name for event in seen] == ["state.resharded"]
+    assert capsys.readouterr().out.count("iteration 4 of 4 ranks restored on 1 ranks") == 1
