@@ -30,7 +30,7 @@ from ..snapshot.capture import retention
 from ..snapshot.checkpoint import checkpoint, persist
 from ..snapshot.checkpoint.checkpoint import Origin
 from ..snapshot.segment.segment import Segment
-from ..snapshot.segment.slots import Mark, Version
+from ..snapshot.segment.slots import Mark, SlotState, Version
 from .recovery_plan import RecoveryPlan
 from .source_choice import choose_source, iteration_bound, nothing_older, require_older, set_aside
 
@@ -106,14 +106,12 @@ class StorageTier:
         If the plan's tier is `storage` and it names a version, that is CLEAN in a slot of every rank. Raises
         ResumeError, and the errors of `persist.read_rank`, on all ranks.
         """
-        if mode == "memory":
-            return choose_source(in_memory, mode, loaded)
         listing = self._list(segment.fingerprint, iteration_bound(mode))
         if listing.passed_over:
             names = ", ".join(map(shown, listing.passed_over))
             reason = f"{self._base}: {names}: not a checkpoint name"
             self._report_once(catalogue.CHECKPOINT_IGNORED, reason)
-        needed = in_memory.version is None or mode != "auto"
+        needed = mode != "memory" and (in_memory.version is None or mode != "auto")
         if listing.unreachable:
             if needed:
                 raise ResumeError(
@@ -123,6 +121,8 @@ class StorageTier:
             self._report_once(catalogue.STORAGE_FAILED, listing.unreachable)
         memory_lineage = in_memory.lineage - 1
         base = replace(in_memory, lineage=max(in_memory.lineage, listing.lineage + 1))
+        if mode == "memory":  # listed for the lineage only: the job may have continued elsewhere in this one
+            return choose_source(base, mode, loaded)
         damaged, before = "", iteration_bound(mode)
         if before is not None:
             require_older(loaded, before)
@@ -174,16 +174,20 @@ class StorageTier:
         )  # fmt: skip
 
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
-        """Read this rank's file of a checkpoint; returns whether every rank could. Raises on all ranks or none."""
+        """Read this rank's file of a checkpoint; returns whether every rank could. Raises on all ranks or none. If some
+        could not, the slot that it took is free for the next one."""
         folder, final = self._base / name, checkpoint.folder_of(self._base, version)
-        verified = False
+        held = any((slot.state, slot.version) == (SlotState.CLEAN, version) for slot in segment.slots())
+        index: int | None = None
         with self._collective.agreement():
             try:
-                persist.read_rank(final if final.exists() else folder, segment, version, token)
-                verified = True
+                index = persist.read_rank(final if final.exists() else folder, segment, version, token)
             except StorageError as error:
                 self._report(catalogue.CHECKPOINT_CORRUPTED, str(error))
-        return all(self._collective.gather(b"1" if verified else b""))
+        complete = all(self._collective.gather(b"" if index is None else b"1"))
+        if not complete and index is not None and not held:  # else each one tried costs a version in memory
+            segment.dirty(index, None, token)
+        return complete
 
     def _report_once(self, kind: EventType, reason: str) -> None:
         if self._collective.rank == 0:

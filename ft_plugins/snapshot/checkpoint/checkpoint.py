@@ -147,6 +147,7 @@ def commit(
 
     `audited`: the job compares replicas. `mark` is the version's current mark, in addition to those in the records.
     Raises StorageError if replicas are mismatched on any rank: a checkpoint assembled from their parts would hide that.
+    Also if files of a rank are missing after all; the checkpoint is unfinished then.
     """
     building, final = partial_of(base, version), folder_of(base, version)
     nbytes = sum((building / data_file(rank)).stat().st_size for rank in range(origin.world_size))
@@ -163,7 +164,15 @@ def commit(
     faults.reach("persist.manifest.before", iteration=version.iteration, **facts)
     write_digested(building / "manifest.json", asdict(manifest))
     faults.reach("persist.manifest.after", iteration=version.iteration, **facts)
-    return publish(building, final)
+    publish(building, final)
+    absent = unusable(final, origin, version)  # a node that gave up before the rename took its files; now it cannot
+    if absent:
+        (final / "manifest.json").unlink()
+        files.sync_folder(final)
+        with suppress(OSError):  # where the other nodes withdraw their files
+            os.rename(final, building)
+        raise StorageError(f"{final}: the files of ranks {absent} were removed while it was being completed")
+    return final
 
 
 def mixture_reason(version: Version, ranks: Sequence[int]) -> str:

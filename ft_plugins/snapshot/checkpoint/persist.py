@@ -102,6 +102,7 @@ def write_rank(
     )  # fmt: skip
     if _present(folder, record):
         return record
+    (folder / record_file(rank)).unlink(missing_ok=True)  # it would vouch for data that it does not describe
     with _durable(folder / data_file(rank), facts) as write:
         write(head)
         write(digests.tobytes())

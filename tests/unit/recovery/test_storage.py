@@ -13,18 +13,28 @@ from ft_plugins.base.files import write_digested
 from ft_plugins.base.intake import changes, within
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
+from ft_plugins.events import catalogue
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier, with_storage
 from ft_plugins.snapshot.capture.retention import StoredCheckpoint
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
-from ft_plugins.snapshot.segment.slots import Mark, Version
+from ft_plugins.snapshot.segment.slots import Mark, SlotState, Version
 
 S = Version(1, 40)
 MEMORY = RecoveryPlan(Version(2, 70), "process", 3, 71, 1, "newest that all ranks hold")
 NOTHING = RecoveryPlan(None, "none", 1, 0, 0, "no version was captured before")
 ORIGIN = Origin("", 1, {"layers": 4})
 BROKEN = RecoveryPlan(None, "none", 3, 50, 50, "rank 1 holds no version", state_lost=True)
+
+
+def segment_of(*slots: SimpleNamespace) -> SimpleNamespace:
+    """What the storage tier itself uses of a segment; `dirtied` has what it made DIRTY."""
+    dirtied: list[int] = []
+    return SimpleNamespace(
+        fingerprint=ORIGIN.fingerprint, slots=lambda: slots, dirtied=dirtied,
+        dirty=lambda index, version, token: dirtied.append(index),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -89,9 +99,9 @@ def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_kn
     ]
     monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: stored)
     read: list[str] = []
-    monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name))
+    monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name) or 0)
     tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
-    plan = tier.recover(memory, "auto", 0, SimpleNamespace(fingerprint=ORIGIN.fingerprint), 1)
+    plan = tier.recover(memory, "auto", 0, segment_of(), 1)
     assert plan.version == expected and plan.mark is Mark.CERTIFIED
     assert read == (["v2-60"] if expected == Version(2, 60) else [])
     assert plan.lineage == 4, "newer than all that lies in storage"
@@ -152,17 +162,63 @@ def test_the_newest_version_older_than_an_iteration_is_taken_from_memory_or_stor
 ) -> None:
     monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: three_stored())
     read: list[str] = []
-    monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name))
+    monkeypatch.setattr(persist, "read_rank", lambda folder, *_: read.append(folder.name) or 0)
     tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
-    plan = tier.recover(memory, mode, 0, SimpleNamespace(fingerprint=ORIGIN.fingerprint), 1)
+    plan = tier.recover(memory, mode, 0, segment_of(), 1)
     assert (plan.version, plan.reason, plan.lineage) == (expected, f"--ftp-resume {mode}", 3)
     assert read == ([f"v{expected.lineage}-{expected.iteration}"] if plan.tier == "storage" else [])
+
+
+def test_from_memory_the_job_opens_a_lineage_that_storage_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job has continued elsewhere since; its checkpoints of the same versions are not this run's."""
+    stored = [StoredCheckpoint(Version(7, 90), "v7-90", True, ORIGIN.fingerprint_digest)]
+    monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: stored)
+    tier = StorageTier(tmp_path, "job", Collective(), lambda kind, reason: None)
+    plan = tier.recover(MEMORY, "memory", 0, segment_of(), 1)
+    assert (plan.tier, plan.version, plan.lineage) == ("process", MEMORY.version, 8)
+
+
+def test_storage_that_cannot_be_reached_does_not_end_a_start_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(base: Path, passed_over: object) -> None:
+        raise OSError(5, "gone")
+
+    monkeypatch.setattr(checkpoint, "listing", unreachable)
+    reported: list[tuple[object, str]] = []
+    tier = StorageTier(tmp_path, "job", Collective(), lambda kind, reason: reported.append((kind, reason)))
+    assert tier.recover(MEMORY, "memory", 0, segment_of(), 1) == MEMORY
+    assert reported == [(catalogue.STORAGE_FAILED, "gone")]
+
+
+class OtherRankFails(Collective):
+    """Of two ranks; the other one can read no checkpoint."""
+
+    def gather(self, value: bytes) -> list[bytes]:
+        return [value, b""]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_checkpoint_that_another_rank_cannot_read_costs_no_version_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """What it was read into is free for the next one, unless that version was in memory before."""
+    monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: three_stored())
+    monkeypatch.setattr(persist, "read_rank", lambda *_: 3)
+    tier = StorageTier(tmp_path, "job", OtherRankFails(), lambda kind, reason: None)
+    clean = [SimpleNamespace(state=SlotState.CLEAN, version=Version(2, 80))] if held else []
+    segment = segment_of(*clean)
+    with pytest.raises(ResumeError, match="every checkpoint of this job"):
+        tier.recover(NOTHING, "auto", 0, segment, 1)
+    assert segment.dirtied == [3] * (2 if held else 3)
 
 
 def test_where_nothing_is_older_what_there_is_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: three_stored())
     tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
-    segment = SimpleNamespace(fingerprint=ORIGIN.fingerprint)
+    segment = segment_of()
     with pytest.raises(ResumeError, match="no older version.*in memory: none; checkpoints: v1-40, v2-60, v2-80; name"):
         tier.recover(NOTHING, "before:40", 0, segment, 1)
     with pytest.raises(ResumeError, match="loaded its own checkpoint of iteration 40, which every restart"):
@@ -176,7 +232,7 @@ def test_checkpoints_of_an_earlier_format_are_refused_by_what_to_do_and_are_no_f
     told: list[str] = []
     tier = StorageTier(tmp_path, "job", Collective(), lambda kind, reason: told.append(reason))
     with pytest.raises(ResumeError, match="the newest: .*v1-40: .*found 'ft_plugins checkpoint 1': resume or export"):
-        tier.recover(NOTHING, "auto", 0, SimpleNamespace(fingerprint=ORIGIN.fingerprint), 1)
+        tier.recover(NOTHING, "auto", 0, segment_of(), 1)
     assert len(told) == 1 and "resume or export it with the ft_plugins that wrote it" in told[0]
 
 

@@ -397,6 +397,26 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(ho
     assert not second.ranks[1].pinned()
 
 
+def test_a_checkpoint_that_another_node_gives_up_while_it_is_completed_costs_no_older_one(
+    alone: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone.told(keep=1)
+    alone.capture(10)
+    alone.wait("checkpoint.completed")
+    write = checkpoint.write_digested
+
+    def late(path: Path, content: dict[str, Any]) -> None:
+        checkpoint.withdraw(path.parent, [1])
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_digested", late)
+    alone.capture(20)
+    until(lambda: len(alone.events("checkpoint.completed") + alone.events("checkpoint.failed")) == 2)
+    (failed,) = alone.events("checkpoint.failed")
+    assert "files of ranks [1] were removed" in failed.fields["reason"]
+    assert os.listdir(alone.base) == ["v1-10"] and len(alone.events("checkpoint.completed")) == 1
+
+
 def test_on_request_what_is_certified_is_written_before_what_is_newer(alone: Host) -> None:
     alone.told(interval=0, audits=5)
     alone.capture(5)

@@ -399,6 +399,42 @@ def test_a_rank_counts_when_its_file_is_there_and_is_of_this_version_and_job(
     assert checkpoint.unusable(folder, ORIGIN, V) == [1]
 
 
+def test_no_record_vouches_for_data_that_another_attempt_has_replaced(
+    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, folder, source = replace(ORIGIN, world_size=1), checkpoint.partial_of(tmp_path, V), make(0)
+    capture(source, V, 1)
+    persist.write_rank(folder, source, V, alone)
+    capture(source, V, 2)
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(persist, "write_digested", full)
+    with pytest.raises(OSError, match="full"):
+        persist.write_rank(folder, source, V, alone)
+    assert checkpoint.unusable(folder, alone, V) == [0]
+
+
+def test_a_checkpoint_whose_files_were_withdrawn_before_its_manifest_is_not_complete(
+    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node gives up while rank 0 completes it."""
+    building, write = checkpoint.partial_of(tmp_path, V), checkpoint.write_digested
+
+    def late(path: Path, content: dict[str, object]) -> None:
+        checkpoint.withdraw(building, [1])
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_digested", late)
+    with pytest.raises(StorageError, match=r"files of ranks \[1\] were removed"):
+        written(make, tmp_path)
+    (found,) = checkpoint.listing(tmp_path)
+    assert (found.name, found.complete) == (building.name, False)
+    checkpoint.withdraw(building, [0])
+    assert not building.exists()
+
+
 @pytest.mark.parametrize("point", ["before", "after"])
 def test_the_manifest_makes_it_complete_whether_or_not_the_folder_was_renamed(
     make: Callable[..., Segment], tmp_path: Path, point: str
