@@ -39,9 +39,9 @@ def agree_on_version(
 ) -> RecoveryPlan:  # fmt: skip
     """Choose the newest version that all ranks can have, and have it verified in every rank's own segment.
 
-    A corrupt slot is reported, then rebuilt from other nodes or its version skipped. A version that a rank cannot
-    rebuild in two attempts is skipped. `nodes`: None for this rank's own node alone; `before`: only versions older than
-    that iteration. Every rank of the job calls.
+    A corrupt slot is reported, then rebuilt from other nodes or its version skipped. So is a version that a rank could
+    not rebuild in two attempts; what cannot be fetched in two is rebuilt. `nodes`: None for this rank's own node alone;
+    `before`: only versions older than that iteration. Every rank of the job calls.
     """
     corrupt: set[tuple[int, Version]] = set()
     banned: set[Version] = set()
@@ -72,8 +72,8 @@ def agree_on_version(
                     corrupt.add((rank, version))
                 case b"failed" if (rank, version) not in tried:
                     tried.add((rank, version))
-                    if plan.sources[rank].way is Way.FETCH:  # parity may have what that node cannot hand out whole
-                        corrupt.add((rank, version))
+                case b"failed" if plan.sources[rank].way is Way.FETCH and (rank, version) not in corrupt:
+                    corrupt.add((rank, version))  # parity may have what that node cannot hand out whole
                 case b"corrupt" | b"failed":
                     banned.add(version)
 

@@ -41,7 +41,7 @@ from ...config import launch_context
 from ...errors import ConfigError, ResumeError, UnsupportedError
 from ...model.topology import Topology
 from ...session import Session, attach
-from ..data.cycles import continued
+from ..data.cycles import Cycles
 from ..forward_edges import Saving
 from ..scalar_writers import of_megatron
 from ..script.script_hooks import replace_in_megatron as replace
@@ -95,7 +95,7 @@ class TrainingHooks:
         return self.loop.follow_data(built)
 
     def _cycling(self, original: Callable[..., Any], *args: Any) -> Any:
-        return original(*args) if self.loop is None else self.loop.cycle(original, *args)
+        return original(*args) if self.loop is None else self.loop.cycles.passes(original, *args)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop is not None:
@@ -147,7 +147,7 @@ class MegatronLoop:
         self._module = module
         self._begun = 0  # the iteration under way, or the last one; 0 before the first
         self._external = self._external_data()
-        self._valid: list[Any] = []  # loaders for evaluation
+        self.cycles = Cycles()
         self._host = MegatronCoreHost(
             chunks,
             optimizer,
@@ -182,21 +182,13 @@ class MegatronLoop:
 
     def follow_data(self, built: Any) -> Any:
         """Data loaders for training, evaluation and test were built. Returns those to use. Raises UnsupportedError."""
-        train, valid, test = built
-        self._valid = valid if isinstance(valid, list) else [valid]
         if self._external is None:
             return built
+        train, valid, test = built
         iterations = getattr(self.args, "eval_iters", 0)
         evaluates = any(iterations) if isinstance(iterations, list) else bool(iterations)
         evaluates = evaluates or bool(getattr(self.args, "full_validation", False))
         return self._external.built(train, valid, evaluates), valid, test
-
-    def cycle(self, original: Callable[..., Any], loader: Any) -> Any:
-        """`original(loader)`, its batches over and over, as they go on after a restore."""
-        if not self._restored:
-            return original(loader)
-        read = any(loader is one for one in self._valid) and bool(self.args.consumed_valid_samples)
-        return continued(original, loader, read)
 
     def _counters(self) -> dict[str, Any]:
         from .core import StateEntry
@@ -211,6 +203,8 @@ class MegatronLoop:
         )
         rerun = StateEntry(self._rerun_state, self._restore_rerun_state)
         entries = {name: of_args(name) for name in _COUNTERS if hasattr(self.args, name)}
+        if self.args.dataloader_type == "cyclic" or getattr(self.args, "full_validation", False):
+            entries["cycles"] = StateEntry(self.cycles.read, self.cycles.write)
         return {**entries, "num_floating_point_operations_so_far": operations, "rerun_state_machine": rerun}
 
     def _rerun_state(self) -> dict[str, Any]:

@@ -67,6 +67,12 @@ LAYER_WISE = Rule(
     "each rank updates other parameters, which replicas neither compare nor average", "--optimizer", "dist_muon",
     systems=("paft", "sync"),
 )  # fmt: skip
+UNSHARDED = Rule(
+    "cyclic data that are not sharded", ("data_sharding",),
+    every(equals("dataloader_type", "cyclic"), lambda settings: at(settings, "data_sharding") is False),
+    "passes of some ranks are a batch longer, so the place in them does not follow from consumed samples",
+    "--dataloader-type cyclic --no-data-sharding",
+)  # fmt: skip
 ONE_INSTANCE = Rule(
     "several instances of the distributed optimizer", ("num_distributed_optimizer_instances",),
     _several_instances,
@@ -215,6 +221,7 @@ _REFUSED = (
     ),
     _named("hybrid_context_parallel", "hybrid context parallelism", "its packing of samples keeps its own position"),
     _named("fim_data", "fill-in-the-middle data", "it draws from a random generator that cannot be restored"),
+    UNSHARDED,
     Rule(
         "DINO", ("vision_pretraining", "vision_pretraining_type"),
         every(on("vision_pretraining"), equals("vision_pretraining_type", "dino")),

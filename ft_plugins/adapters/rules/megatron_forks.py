@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .megatron import UNSHARDED
 from .rule import Rule, at, equals, every, on
 
 NEOX, OTHERWISE = "gpt-neox", "drop the protection"
@@ -13,10 +14,6 @@ NEOX, OTHERWISE = "gpt-neox", "drop the protection"
 def _named(key: str, name: str, reason: str, option: str = "") -> Rule:
     """A rule about an argument that is on."""
     return Rule(name, (key,), on(key), reason, option or f"--{key.replace('_', '-')}")
-
-
-def _unsharded(settings: Any) -> bool:
-    return at(settings, "dataloader_type") == "cyclic" and at(settings, "data_sharding") is False
 
 
 def _learns(settings: Any) -> bool:
@@ -36,11 +33,7 @@ MEGATRON_DEEPSPEED = (
     _named("vision_pretraining", "vision pretraining", "it keeps a teacher of its own"),
     _named("reset_iteration", "a new count", "it counts a loaded checkpoint's iterations from 0 at each restart"),
     _named("repeated_dataloader", "repeated data", "it repeats them from where a restart began"),
-    Rule(
-        "cyclic data that are not sharded", ("data_sharding",), _unsharded,
-        "passes of some ranks are a batch longer, so the place in them does not follow from consumed samples",
-        "--dataloader-type cyclic --no-data-sharding",
-    ),
+    UNSHARDED,
 )  # fmt: skip
 
 GPT_NEOX = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ft_plugins.adapters.data.cycles import continued
+from ft_plugins.adapters.data.cycles import Cycles
 
 BATCHES, LAST = 4, 1  # of a pass; samples that are left out
 
@@ -27,12 +27,10 @@ class Cyclic:
 
 
 class Whole:
-    """As Megatron's for `--full-validation`: each pass is a whole one."""
-
-    consumed_samples = 0
+    """As Megatron's for `--full-validation`."""
 
     def __init__(self, consumed: int) -> None:
-        pass
+        self.total_samples = 2 * BATCHES
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([2 * batch, 2 * batch + 1] for batch in range(BATCHES))
@@ -60,14 +58,46 @@ def test_a_loader_that_goes_on_after_a_restore_draws_as_without(workers: int, sa
         return DataLoader(range(100), batch_sampler=sampler(consumed), **given)  # type: ignore[arg-type]
 
     torch.manual_seed(1)
-    states = [torch.get_rng_state()]
-    expected = []
-    passes = cycle(loader(0))
+    states, expected, made = [torch.get_rng_state()], [], Cycles()
+    versions = [made.read()]
+    passes = made.passes(cycle, loader(0))
     for _ in range(4 * BATCHES):
         expected += read(passes, 1)
         states.append(torch.get_rng_state())
+        versions.append(made.read())
     for point in points:
         torch.manual_seed(2)
-        passes = continued(cycle, loader(2 * point), read=bool(point))
+        again = Cycles()
+        again.write(versions[point])
+        passes = again.passes(cycle, loader(2 * point))
         torch.set_rng_state(states[point])  # after the loader was built, and before it is read
         assert read(passes, BATCHES) == expected[point : point + BATCHES], point
+
+
+@pytest.mark.parametrize("workers", [0, 1], ids=["no-workers", "workers-that-persist"])
+def test_one_that_was_not_read_since_a_start_from_megatrons_own_checkpoint_draws(workers: int) -> None:
+    """Samples were consumed before that start, in another process."""
+
+    def loader() -> Any:
+        given: Any = {"num_workers": workers, "persistent_workers": bool(workers)}
+        return DataLoader(range(100), batch_sampler=Cyclic(2), **given)  # type: ignore[arg-type]
+
+    loaded, restored = Cycles(), Cycles()
+    next(loaded.passes(cycle, loader()))  # for training; the second, for evaluation, is not read
+    restored.write(loaded.read())
+    assert restored.read() == bytes([1, *bytes(15)])
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    restored.passes(cycle, loader())
+    next(restored.passes(cycle, loader()))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_loaders_of_other_kinds_and_those_that_are_never_read_do_no_harm() -> None:
+    restored = Cycles()
+    restored.write(b"\1" * 16)
+    never = DataLoader(range(3), batch_sampler=Cyclic(0))  # type: ignore[arg-type]
+    never.batch_sampler.total_samples = never.batch_sampler.last_batch_size = 3  # type: ignore[union-attr]
+    for loader in (never, [1, 2], DataLoader(range(2))):
+        passes = restored.passes(cycle, loader)
+        assert loader is never or [int(next(passes)) for _ in range(3)] in ([1, 2, 1], [0, 1, 0])

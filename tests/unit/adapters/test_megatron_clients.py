@@ -106,7 +106,7 @@ def test_a_pass_that_had_begun_before_the_restore_draws_nothing_again(consumed: 
     client, module, _ = megatron(steps=[], iteration=0)
     module.cyclic_iter = lambda loader: (one for _ in itertools.count() for one in iter(loader))
     client.follow(None, lambda: None)
-    client.restored = True
+    client.restore({**client.state(), "cycles": b"\1" * 16})
     torch.manual_seed(1)
     before = torch.get_rng_state()
     passes = module.cyclic_iter(Loader(consumed))

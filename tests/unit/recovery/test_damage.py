@@ -588,8 +588,20 @@ def test_what_another_node_cannot_hand_out_whole_is_decoded(four: list[Segment])
     reported: list[FtError] = []
     plan = agreed(four, reported.append, nodes)
     assert plan.version == V6 and all(restorable(segment, V6) for segment in four)
-    assert nodes[1].attempts == [(V6, Way.FETCH, ()), (V6, Way.DECODE, (1,))]
-    assert [len(node.attempts) for node in nodes] == [1, 2, 1, 1] and len(reported) == 1
+    assert nodes[1].attempts == [(V6, Way.FETCH, ()), (V6, Way.FETCH, ()), (V6, Way.DECODE, (1,))]
+    assert [len(node.attempts) for node in nodes] == [1, 3, 1, 1] and len(reported) == 2
+
+
+def test_what_one_lost_connection_kept_from_being_fetched_is_fetched_again(four: list[Segment]) -> None:
+    """Were its slot taken for a corrupt one, that node would be no holder of others' parity."""
+    for segment in four:
+        empty(segment)
+    broken = (1, 1, 0, 0)
+    moved = [held_by(rank) for rank in (1, 2, 3, 0)]
+    nodes = [Smps(segment, moved, 1, broken=count) for segment, count in zip(four, broken, strict=True)]
+    plan = agreed(four, [].append, nodes)  # type: ignore[arg-type]
+    assert plan.version == V6 and all(restorable(segment, V6) for segment in four)
+    assert [node.attempts for node in nodes] == [(1 + count) * [(V6, Way.FETCH, ())] for count in broken]
 
 
 @pytest.mark.parametrize(("broken", "versions"), [(1, [V6, V6]), (2, [V6, V6, V5])])

@@ -11,14 +11,14 @@ In: its megatron/training.py. Out: a client."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ....model.host import ScalarWriter
 from ....patches import MegatronPackage, package_in
-from ...data.cycles import continued
+from ...data.cycles import ALL_READ, Cycles
 from ...rules.megatron_forks import MEGATRON_DEEPSPEED
 from ...scalar_writers import of_megatron
 from ...schedulers import DIFFICULTY
@@ -34,22 +34,24 @@ class MegatronDeepSpeed(ForkLoop):
     rules = MEGATRON_DEEPSPEED
     counted = ("iteration", "consumed_train_samples", "consumed_valid_samples", "consumed_train_tokens")
 
+    def __init__(self, module: ModuleType, arguments: Any) -> None:
+        super().__init__(module, arguments)
+        self._cycles = Cycles()
+
     @property
     def write_scalars(self) -> ScalarWriter | None:
         return of_megatron(self._module)
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         super().follow(engine, begin)
-        replace_in_deepspeed(self._module, "cyclic_iter", self._cycling)
-
-    def _cycling(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
-        return continued(original, loader) if self.restored else original(loader)
+        replace_in_deepspeed(self._module, "cyclic_iter", self._cycles.passes)
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "curriculum": self._curriculum.get(DIFFICULTY)}
+        return {**super().state(), "cycles": self._cycles.read(), "curriculum": self._curriculum.get(DIFFICULTY)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
+        self._cycles.write(state.get("cycles", ALL_READ))  # none in a version of an earlier build
         if state["curriculum"] is not None:
             self._curriculum[DIFFICULTY] = state["curriculum"]
             self.arguments.curriculum_seqlen = None  # unlike any: the loop's first iteration then sets it
