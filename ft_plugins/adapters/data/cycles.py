@@ -15,7 +15,7 @@ from typing import Any
 from ..rng import process_state, set_process_state
 
 Cycle = Callable[[Any], Iterator[Any]]
-_MOST = 16  # loaders that are told apart: a version's room for them does not grow
+_MOST = 16  # loaders, each with a place of its own: a version's room for them does not grow
 ALL_READ = _MOST * b"\1"
 
 
