@@ -33,7 +33,7 @@ _DEPTH, _MOST, _MOST_IN_ALL = 4, 4096, 1 << 16  # levels below an attribute; val
 _SAMPLE = 64  # elements of a tensor that are read
 # packages whose modules' state is known
 _KNOWN = ("deepspeed.", "megatron.", "torch.nn.parallel.", "transformer_engine.")
-_SHOWN = 8  # paths in a message
+_SHOWN = 8  # in a message
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))
 
 
@@ -55,7 +55,7 @@ class HeldTensors:
         if new:
             say(
                 f"iteration {iteration}: training changes tensors that modules keep outside their parameters and "
-                f"buffers, or in buffers that were made later: {joined(new)}: no version "
+                f"buffers, or in buffers that were made later: {joined(map(repr, new))}: no version "
                 "has them; if training depends on what an iteration leaves there, make it a buffer (register_buffer) "
                 "when the model is built"
             )
@@ -98,10 +98,11 @@ def is_known(kind: type) -> bool:
     return f"{made_of.__module__}.".startswith(_KNOWN)
 
 
-def joined(paths: Sequence[str]) -> str:
+def joined(words: Iterable[str]) -> str:
     """The first of them, for a message."""
-    more = f" (and {len(paths) - _SHOWN} more)" if len(paths) > _SHOWN else ""
-    return "; ".join(map(repr, paths[:_SHOWN])) + more
+    found = list(words)
+    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,12 +20,12 @@ import torch
 from ..events import say
 from ..model.digest import WALL_TIMES as NOT_COMPARED
 from .forward_edges import Hook, with_hooks
-from .held_tensors import HeldTensors
+from .held_tensors import HeldTensors, joined
 from .module_modes import ModuleNumbers
 from .module_parts import ModulePart, Shape, encoded_bytes
 from .object_counts import ObjectCounts
 
-_ROOM, _MOST, _SHOWN = 8 << 10, 32, 8  # bytes of a version, and how many parts; differences in a message
+_ROOM, _MOST = 8 << 10, 32  # bytes of a version, and how many parts
 _NOTHING = "nothing"
 _COUNTS_ADVICE = (
     "if training depends on it, results differ: keep it in an attribute of the module itself, which is restored, or "
@@ -72,7 +72,7 @@ class ModuleShape:
 
     def _say_lost(self, found: Iterable[str]) -> None:
         if (words := [*found]) and self._speaks:
-            say(f"after the restore {_joined(words)} when that version was captured: {_ADVICE}", alarm=True)
+            say(f"after the restore {joined(words)} when that version was captured: {_ADVICE}", alarm=True)
 
     def captured(self, iteration: int) -> dict[str, Any]:
         """After `numbers.captured`: what a version has. What has changed since the last one is said once."""
@@ -90,7 +90,7 @@ class ModuleShape:
         last, self._last = self._last, now
         if last is not now:
             if (found := [*_differences(last, now, self._said, first)]) and self._speaks:
-                say(f"iteration {iteration}: {_joined(found)} before: {_ADVICE}", alarm=True)
+                say(f"iteration {iteration}: {joined(found)} before: {_ADVICE}", alarm=True)
             self._changed = _that_fit(self._begun, now)
         counts, words = self._counts.captured(self._numbers.parts.counts, self._numbers.parts.moved)
         if words and self._speaks:
@@ -163,8 +163,3 @@ def _between(name: str, was: Shape, now: Shape) -> Iterator[tuple[str, str, bool
 
 def _of(what: str, name: str) -> str:
     return f"{what} of " + (f"'{name}'" if name else "the model")
-
-
-def _joined(found: list[str]) -> str:
-    more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
-    return "; ".join(found[:_SHOWN]) + more

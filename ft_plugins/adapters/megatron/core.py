@@ -43,12 +43,12 @@ from ...snapshot.capture import codec
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
 from ..held_tensors import HeldTensors
-from ..held_values import HeldValues
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..module_parts import parts_of
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
 from . import fp8_scaling, inner_masters, state
+from .held_values import HeldValues
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .support import is_stub, layer_wise
@@ -110,7 +110,7 @@ class MegatronCoreHost(MegatronReduction):
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
         self._held = HeldTensors()
-        self._values = HeldValues(self.chunks, self._inner(), state.unwrapped)
+        self._values = HeldValues(self.chunks, self._inner())
         self._began = False  # training, in this process: what a script does before, it does in each start
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):

@@ -15,8 +15,8 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ft_plugins.adapters import held_tensors, held_values, host_parts
-from ft_plugins.adapters.megatron import state
+from ft_plugins.adapters import held_tensors, host_parts
+from ft_plugins.adapters.megatron import held_values, state
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.spans import follow
 from ft_plugins.adapters.megatron.support import require_supported

@@ -14,25 +14,23 @@ In: the chunks of a model at version points. Out: paths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..events import say
-from .held_tensors import is_known, joined
-from .module_parts import ModuleParts
+from ...events import say
+from ..held_tensors import is_known, joined
+from ..module_parts import ModuleParts
+from .state import unwrapped
 
 _EVERY = 64  # version points
 
 
 class HeldValues:
-    """Of one model, in `chunks`, with its `optimizers`. `unwrapped`: the path of a module without its wrappers."""
+    """Of one model, in `chunks`, with its `optimizers`."""
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer],
-        unwrapped: Callable[[str], str],
-    ) -> None:  # fmt: skip
-        self._chunks, self._optimizers, self._unwrapped = tuple(chunks), tuple(optimizers), unwrapped
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._chunks, self._optimizers = tuple(chunks), tuple(optimizers)
         self._points = 0
         self._first: Mapping[str, str] = {}  # at the first version point
         self._said: set[str] = set()
@@ -55,8 +53,9 @@ class HeldValues:
         self._said.update(found)
         if found:
             say(
-                f"iteration {iteration}: training changes what modules keep besides tensors: {joined(found)}: no "
-                "version has it; if training depends on it, set it by the iteration, in each iteration"
+                f"iteration {iteration}: training changes what modules keep besides tensors: "
+                f"{joined(map(repr, found))}: no version has it; if training depends on it, set it by the iteration, in "
+                "each iteration"
             )
 
     def _read(self) -> Iterator[tuple[str, str]]:
@@ -64,7 +63,7 @@ class HeldValues:
             parts = ModuleParts(chunk, () if at else self._optimizers)
             found = parts.read()
             for name, module in parts.modules:
-                path = f"chunk{at}.{self._unwrapped(f'{name}.' if name else '')}"
+                path = f"chunk{at}.{unwrapped(f'{name}.' if name else '')}"
                 yield f"{path}training", str(module.training)
                 for key, one in module._parameters.items():
                     if one is not None:
