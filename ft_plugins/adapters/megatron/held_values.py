@@ -54,8 +54,8 @@ class HeldValues:
         if found:
             say(
                 f"iteration {iteration}: training changes what modules keep besides tensors: "
-                f"{joined(map(repr, found))}: no version has it; if training depends on it, set it by the iteration, in "
-                "each iteration"
+                f"{joined(map(repr, found))}: no version has it; if training depends on it, set it by the iteration, "
+                "in each iteration"
             )
 
     def _read(self) -> Iterator[tuple[str, str]]:
