@@ -11,7 +11,8 @@ version point is right after that.
                              session; restores
     engine.train_batch       PipelineEngine: the end of the previous iteration, then iteration_begin
     engine.forward, step     DeepSpeedEngine: the same at the first read or forward after an update
-    engine.load_checkpoint   the larger iteration wins
+    engine.load_checkpoint   before training: the larger iteration wins. After it: the script's matter, as long as no
+                             update follows
     destroy_process_group    the orderly end, unless an exception is under way; or that of the script under ft-run
 
 In: the module `deepspeed`, right after its import. Out: the same module, hooked."""
@@ -154,6 +155,7 @@ class DeepSpeedLoop:
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
+        self._left = False  # whether the script has loaded a checkpoint since it trained: no iteration follows
         if config.sync is not None:
             require_local(engine, torch.distributed.get_rank())
         self._host = DeepSpeedHost(engine, positions, shards, client)
@@ -203,6 +205,8 @@ class DeepSpeedLoop:
         """The client's loop has ended: the version point of the last iteration, unless it was restored."""
         self._end()
         self._session.restore_position()
+        self._session.wait_for_capture()  # what the client does from here on may change tensors
+        self._begun = self._begun or self.engine.global_steps
 
     def _end(self) -> None:
         """The version point of an updated iteration."""
@@ -213,7 +217,7 @@ class DeepSpeedLoop:
     def begin(self) -> None:
         """Begin the iteration, unless it has begun."""
         iteration = self.engine.global_steps + 1
-        if self._begun != iteration:
+        if self._begun != iteration and not self._left:
             if not self._begun or self.client is not None:
                 self._require_continuing()
             self._begun = iteration
@@ -250,6 +254,7 @@ class DeepSpeedLoop:
     def _training_batch(self, original: Callable[..., Any], data_iter: Any = None) -> Any:
         if data_iter is not None:
             self.engine.set_dataiterator(data_iter)
+        self._require_training()
         if self.engine.data_iterator is not None:
             self._positions.expect("train", self.engine.data_iterator)
         self.begin()
@@ -329,6 +334,7 @@ class DeepSpeedLoop:
                 say(line)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._require_training()
         before = self.engine.global_steps
         self._reads.computing()
         if self.engine.is_gradient_accumulation_boundary():
@@ -353,10 +359,10 @@ class DeepSpeedLoop:
 
     def _loading(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._begun:
-            raise UnsupportedError(
-                "engine.load_checkpoint after training has begun would undo iterations that are in snapshots: end "
-                "the job, and start it with --ftp-resume fresh"
-            )
+            self._end()
+            self._session.wait_for_capture()
+            self._left = True
+            return original(*args, **kwargs)
         self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
         self._host.schedule.begin_again()
         outcome = original(*args, **kwargs)
@@ -364,6 +370,15 @@ class DeepSpeedLoop:
         self._host.find_tensors(self._loaded is not None)
         self.resume()
         return outcome
+
+    def _require_training(self) -> None:
+        """Raises UnsupportedError if the script trains on from a checkpoint that it has loaded since it began to."""
+        if self._left and self._captured:
+            raise UnsupportedError(
+                f"rank {self._host.rank}: engine.load_checkpoint was called after iteration {self._begun} had begun, and "
+                f"training goes on from what it loaded (iteration {self.engine.global_steps}), which would undo "
+                "iterations that are in snapshots: end the job, and start it with --ftp-resume fresh from that checkpoint"
+            )
 
     def _follow_end(self) -> None:
         """Treat destroy_process_group as the orderly end; without it, the end of the process is."""
