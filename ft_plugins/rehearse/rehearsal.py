@@ -264,11 +264,10 @@ def _no_hash_seed() -> Iterator[None]:
 def report(outcome: Rehearsal) -> str:
     """The outcome for people."""
     killed = f"killed in iterations {', '.join(map(str, outcome.kills))}"
-    if outcome.comparison is None:
-        lines = [f"NOT EXACT: {killed}, and the job did not go on to its end:\n{outcome.refused}"]
-    else:
-        lines = [outcome.comparison.sentence]
-    if outcome.comparison is not None and not outcome.exact and outcome.comparison.difference is not None:
+    compared = outcome.comparison
+    ended = f"NOT EXACT: {killed}, and the job did not go on to its end:\n{outcome.refused}"
+    lines = [ended if compared is None else compared.sentence]
+    if compared is not None and not outcome.exact and compared.difference is not None:
         lines.append(
             "usual causes: state that belongs to nothing declared (a second optimizer, an average of the model, a "
             "GradScaler, a generator of its own); data read from the loop's beginning, or ahead; random numbers of the "

@@ -21,12 +21,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ...errors import ResumeError
+from ...errors import ResumeError, StateChangedError
 from ..rng import process_state, set_process_state
 from ..script.script_hooks import replace
-from .data_parts import generators_of, parts
+from .data_parts import data_parts, generators_of, parts
 
 GeneratorStates = dict[str, Any]
+_MADE = "__ft_made__"  # attribute of a source: by path, what was in place of a generator that a restore has made
 
 
 # ---- random numbers ----
@@ -44,9 +45,65 @@ def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
         set_source_generators(source, state["own"])
 
 
+class OwnGenerators:
+    """The generators that a source owns. One that it makes later than itself, in an attribute, is made at a restore."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._owners = set(_owners(source))
+        self._known = set(generators_of(source))
+
+    def states(self) -> dict[str, Any]:
+        """Raises StateChangedError for one that could not be made at a restore."""
+        generators = generators_of(self._source)
+        for path in generators.keys() - self._known:
+            owner, _, name = path.rpartition(".")
+            if owner not in self._owners or vars(_owners(self._source)[owner]).get(name) is not generators[path]:
+                raise StateChangedError(
+                    f"the loader draws from {path}, which was made after the loader, in an object or a container that "
+                    "a restart would not have yet: make it where the loader is made, or as an attribute of what is"
+                )
+            self._known.add(path)
+        return {path: state_of(one) for path, one in generators.items()}
+
+
+def _owners(source: Any) -> dict[str, Any]:
+    return {path[:-1]: one for path, one in (*parts(source), *data_parts(source)) if hasattr(one, "__dict__")}
+
+
+def _make_later_ones(source: Any, states: Mapping[str, Any]) -> None:
+    """Make the generators that the source will make later, and take away those that it had not made yet."""
+    owners, present = _owners(source), generators_of(source)
+    made = vars(source).setdefault(_MADE, {}) if hasattr(source, "__dict__") else {}
+    for path in present.keys() ^ states.keys():
+        owner, _, name = path.rpartition(".")
+        if path in made and path in present:
+            before = made.pop(path)
+            vars(owners[owner]).update(before) if before else vars(owners[owner]).pop(name)
+        elif path in states and owner in owners and vars(owners[owner]).get(name) is None:
+            made[path] = {key: one for key, one in vars(owners[owner]).items() if key == name}
+            vars(owners[owner])[name] = _made(states[path])
+
+
+def _made(state: Any) -> Any:
+    """A generator of the kind that has such a state."""
+    match state:
+        case torch.Tensor():
+            return torch.Generator()
+        case Mapping():
+            kinds = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
+            return np.random.Generator(kinds[state["bit_generator"]]())
+        case [str(), *_]:
+            return np.random.RandomState()
+    return random.Random()
+
+
 def set_source_generators(source: Any, states: Mapping[str, Any]) -> None:
     """Set the generators that `source` owns. Raises ResumeError if they are not those captured."""
     generators = generators_of(source)
+    if set(generators) != set(states):
+        _make_later_ones(source, states)
+        generators = generators_of(source)
     if set(generators) != set(states):
         raise ResumeError(
             f"the loader draws from {sorted(generators) or 'no generator of its own'}, the captured one from "

@@ -375,9 +375,9 @@ class DeepSpeedLoop:
         """Raises UnsupportedError if the script trains on from a checkpoint that it has loaded since it began to."""
         if self._left and self._captured:
             raise UnsupportedError(
-                f"rank {self._host.rank}: engine.load_checkpoint was called after iteration {self._begun} had begun, and "
-                f"training goes on from what it loaded (iteration {self.engine.global_steps}), which would undo "
-                "iterations that are in snapshots: end the job, and start it with --ftp-resume fresh from that checkpoint"
+                f"rank {self._host.rank}: engine.load_checkpoint was called after iteration {self._begun} had begun, "
+                f"and training goes on from what it loaded (iteration {self.engine.global_steps}), which would undo "
+                "iterations that are in snapshots: end the job, and start it with --ftp-resume fresh"
             )
 
     def _follow_end(self) -> None:
