@@ -265,8 +265,11 @@ def report(outcome: Rehearsal) -> str:
     """The outcome for people."""
     killed = f"killed in iterations {', '.join(map(str, outcome.kills))}"
     compared = outcome.comparison
-    ended = f"NOT EXACT: {killed}, and the job did not go on to its end:\n{outcome.refused}"
-    lines = [ended if compared is None else compared.sentence]
+    lines = [
+        f"NOT EXACT: {killed}, and the job did not go on to its end:\n{outcome.refused}"
+        if compared is None
+        else compared.sentence
+    ]
     if compared is not None and not outcome.exact and compared.difference is not None:
         lines.append(
             "usual causes: state that belongs to nothing declared (a second optimizer, an average of the model, a "

@@ -368,8 +368,8 @@ def not_exercised(entries: Sequence[TranscriptEntry]) -> list[str]:
     begun = min((entry.iteration for entry in after), default=0)
     phases = {phase for entry in after for phase in entry.phases}
     made = [entry for entry in after if str(entry.seen.get("norm")) not in _SKIPPED]
-    known = {e.iteration: float.fromhex(e.seen["rate"]) for e in made if e.rank == 0 and e.seen.get("rate")}
-    rates = [known[iteration] for iteration in sorted(known)]
+    by_iteration = {e.iteration: e.seen["rate"] for e in made if e.rank == 0 and e.seen.get("rate")}
+    rates = [float.fromhex(rate) for _, rate in sorted(by_iteration.items())]
     phases_of_rate = {(b > a) - (b < a) for a, b in zip(rates, rates[1:], strict=False)}  # rises, stays, falls
     missing, ends = [], epoch_ends(entries)
     if not any(end < begun for end in ends):

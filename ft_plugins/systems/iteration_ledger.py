@@ -230,8 +230,10 @@ class IterationLedger:
         self._last = 0
         whole = {iteration: parts for iteration, parts in self._compared.items() if parts & _COMPUTED}
         if whole and not self._differed:
-            found = sorted(set().union(*whole.values()) - {LedgerPart.FIRST_READ})
-            counts = {part.words: sum(part in one for one in whole.values()) for part in found}
+            counts = {
+                part.words: sum(part in one for one in whole.values())
+                for part in sorted(set().union(*whole.values()) - {LedgerPart.FIRST_READ})
+            }
             self._events.emit(
                 catalogue.RESUME_CONFIRMED, iterations=len(whole), parts=list(counts),
                 reason=f"iterations {min(whole)} to {max(whole)} were computed again; how often each part of them "

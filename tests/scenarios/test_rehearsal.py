@@ -70,7 +70,7 @@ def test_what_a_data_set_makes_later_is_restored_and_what_the_script_carries_is_
 ) -> None:
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "later")
     assert outcome["exact"], outcome
-    named = [line for line in outcome["notices"] if "after the restore `running` is 0.0, and was " in line]
+    named = [line for line in outcome["notices"] if "after the restore `running` in main() is 0.0, and was " in line]
     assert len(named) == 2 == len(outcome["kills"]), outcome["notices"]
     assert "another phase" not in " ".join(outcome["not_exercised"]), "a step of the rate was seen"
 

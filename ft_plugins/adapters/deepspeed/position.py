@@ -218,7 +218,8 @@ class Positions:
     def _register(self, role: str, source: Any) -> None:
         self._sources[role] = reference(source)
         self._loaders[role] = loader_of(source)
-        self._generators[role] = OwnGenerators(self._loaders[role])
+        if role not in self._generators or self._generators[role].source is not self._loaders[role]:
+            self._generators[role] = OwnGenerators(self._loaders[role])
         self._epochs.pop(role, None)
         self._reshuffled.discard(role)
 
@@ -313,6 +314,7 @@ class Positions:
                 self._unplaced.append(source)
             return
         require_epoch(role, loader, saved["epoch"])
+        set_source_generators(loader, saved["own"])
         epoch = LoaderEpoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
         again = epoch.read if saved.get("workers") else 0
         started = time.perf_counter()

@@ -63,6 +63,11 @@ _SILENT = (
     "numbers only at the first update; call engine.train() before the loop and engine(...) in it"
 )
 
+_UNDONE = (
+    "the script trains on from a checkpoint that engine.load_checkpoint has loaded since training began, which would "
+    "undo iterations that are in snapshots: end the job, and start it with --ftp-resume fresh"
+)
+
 
 class EngineHooks:
     """The hooks of one process; `loop` is set once a protected engine is built."""
@@ -254,7 +259,7 @@ class DeepSpeedLoop:
     def _training_batch(self, original: Callable[..., Any], data_iter: Any = None) -> Any:
         if data_iter is not None:
             self.engine.set_dataiterator(data_iter)
-        self._require_training()
+        self._require_followed(_UNDONE if self._left else None, "")
         if self.engine.data_iterator is not None:
             self._positions.expect("train", self.engine.data_iterator)
         self.begin()
@@ -334,7 +339,7 @@ class DeepSpeedLoop:
                 say(line)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._require_training()
+        self._require_followed(_UNDONE if self._left else None, "")
         before = self.engine.global_steps
         self._reads.computing()
         if self.engine.is_gradient_accumulation_boundary():
@@ -370,15 +375,6 @@ class DeepSpeedLoop:
         self._host.find_tensors(self._loaded is not None)
         self.resume()
         return outcome
-
-    def _require_training(self) -> None:
-        """Raises UnsupportedError if the script trains on from a checkpoint that it has loaded since it began to."""
-        if self._left and self._captured:
-            raise UnsupportedError(
-                f"rank {self._host.rank}: engine.load_checkpoint was called after iteration {self._begun} had begun, "
-                f"and training goes on from what it loaded (iteration {self.engine.global_steps}), which would undo "
-                "iterations that are in snapshots: end the job, and start it with --ftp-resume fresh"
-            )
 
     def _follow_end(self) -> None:
         """Treat destroy_process_group as the orderly end; without it, the end of the process is."""

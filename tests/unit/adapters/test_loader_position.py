@@ -479,6 +479,12 @@ def test_a_generator_that_a_restart_could_not_make_is_refused_in_the_first_itera
         train(Endless, lambda: DataLoader(Opened(generator=True), 4, shuffle=True), 1)
 
 
+def test_a_generator_that_the_captured_loader_was_made_with_is_not_made_for_another_one() -> None:
+    loaders = iter([LOADERS["generator"], LOADERS["shuffled"]])
+    with pytest.raises(ResumeError, match="draws from no generator of its own, the captured one from"):
+        train(Endless, lambda: next(loaders)(), 3, ITERATIONS)
+
+
 class Rising(Endless):
     """Counts its passes from 0 in every start, and makes samples harder by that."""
 
