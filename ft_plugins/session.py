@@ -235,7 +235,7 @@ class Session:
         if self.measured is not None:
             self.measured.iteration_begin(step)
         if self._sync is not None and self._sync.waits_at_begin:
-            self._synchronize(self._sync, lambda sync: sync.iteration_begin(step, self._wait_for_capture))
+            self._synchronize(self._sync, lambda sync: sync.iteration_begin(step, self.wait_for_capture))
 
     def before_update(self, step: int) -> None:
         """The fence; then apply averages and repairs, to tensors that no capture is reading."""
@@ -255,7 +255,8 @@ class Session:
                 self._guarded(lambda reft: reft.mark(version, sync.mark(step - 1)))
         self.progress.words.edge(WorkPhase.UPDATE)
 
-    def _wait_for_capture(self) -> None:
+    def wait_for_capture(self) -> None:
+        """Seal the running capture: what follows may change tensors outside of an update."""
         if self._reft is not None:
             self._guarded(lambda reft: reft.wait_for_capture())
 
@@ -355,7 +356,7 @@ class Session:
             self._scalars.close()
         self.ledger.summarize()
         if self._sync is not None:
-            self._wait_for_capture()  # the synchronizer may change tensors
+            self.wait_for_capture()  # the synchronizer may change tensors
             self._sync.shutdown()
         if self._reft is not None:
             self._guarded(lambda reft: reft.close(in_order=True), over=True)

@@ -468,8 +468,9 @@ RESUME_DIFFERED = EventType(
 )  # fmt: skip
 RESUME_CONFIRMED = EventType(
     "resume.confirmed", NOTICE,
-    "Iterations that were computed again after a restore are what they were before, as far as that was recorded.",
-    iterations=Field("int", "how many were compared", "iterations"), parts=Field("list", "what was compared"),
+    "On this rank iterations that were computed again after a restore have computed what they had before.",
+    iterations=Field("int", "how many were compared, with what they computed", "iterations"),
+    parts=Field("list", "what of them was compared, and is equal"), reason=_REASON,
 )  # fmt: skip
 STATE_RESHARDED = EventType(
     "state.resharded", NOTICE, "State of a job of another size was distributed to the ranks of this one.",

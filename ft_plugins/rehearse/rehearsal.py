@@ -52,6 +52,11 @@ _STORAGE = "--reft-checkpoint-dir"
 _SAVES = re.compile(
     r"--(save|(save|output|out|ckpt|checkpoints?)[-_](dir|path|folder)|(save|checkpoint)[-_]to)"
 ).fullmatch
+# what ft_plugins says of state that a restart does not put back, or refuses
+_NAMES_LOST = re.compile(
+    r"ft_plugins: (?!training starts|recovery: ).*(captured|compared|tracked|refused|protected|no version has|"
+    r"no snapshot|begins? again|starts from the beginning|depends? on (it|one)|differ|results are not|trains on other)"
+).match
 _POLL_SECONDS = 0.2
 _POINT = "update.end"  # after an update, before its version point
 
@@ -76,7 +81,7 @@ class Rehearsal:
     kills: tuple[int, ...]
     not_exercised: tuple[str, ...]
     refused: str = ""
-    notices: tuple[str, ...] = ()  # what the job itself said is not captured
+    notices: tuple[str, ...] = ()  # what the job itself said of what is not captured, or begins again
 
     @property
     def exact(self) -> bool:
@@ -187,16 +192,16 @@ def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
     try:
         failed = _run(plan, "failed", faults_of(kills, ranks, plan.nodes), kills, display)
     except DriveError as error:
-        return Rehearsal(None, kills, (), str(error))
+        return Rehearsal(None, kills, (), str(error), _notices(plan.folder))
     comparison = compare_transcripts(failed, unfailed, restores=len(kills))
-    return Rehearsal(comparison, kills, tuple(not_exercised(failed)), notices=_notices(plan.folder / "unfailed"))
+    return Rehearsal(comparison, kills, tuple(not_exercised(failed)), notices=_notices(plan.folder))
 
 
 def _notices(folder: Path) -> tuple[str, ...]:
-    """The lines of a run's output that name what is not captured."""
-    logs = sorted([*folder.glob("output.log"), *folder.glob("node*/output.log")])
+    """The lines of both runs' output that name what is not captured, or begins again after a restore."""
+    logs = sorted([*folder.glob("*/output.log"), *folder.glob("*/node*/output.log")], reverse=True)  # unfailed first
     lines = (line for log in logs for line in log.read_text(errors="replace").splitlines())
-    return tuple(dict.fromkeys(line for line in lines if line.startswith("ft_plugins: ") and "not captured" in line))
+    return tuple(dict.fromkeys(line for line in lines if _NAMES_LOST(line)))
 
 
 def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], display: Display) -> list[TranscriptEntry]:
@@ -259,10 +264,13 @@ def _no_hash_seed() -> Iterator[None]:
 def report(outcome: Rehearsal) -> str:
     """The outcome for people."""
     killed = f"killed in iterations {', '.join(map(str, outcome.kills))}"
-    if outcome.comparison is None:
-        return f"NOT EXACT: {killed}, and the job did not go on to its end:\n{outcome.refused}"
-    lines = [outcome.comparison.sentence]
-    if not outcome.exact and outcome.comparison.difference is not None:
+    compared = outcome.comparison
+    lines = [
+        f"NOT EXACT: {killed}, and the job did not go on to its end:\n{outcome.refused}"
+        if compared is None
+        else compared.sentence
+    ]
+    if compared is not None and not outcome.exact and compared.difference is not None:
         lines.append(
             "usual causes: state that belongs to nothing declared (a second optimizer, an average of the model, a "
             "GradScaler, a generator of its own); data read from the loop's beginning, or ahead; random numbers of the "

@@ -38,6 +38,7 @@ READS, RATE, DRAWN, SMALL, LOSS, STATE = "the batch", "learning rate", "random n
 _NORM = "gradient norm"
 _TRAJECTORY = (LOSS, _NORM, STATE)
 _ABSENT = "nothing"
+_SKIPPED = ("inf", "nan", "-inf")  # norms of gradients of which no update is made
 
 
 def leaves(place: str, tree: Any) -> Iterator[tuple[str, Any]]:
@@ -366,9 +367,10 @@ def not_exercised(entries: Sequence[TranscriptEntry]) -> list[str]:
     after = [entry for entry in computed if entry.lineage > first]
     begun = min((entry.iteration for entry in after), default=0)
     phases = {phase for entry in after for phase in entry.phases}
-    rates = [float.fromhex(e.seen["rate"]) for e in sorted(after, key=_order) if e.rank == 0 and e.seen.get("rate")]
-    turns = {later > earlier for earlier, later in zip(rates, rates[1:], strict=False) if later != earlier}
-    norms = [str(entry.seen.get("norm")) for entry in after]
+    made = [entry for entry in after if str(entry.seen.get("norm")) not in _SKIPPED]
+    by_iteration = {e.iteration: e.seen["rate"] for e in made if e.rank == 0 and e.seen.get("rate")}
+    rates = [float.fromhex(rate) for _, rate in sorted(by_iteration.items())]
+    phases_of_rate = {(b > a) - (b < a) for a, b in zip(rates, rates[1:], strict=False)}  # rises, stays, falls
     missing, ends = [], epoch_ends(entries)
     if not any(end < begun for end in ends):
         missing.append(
@@ -381,8 +383,8 @@ def not_exercised(entries: Sequence[TranscriptEntry]) -> list[str]:
         missing.append("an evaluation: more --iterations, or a shorter interval between evaluations")
     if "saving" not in phases:
         missing.append("the script's own checkpoint: more --iterations, or a shorter interval between checkpoints")
-    if not any(norm in ("inf", "nan", "-inf") for norm in norms):
+    if len(made) == len(after):
         missing.append("a skipped update: a loss scale that overflows")
-    if len(turns) < 2:
+    if len(phases_of_rate) < 2:
         missing.append("another phase of the learning rate's schedule: a shorter warm-up")
     return missing

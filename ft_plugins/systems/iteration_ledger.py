@@ -32,6 +32,8 @@ from ..recovery.recomputed import LoopDifference, judge
 from ..snapshot.segment.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
 
 _READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what differed before
+# what an iteration has computed; that it read the same input, or drew the same numbers, confirms nothing of it
+_COMPUTED = {LedgerPart.STATE, LedgerPart.GRADIENTS, LedgerPart.LOSS, LedgerPart.NORM}
 _KEPT_BITS = 0xFFFFFFFF  # of a digest
 _ADVICE = (
     "make the loop begin at the restored iteration, with its data (each batch read in the iteration that trains on "
@@ -226,10 +228,17 @@ class IterationLedger:
     def _confirm(self) -> None:
         """Everything that was lost is computed again, and its captured bytes are compared."""
         self._last = 0
-        parts = sorted(set().union(*self._compared.values()))
-        if parts and not self._differed:
-            words = [part.words for part in parts if part is not LedgerPart.FIRST_READ or LedgerPart.INPUT not in parts]
-            self._events.emit(catalogue.RESUME_CONFIRMED, iterations=len(self._compared), parts=words)
+        whole = {iteration: parts for iteration, parts in self._compared.items() if parts & _COMPUTED}
+        if whole and not self._differed:
+            counts = {
+                part.words: sum(part in one for one in whole.values())
+                for part in sorted(set().union(*whole.values()) - {LedgerPart.FIRST_READ})
+            }
+            self._events.emit(
+                catalogue.RESUME_CONFIRMED, iterations=len(whole), parts=list(counts),
+                reason=f"iterations {min(whole)} to {max(whole)} were computed again; how often each part of them "
+                f"was compared, and is equal: {', '.join(f'{words} {count}' for words, count in counts.items())}",
+            )  # fmt: skip
         self._compared = {}
 
 

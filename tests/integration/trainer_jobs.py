@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--evaluate", type=int, default=0)
     parser.add_argument("--patience", type=int, default=0)
     parser.add_argument("--checkpoint", type=int, default=0)
+    parser.add_argument("--worst", action="store_true", help="load the first checkpoint at the end, as the best one")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
@@ -235,6 +236,7 @@ def main() -> None:
         save_strategy="steps" if given.checkpoint else "no",
         save_steps=given.checkpoint or 500,
         metric_for_best_model="loss" if given.evaluate else None,
+        greater_is_better=given.worst or None,
         load_best_model_at_end=bool(given.evaluate and given.checkpoint),
         train_sampling_strategy=given.strategy,
         dataloader_num_workers=given.workers,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 from collections.abc import Iterator
 
 import torch
@@ -14,7 +15,21 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import ft_plugins
 
-CASES = ("exact", "generator", "curriculum", "from_zero", "rate", "unseeded", "kernel")
+CASES = ("exact", "generator", "curriculum", "from_zero", "rate", "unseeded", "kernel", "later")
+
+
+class Later(TensorDataset):
+    """Makes what it draws from when its first sample is read, and keeps more with every one."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.state: dict[str, list[float]] = {}
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if not hasattr(self, "noise"):
+            self.noise = random.Random(3)
+        self.state.setdefault(f"shard {index % 7}", []).append(self.noise.random())
+        return (self.tensors[0][index] + self.state[f"shard {index % 7}"][-1] + 0.01 * len(self.state),)
 
 
 def batches(loader: DataLoader[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -30,12 +45,14 @@ def main() -> None:
     samples = torch.arange(40 * 8, dtype=torch.float32).reshape(40, 8).sin()
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    data = TensorDataset(samples)
+    data = (Later if case == "later" else TensorDataset)(samples)
     order = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little") if case == "unseeded" else 5)
     loader = DataLoader(data, 4, sampler=RandomSampler(data, generator=order))
-    host = ft_plugins.TorchHost(model, optimizer, None, None if case == "from_zero" else loader)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8) if case == "later" else None
+    host = ft_plugins.TorchHost(model, optimizer, scheduler, None if case == "from_zero" else loader)
     session = ft_plugins.attach(host)
     noise, reader = torch.Generator().manual_seed(9), batches(loader)
+    running = 0.0  # is printed only
     for seen, step in enumerate(session.iterations(30)):  # `seen` begins again at each start
         if case == "from_zero":
             (batch,) = data[[(4 * seen + number) % 40 for number in range(4)]]
@@ -56,6 +73,10 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+            running = 0.9 * running + 0.1 * loss.item()
+            print("running loss", running)
         if step % 4 == 0:
             model.eval()
             with torch.no_grad():

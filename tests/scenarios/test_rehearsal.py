@@ -65,6 +65,16 @@ def test_a_loop_that_begins_again_is_ended_by_its_ledger(tmp_path: Path, case: s
     assert said in outcome["refused"]
 
 
+def test_what_a_data_set_makes_later_is_restored_and_what_the_script_carries_is_named_under_the_verdict(
+    tmp_path: Path,
+) -> None:
+    outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "later")
+    assert outcome["exact"], outcome
+    named = [line for line in outcome["notices"] if "after the restore `running` in main() is 0.0, and was " in line]
+    assert len(named) == 2 == len(outcome["kills"]), outcome["notices"]
+    assert "another phase" not in " ".join(outcome["not_exercised"]), "a step of the rate was seen"
+
+
 def test_data_that_no_seed_decides_is_not_exact_and_that_shows_without_a_failure(tmp_path: Path) -> None:
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "unseeded")
     difference = outcome["comparison"]["irreproducible"]

@@ -25,6 +25,7 @@ from .loader_reads import LoopReads
 from .loader_values import LoaderValues
 from .loaders import (
     LoaderPass,
+    OwnGenerators,
     Passes,
     generator_states,
     sampler_epoch,
@@ -57,6 +58,7 @@ class FollowedSource:
         self._over: Callable[[], LoaderPass | None] = lambda: None  # the restored pass, if all of it was read
         self._unplaced: Callable[[], LoaderPass | None] = lambda: None  # begun before a restore, to begin again
         self._values = LoaderValues(source if isinstance(source, DataLoader) else None)
+        self._generators = OwnGenerators(source)
         self._began: dict[str, bytes] = {}  # values that had changed when the pass began
         self._at_first: dict[str, bytes] | None = None  # when the job's first one did
         self._numbers = PassNumbers()
@@ -166,7 +168,7 @@ class FollowedSource:
         return {
             "kind": type(self).__name__,
             "epoch": sampler_epoch(self._source),
-            "own": generator_states(self._source)["own"],
+            "own": self._generators.states(),
             "usual": self._reads.usual,
             "cut": dict(self._cut),
             "left": self._lengths.left,

@@ -37,7 +37,10 @@ _SAMPLE = 256  # elements of a watched value that are compared
 _NESTED = 128  # objects that are marked with one that refers to them
 _PLAIN = (int, float, bool, str, bytes, type(None))
 _ITEM = 9  # bytes of an encoded number, at most
-_REMEDY = "return it in get_state and take it back in set_state as a plain value, or draw it from a generator"
+_REMEDY = (
+    "make it where the loader is made, return it in get_state and take it back in set_state as a plain value, or draw "
+    "it from a generator"
+)
 
 
 class LoaderValues:
@@ -47,6 +50,9 @@ class LoaderValues:
         self._loader = loader
         self._encoded: dict[str, bytes] = {}
         self._marks: dict[str, Any] = {}
+        self._known = {path for path, _ in self._owners()}  # objects that a restart has, too, when it is restored
+        self._stateful = [path for path, part in data_parts(loader) if is_stateful(part)]
+        self._named: set[str] = set()  # values of data sets that are not captured, and were named
         for path, (owner, name) in self._places().items():
             value = vars(owner)[name]
             encoded = encoding(value, _limit(path))
@@ -54,7 +60,6 @@ class LoaderValues:
                 self._marks[path] = mark_of(value)
             else:
                 self._encoded[path] = encoded
-        self._named: set[str] = set()  # values of data sets that are not captured, and were named
 
     def size(self) -> int:
         """The bytes that the changed values may have."""
@@ -63,7 +68,8 @@ class LoaderValues:
     def changed(self) -> dict[str, bytes]:
         """The values that have changed, encoded. Raises StateChangedError for one of a sampler that cannot be."""
         changed: dict[str, bytes] = {}
-        for path, (owner, name) in self._places().items():
+        places = self._places()
+        for path, (owner, name) in places.items():
             value = vars(owner)[name]
             if path in self._named:
                 continue
@@ -76,6 +82,10 @@ class LoaderValues:
                 self._refuse(path, value)
             elif encoded != self._encoded.get(path):
                 changed[path] = encoded
+        settled = (*places, *self._named, *self._stateful)  # captured or named as a whole, or in a state of its own
+        for path in sorted(self._found.keys() - self._known):
+            if vars(self._found[path]) and not path.startswith(settled):
+                self._refuse(path, self._found[path], "was made later, but in no attribute: no version has it")
         while sum(map(len, changed.values())) > self.size():
             largest = max(changed, key=lambda path: len(changed[path]))
             self._refuse(largest, codec.decode(changed.pop(largest)))
@@ -125,8 +135,9 @@ class LoaderValues:
                 )
 
     def _places(self) -> dict[str, tuple[Any, str]]:
-        """Owner and name of each attribute, by path."""
-        owners = dict(self._owners())
+        """Owner and name of each attribute, by path; not those of objects that were made later."""
+        self._found = dict(self._owners())
+        owners = {path: owner for path, owner in self._found.items() if path in self._known}
         known = {id(owner) for owner in owners.values()}
         return {
             f"{path}{name}": (owner, name)
@@ -150,18 +161,16 @@ class LoaderValues:
                 return owner, name
         raise ResumeError(f"the captured loader has '{path}', this one has not: resume with the captured job's loader")
 
-    def _refuse(self, path: str, value: Any) -> None:
-        kind = type(value).__name__
+    def _refuse(
+        self, path: str, value: Any, reason: str = "changes, but is not captured, being an object or too large"
+    ) -> None:
+        what = f"the loader's {path.rstrip('.')} (a {type(value).__name__}) {reason}"
         if _is_sampler(path):
             raise StateChangedError(
-                f"the loader's {path} (a {kind}) changes, but cannot be captured, being an object or too large, so "
-                f"that the order of the data would be another one after a restart: {_REMEDY}"
+                f"{what}, so that the order of the data would be another one after a restart: {_REMEDY}"
             )
         self._named.add(path)
-        say(
-            f"the loader's {path} (a {kind}) changes, but is not captured, being an object or too large; if samples "
-            f"depend on it, {_REMEDY}"
-        )
+        say(f"{what}; if samples depend on it, {_REMEDY}")
 
 
 def _is_sampler(path: str) -> bool:

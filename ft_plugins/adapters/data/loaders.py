@@ -10,7 +10,7 @@ In: `torch.utils.data.DataLoader` and its subclasses. Out: `LoaderPass`es; gener
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -21,12 +21,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ...errors import ResumeError
+from ...errors import ResumeError, StateChangedError
 from ..rng import process_state, set_process_state
 from ..script.script_hooks import replace
-from .data_parts import generators_of, parts
+from .data_parts import data_parts, generators_of, parts
 
 GeneratorStates = dict[str, Any]
+_LATER = "made later"  # among the states of a source's generators: those that were made after it
+_MADE = "__ft_made__"  # attribute of a source: by path, what was in place of a generator that a restore has made
 
 
 # ---- random numbers ----
@@ -44,8 +46,65 @@ def set_generator_states(state: Mapping[str, Any], source: Any = None) -> None:
         set_source_generators(source, state["own"])
 
 
+class OwnGenerators:
+    """The generators that a source owns. One that it makes later than itself, in an attribute, is made at a restore."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._owners, self._first = set(_owners(source)), set(generators_of(source))
+        self._later: set[str] = set()
+
+    def states(self) -> dict[str, Any]:
+        """Raises StateChangedError for one that could not be made at a restore."""
+        generators = generators_of(self.source)
+        for path in generators.keys() - self._first - self._later:
+            owner, _, name = path.rpartition(".")
+            if owner not in self._owners or vars(_owners(self.source)[owner]).get(name) is not generators[path]:
+                raise StateChangedError(
+                    f"the loader draws from {path}, which was made after the loader, in an object or a container that "
+                    "a restart would not have yet: make it where the loader is made, or as an attribute of what is"
+                )
+            self._later.add(path)
+        states = {path: state_of(one) for path, one in generators.items()}
+        return {**states, _LATER: sorted(self._later & states.keys())} if self._later else states
+
+
+def _owners(source: Any) -> dict[str, Any]:
+    return {path[:-1]: one for path, one in (*parts(source), *data_parts(source)) if hasattr(one, "__dict__")}
+
+
+def _make_later_ones(source: Any, states: Mapping[str, Any], later: Collection[str]) -> None:
+    """Make the generators that the source makes `later`, and take away those that it had not made yet."""
+    owners, present = _owners(source), generators_of(source)
+    made = vars(source).setdefault(_MADE, {}) if hasattr(source, "__dict__") else {}
+    for path in present.keys() ^ states.keys():
+        owner, _, name = path.rpartition(".")
+        if path in made and path in present:
+            before = made.pop(path)
+            vars(owners[owner]).update(before) if before else vars(owners[owner]).pop(name)
+        elif path in later and owner in owners and vars(owners[owner]).get(name) is None:
+            made[path] = {key: one for key, one in vars(owners[owner]).items() if key == name}
+            vars(owners[owner])[name] = _made(states[path])
+
+
+def _made(state: Any) -> Any:
+    """A generator of the kind that has such a state."""
+    match state:
+        case torch.Tensor():
+            return torch.Generator()
+        case Mapping():
+            kinds = {kind.__name__: kind() for kind in np.random.BitGenerator.__subclasses__()}
+            return np.random.Generator(kinds[state["bit_generator"]])
+        case [str(), *_]:
+            return np.random.RandomState()
+    return random.Random()
+
+
 def set_source_generators(source: Any, states: Mapping[str, Any]) -> None:
     """Set the generators that `source` owns. Raises ResumeError if they are not those captured."""
+    later, states = states.get(_LATER, ()), {path: one for path, one in states.items() if path != _LATER}
+    if set(generators_of(source)) != set(states):
+        _make_later_ones(source, states, later)
     generators = generators_of(source)
     if set(generators) != set(states):
         raise ResumeError(

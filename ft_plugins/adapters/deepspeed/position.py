@@ -34,6 +34,7 @@ from ...snapshot.capture import codec
 from ..data.loaders import (
     LoaderEpoch,
     LoaderPass,
+    OwnGenerators,
     Passes,
     draws,
     generator_states,
@@ -87,6 +88,7 @@ class Positions:
         self._passes.beginning = watched
         self._sources: dict[str, Callable[[], Any]] = {}
         self._loaders: dict[str, Any] = {}
+        self._generators: dict[str, OwnGenerators] = {}  # of the loaders
         self._epochs: dict[str, LoaderEpoch] = {}  # of sources that do not track their own
         self._reshuffled: set[str] = set()  # roles whose order was shuffled again after the first read
         self._pending: dict[str, Any] = {}
@@ -216,6 +218,8 @@ class Positions:
     def _register(self, role: str, source: Any) -> None:
         self._sources[role] = reference(source)
         self._loaders[role] = loader_of(source)
+        if role not in self._generators or self._generators[role].source is not self._loaders[role]:
+            self._generators[role] = OwnGenerators(self._loaders[role])
         self._epochs.pop(role, None)
         self._reshuffled.discard(role)
 
@@ -260,7 +264,7 @@ class Positions:
         self._say_lost(role, workers["lost"])
         if is_stateful(loader):
             return {"kind": "state", "state": loader.state_dict(), **workers}
-        now = generator_states(loader)["own"]
+        now = self._generators[role].states()
         if ended:
             return {"kind": "ended", "own": now, **workers}
         if role in self._reshuffled:
@@ -310,6 +314,7 @@ class Positions:
                 self._unplaced.append(source)
             return
         require_epoch(role, loader, saved["epoch"])
+        set_source_generators(loader, saved["own"])
         epoch = LoaderEpoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
         again = epoch.read if saved.get("workers") else 0
         started = time.perf_counter()

@@ -11,7 +11,8 @@ version point is right after that.
                              session; restores
     engine.train_batch       PipelineEngine: the end of the previous iteration, then iteration_begin
     engine.forward, step     DeepSpeedEngine: the same at the first read or forward after an update
-    engine.load_checkpoint   the larger iteration wins
+    engine.load_checkpoint   before training: the larger iteration wins. After it: the script's matter, as long as no
+                             update follows
     destroy_process_group    the orderly end, unless an exception is under way; or that of the script under ft-run
 
 In: the module `deepspeed`, right after its import. Out: the same module, hooked."""
@@ -60,6 +61,11 @@ _SILENT = (
     "an update came without a forward of the engine in training mode (engine.eval() before the loop, or direct calls "
     "of parts of engine.module): it is captured, but unless batches come from a tracked loader, a restore sets random "
     "numbers only at the first update; call engine.train() before the loop and engine(...) in it"
+)
+
+_UNDONE = (
+    "the script trains on from a checkpoint that engine.load_checkpoint has loaded since training began, which would "
+    "undo iterations that are in snapshots: end the job, and start it with --ftp-resume fresh"
 )
 
 
@@ -154,6 +160,7 @@ class DeepSpeedLoop:
         self._thread = threading.get_ident()
         self._other_thread = False  # whether one has read a batch
         self._loaded: int | None = None  # the iteration that engine.load_checkpoint returned
+        self._left = False  # whether the script has loaded a checkpoint since it trained: no iteration follows
         if config.sync is not None:
             require_local(engine, torch.distributed.get_rank())
         self._host = DeepSpeedHost(engine, positions, shards, client)
@@ -203,6 +210,8 @@ class DeepSpeedLoop:
         """The client's loop has ended: the version point of the last iteration, unless it was restored."""
         self._end()
         self._session.restore_position()
+        self._session.wait_for_capture()  # what the client does from here on may change tensors
+        self._begun = self._begun or self.engine.global_steps
 
     def _end(self) -> None:
         """The version point of an updated iteration."""
@@ -213,7 +222,7 @@ class DeepSpeedLoop:
     def begin(self) -> None:
         """Begin the iteration, unless it has begun."""
         iteration = self.engine.global_steps + 1
-        if self._begun != iteration:
+        if self._begun != iteration and not self._left:
             if not self._begun or self.client is not None:
                 self._require_continuing()
             self._begun = iteration
@@ -250,6 +259,7 @@ class DeepSpeedLoop:
     def _training_batch(self, original: Callable[..., Any], data_iter: Any = None) -> Any:
         if data_iter is not None:
             self.engine.set_dataiterator(data_iter)
+        self._require_followed(_UNDONE if self._left else None, "")
         if self.engine.data_iterator is not None:
             self._positions.expect("train", self.engine.data_iterator)
         self.begin()
@@ -329,6 +339,7 @@ class DeepSpeedLoop:
                 say(line)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._require_followed(_UNDONE if self._left else None, "")
         before = self.engine.global_steps
         self._reads.computing()
         if self.engine.is_gradient_accumulation_boundary():
@@ -353,10 +364,10 @@ class DeepSpeedLoop:
 
     def _loading(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._begun:
-            raise UnsupportedError(
-                "engine.load_checkpoint after training has begun would undo iterations that are in snapshots: end "
-                "the job, and start it with --ftp-resume fresh"
-            )
+            self._end()
+            self._session.wait_for_capture()
+            self._left = True
+            return original(*args, **kwargs)
         self.engine.micro_steps = 0  # as at the start: DeepSpeed's checkpoints lack it
         self._host.schedule.begin_again()
         outcome = original(*args, **kwargs)

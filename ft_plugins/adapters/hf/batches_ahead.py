@@ -17,16 +17,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from ...errors import ResumeError
 from ...events import say
-from ..data.data_parts import data_parts, parts
 from ..data.loader_order import hook_iteration, watch_draws
 from ..data.loader_values import LoaderValues
 from ..data.loaders import (
     LoaderEpoch,
     LoaderPass,
+    OwnGenerators,
     Passes,
     generator_states,
     is_sampled,
@@ -93,6 +91,7 @@ class BatchesAhead:
         self._shard, self._loader = loader, loader.base_dataloader
         self._passes = Passes(self._reading)
         self.values = LoaderValues(self._loader)
+        self._generators = OwnGenerators(self._loader)
         self._taken = 0  # batches of the pass under way
         self._current: Callable[[], _Pass | None] = lambda: None
         self._last: dict[str, Any] | None = None  # what the last batch was read with
@@ -186,7 +185,7 @@ class BatchesAhead:
         """Continue the captured pass behind the batches that the loop has taken, and return to the generators `now`."""
         self._pending, at = None, saved["pass"]
         self.values.put(at["values"])
-        _put_generators(self._loader, at["began"]["own"])
+        set_source_generators(self._loader, at["began"]["own"])
         kept = at["skipped"] if at["workers"] else at["taken"]  # what is not loaded
         begun.skip_to(LoaderEpoch(at["began"], at["first"], kept, at["again"]))
         self._taken, self._began, self._first = at["taken"], dict(at["values"]), at["skipped"]
@@ -195,7 +194,7 @@ class BatchesAhead:
             begun.drop(at["taken"] - kept)
             self._say_read_again(at["taken"] - kept, f"whose worker processes {at['workers']}", started)
         set_generator_states(now)
-        _put_generators(self._loader, saved["own"])
+        set_source_generators(self._loader, saved["own"])
         self.values.put(saved["values"])
         if at["read"] > at["taken"]:
             begun.again = at["last"]
@@ -212,7 +211,7 @@ class BatchesAhead:
             raise ResumeError(f"the data position cannot be restored: {_DRAWN}; start with --ftp-resume fresh")
         self._resuming = generator_states(), time.perf_counter()
         self.values.put(at["values"])
-        _put_generators(self._loader, at["began"]["own"])
+        set_source_generators(self._loader, at["began"]["own"])
         set_generator_states(at["began"])
         begun = _Pass(source, original, self._passes)
         begun.owner, begun.loader = self, self._loader
@@ -245,7 +244,7 @@ class BatchesAhead:
                 "skipped": self._first, "workers": self._workers.changes,
             }  # fmt: skip
         return {
-            "own": generator_states(self._loader)["own"],
+            "own": self._generators.states(),
             "values": self.values.changed(),
             "iteration": self._shard.iteration,
             "kind": "sampled" if is_sampled(self._loader) else "iterable",
@@ -260,7 +259,7 @@ class BatchesAhead:
                 f"the data are {kind}, those of the captured job {saved['kind']}: resume with the captured job's data, "
                 "or start with --ftp-resume fresh"
             )
-        _put_generators(self._loader, saved["own"])
+        set_source_generators(self._loader, saved["own"])
         self.values.put(saved["values"])
         self._shard.iteration = saved["iteration"]
         self._taken, self._pending = 0, saved if saved["pass"] is not None else None
@@ -270,14 +269,3 @@ def _iterating(original: Callable[..., Any], loader: Any) -> Iterator[Any]:
     ahead = vars(loader).get(AHEAD)
     return original(loader) if ahead is None else ahead.counted(original(loader))
 
-
-def _put_generators(loader: Any, states: Mapping[str, Any]) -> None:
-    """Set the generators that a loader owns. One that a sampler makes when it begins is made, or taken away again."""
-    present = generator_states(loader)["own"].keys()
-    owners = dict([*parts(loader), *data_parts(loader)])
-    for path in present ^ states.keys():
-        owner, _, name = path.rpartition(".")
-        one = owners.get(f"{owner}." if owner else "")
-        if one is not None and (path in present or isinstance(states[path], torch.Tensor)):
-            setattr(one, name, None if path in present else torch.Generator())
-    set_source_generators(loader, states)

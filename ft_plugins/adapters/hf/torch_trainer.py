@@ -90,6 +90,7 @@ class TorchTrainer:
         assert self._session is not None
         self._complete()
         self._session.restore_position()
+        self._session.wait_for_capture()  # what follows training, as loading the best model, may change tensors
 
     def _complete(self) -> None:
         assert self._session is not None

@@ -65,6 +65,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         iteration_begin=lambda iteration: told.append(f"begin {iteration}"),
         iteration_end=lambda iteration: told.append(f"end {iteration}"),
         restore_position=lambda: told.append("position"),
+        wait_for_capture=lambda: told.append("sealed"),
+        resume=lambda loaded: told.append("restored") or 9,
     )
     monkeypatch.setattr(training, "attach", lambda *_: session)
     monkeypatch.setattr(training, "replace", lambda *_: None)
@@ -142,7 +144,20 @@ def test_the_last_iteration_ends_where_a_client_says_that_training_has(events: l
     assert events == ["begin 6"], "it has no engine"
     hooks.clients.trained(client)
     hooks.clients.trained(client)
-    assert events == ["begin 6", "end 6", "position", "position"]
+    assert events == ["begin 6", "end 6", "position", "sealed", "position", "sealed"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_a_client_loads_when_training_has_ended_is_its_own_matter(events: list[str], trains: bool) -> None:
+    """Also after a restart at the end, where nothing is left to train: the best checkpoint stays loaded."""
+    client = Counting(5)
+    loop = loop_of(client, 5)
+    if trains:
+        client.begin()
+        loop._updated = loop.engine.global_steps = 6
+    loop.trained()
+    assert loop._loading(lambda *args, **kwargs: ("best", kwargs), strict=True) == ("best", {"strict": True})
+    assert "restored" not in events and events[-1] == "sealed"
 
 
 def test_of_nested_clients_the_outermost_is_set_up_once() -> None:

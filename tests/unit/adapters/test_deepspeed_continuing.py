@@ -110,7 +110,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         def iteration_end(iteration: int) -> None:
             ended[iteration], paces[iteration] = counted.captured(), host.pace
 
-        at_the_end = {"iteration_end": iteration_end, "shutdown": lambda: None}
+        at_the_end = {"iteration_end": iteration_end, "wait_for_capture": lambda: None, "shutdown": lambda: None}
         session = SimpleNamespace(resume=resume, iteration_begin=begun.append, **at_the_end)
         monkeypatch.setattr(core, "DeepSpeedHost", lambda *args: host)
         monkeypatch.setattr(training, "attach", lambda *args: session)
@@ -129,6 +129,33 @@ def loader(stream: bool = False) -> Any:
 def train(engine: Any, batch: Any) -> None:
     engine(batch)
     engine.step()
+
+
+# ---- a checkpoint that the script loads when it has trained ----
+
+
+def test_what_a_script_loads_when_it_has_trained_is_its_own_matter(start: Callable[..., Any]) -> None:
+    """The last iteration has its version point before: what is loaded, and evaluated, is in no version."""
+    run = start(0)
+    until_the_last_step(run.engine, loader())
+    path, _ = run.engine.load_checkpoint(2)
+    assert path and list(run.versions) == list(range(1, STEPS + 1))
+    assert run.engine.global_steps == 2, "nothing is restored over it"
+    run.engine.module.eval()
+    run.engine(next(iter(loader())))
+    run.loop.shutdown()
+    assert len(run.versions) == STEPS and run.begun == list(range(1, STEPS + 1))
+
+
+def test_a_script_that_trains_on_from_what_it_has_loaded_amid_training_is_refused(start: Callable[..., Any]) -> None:
+    run, batches = start(0), iter(loader())
+    assert run.engine.global_steps == 0
+    for _ in range(3):
+        train(run.engine, next(batches))
+    run.engine.load_checkpoint(2)
+    with pytest.raises(UnsupportedError, match="rank 0: iteration 3 cannot be followed: the script trains on from"):
+        train(run.engine, next(batches))
+    assert list(run.versions) == [1, 2, 3] == run.begun
 
 
 # ---- loops that continue, and loops that begin at their own start ----

@@ -63,6 +63,18 @@ class Lots(Sampler):
         yield from np.roll(found, int(self.numbers.integers(20))).tolist()
 
 
+class Later(Lots):
+    """Makes its generator when its first pass begins; with `again`, in each one."""
+
+    def __init__(self, data: Numbers, again: bool) -> None:
+        self._size, self._again = len(data), again
+
+    def __iter__(self) -> Iterator[int]:
+        if self._again or not hasattr(self, "lots"):
+            self.lots = random.Random(5)
+        yield from self.lots.sample(range(self._size), self._size)
+
+
 class Stateful(DataLoader):
     """Knows where it is, and has a way of its own to be iterated."""
 
@@ -115,6 +127,8 @@ class Script:
                 return DataLoader(self.data, 4, shuffle=True, generator=torch.Generator().manual_seed(5), **more)
             case "sampler":
                 return DataLoader(self.data, 4, sampler=Lots(self.data), **more)
+            case "later" | "made again":
+                return DataLoader(self.data, 4, sampler=Later(self.data, kind == "made again"), **more)
             case "distributed":
                 return DataLoader(self.data, 2, sampler=DistributedSampler(self.data, 2, 1, seed=3), **more)
             case "single":
@@ -150,7 +164,7 @@ class Script:
             epoch += 1
 
 
-KINDS = ["shuffled", "generator", "sampler", "distributed", "single", "stream", "stateful"]
+KINDS = ["shuffled", "generator", "sampler", "later", "made again", "distributed", "single", "stream", "stateful"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,37 @@ class Weights(Sampler[int]):
 
     def __getstate__(self) -> Any:
         return {key: value for key, value in vars(self).items() if key != "draw"}
+
+
+class Later(Numbers):
+    """Makes what it draws from with `make` when its first sample is read; its state has more entries with each one."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make, self.random, self.state = make, None, dict[str, Any]()
+
+    def __getitem__(self, index: int) -> Any:
+        order, vector = super().__getitem__(index)
+        if self.random is None:
+            self.random = self.make()
+        self.state.setdefault("shards", {})[f"{index}"] = {"read": [self.calls]}
+        return order, vector + float(self.random.random()) + len(self.state["shards"])
+
+
+class Ordered(Sampler[int]):
+    """Makes its generator when its first pass begins; with `again`, in each one."""
+
+    def __init__(self, again: bool) -> None:
+        self.again, self.passes = again, 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.again or not hasattr(self, "generator"):
+            self.generator = torch.Generator().manual_seed(self.passes)
+        self.passes += 1
+        yield from torch.randperm(SAMPLES, generator=self.generator).tolist()
+
+    def __len__(self) -> int:
+        return SAMPLES
 
 
 class StatefulLoader(DataLoader[Any]):
@@ -343,6 +375,11 @@ LOADERS: dict[str, Loader] = {
         Numbers(), 4, shuffle=True, collate_fn=functools.partial(masked, random_numbers=np.random.default_rng(6))
     ),
     "of a module": shaken,
+    "later": lambda: DataLoader(Later(lambda: np.random.default_rng(4)), 4, shuffle=True),
+    "later random": lambda: DataLoader(Later(lambda: random.Random(4)), 4, shuffle=True),
+    "later legacy": lambda: DataLoader(Later(lambda: np.random.RandomState(4)), 4, shuffle=True),
+    "later sampler": lambda: DataLoader(Numbers(), 4, sampler=Ordered(again=False)),
+    "later samplers": lambda: DataLoader(Numbers(), 4, sampler=Ordered(again=True)),
     "weights": lambda: DataLoader(Numbers(), 4, sampler=Weights(np.random.RandomState(5))),
     "stateful": lambda: StatefulLoader(Numbers(), 4),
     "stateful epochs": lambda: StatefulLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
@@ -374,6 +411,78 @@ def test_killed_twice_it_reads_and_draws_as_without_a_failure(data: str, loop: t
     golden = train(loop, LOADERS[data], ITERATIONS)
     assert len(golden[1]) == ITERATIONS
     assert train(loop, LOADERS[data], *ends, ITERATIONS) == golden
+
+
+@dataclass
+class Shard:
+    """What a data set has of the one that it reads, made when its first sample is."""
+
+    path: str = "shard"
+    read: int = 0
+    random: Any = None
+
+
+class Opened(Numbers):
+    """A streaming data set whose state has more entries with every sample."""
+
+    def __init__(self, generator: bool = False) -> None:
+        super().__init__(0.0)
+        self.generator, self.opened = generator, dict[str, Any]()
+
+    def __getitem__(self, index: int) -> Any:
+        shard = self.opened.setdefault(f"{index % 3}", Shard())
+        shard.read += 1
+        if self.generator and shard.random is None:
+            shard.random = random.Random(4)
+        order, vector = super().__getitem__(index)
+        return order, vector + 0.01 * shard.read
+
+
+def filling() -> Any:
+    """A collate function whose closure holds an object from the first batch on."""
+    shard: Shard | None = None
+
+    def collate(samples: Any) -> Any:
+        nonlocal shard
+        shard = shard or Shard()
+        shard.read += 1
+        return torch.utils.data.default_collate(samples)
+
+    return collate
+
+
+@pytest.mark.parametrize("ends", [(3, 6), (5, 7)])
+def test_objects_that_a_data_set_makes_while_it_is_read_are_put_back(
+    capsys: pytest.CaptureFixture[str], ends: tuple[int, int]
+) -> None:
+    def opened() -> Any:
+        return DataLoader(Opened(), 4, shuffle=True)
+
+    assert train(Endless, opened, *ends, ITERATIONS) == train(Endless, opened, ITERATIONS)
+    assert "not captured" not in capsys.readouterr().out
+
+
+def test_an_object_that_is_made_later_in_no_attribute_is_named_and_hinders_no_restart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def closed() -> Any:
+        return DataLoader(Numbers(), 4, shuffle=True, collate_fn=filling())
+
+    golden = train(Endless, closed, ITERATIONS)
+    words = "the loader's collate_fn.shard (a Shard) was made later, but in no attribute"
+    assert capsys.readouterr().out.count(words) == 1
+    assert train(Endless, closed, 3, 6, ITERATIONS) == golden
+
+
+def test_a_generator_that_a_restart_could_not_make_is_refused_in_the_first_iteration() -> None:
+    with pytest.raises(StateChangedError, match=r"draws from dataset.opened\d.random, which was made after the loader"):
+        train(Endless, lambda: DataLoader(Opened(generator=True), 4, shuffle=True), 1)
+
+
+def test_a_generator_that_the_captured_loader_was_made_with_is_not_made_for_another_one() -> None:
+    loaders = iter([LOADERS["generator"], LOADERS["shuffled"]])
+    with pytest.raises(ResumeError, match="draws from no generator of its own, the captured one from"):
+        train(Endless, lambda: next(loaders)(), 3, ITERATIONS)
 
 
 class Rising(Endless):
@@ -610,7 +719,7 @@ class Kept(InPlace):
     "sampler, kind, words",
     [
         (Weights, ConfigError, "the sampler Weights draws from the process's generators in the middle of a pass"),
-        (Kept, StateChangedError, r"sampler.rest \(a list_iterator\) changes, but cannot be captured.*get_state"),
+        (Kept, StateChangedError, r"sampler.rest \(a list_iterator\) changes, but is not captured.*get_state"),
         (lambda: InPlace(500_000), StateChangedError, r"sampler.order \(a list\) changes.*too large"),
     ],
 )

@@ -10,9 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from ft_plugins.adapters.data.left_passes import LONGER
+from ft_plugins.adapters.deepspeed.continuing import CARRIED
 from ft_plugins.cli.rehearse_command import rehearse
 from ft_plugins.errors import ConfigError
-from ft_plugins.rehearse.rehearsal import RehearsalPlan, faults_of, place_kills, plan_rehearsal
+from ft_plugins.rehearse import rehearsal
+from ft_plugins.rehearse.driver import DriveError
+from ft_plugins.rehearse.rehearsal import RehearsalPlan, faults_of, place_kills, plan_rehearsal, report
+from ft_plugins.rehearse.transcripts import TranscriptEntry
 
 
 def planned(*words: str, iterations: int = 12, kills: tuple[int, ...] = (), nodes: int = 1) -> RehearsalPlan:
@@ -104,3 +109,43 @@ def test_a_rehearsal_that_is_stopped_by_a_signal_leaves_by_way_of_its_clean_up(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM and len(cleaned) == 1
+
+
+ROUTINE = (
+    "ft_plugins: training starts from the beginning (no version was captured before); lineage 1",
+    "ft_plugins: recovery: iteration 4 of lineage 1 from the process tier; every rank had completed 4, 0 lost; "
+    "iteration 5 is computed next, again if it was logged before; lineage 2",
+    "loss 0.3: the best was not captured",  # the script's own
+)
+BEGINS_AGAIN = (
+    "ft_plugins: after the restore `running` is 0.0, and was 0.18 when that version was captured: if training depends "
+    "on it, results differ",
+    "ft_plugins: state.ema (a Average) is not captured, being an object or too large, and begins again after a restart",
+    "ft_plugins: data position of 'train': its workers draw; a restart will be refused",
+    f"ft_plugins: {CARRIED}",
+    f"ft_plugins: {LONGER}",
+)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_under_a_verdict_stands_each_line_of_either_run_that_names_what_begins_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
+    plan = plan_rehearsal(("train.py", "--reft"), tmp_path, 12, (5, 6), 1, 60.0)
+
+    def run(plan: RehearsalPlan, name: str, *rest: object) -> list[TranscriptEntry]:
+        log = plan.folder / name / ("output.log" if name == "unfailed" else "node0/output.log")
+        log.parent.mkdir(parents=True)
+        said = BEGINS_AGAIN[:1] if name == "unfailed" else BEGINS_AGAIN
+        log.write_text("\n".join([*ROUTINE, *said, *said]))
+        if fails and name == "failed":
+            raise DriveError("it ended")
+        seen = {"batch": "b", "rate": None, "loss": None, "norm": None}
+        return [TranscriptEntry(0, "iteration", at, 1, seen, (), {}, {}, world_size=1) for at in range(1, 13)]
+
+    monkeypatch.setattr(rehearsal, "_run", run)
+    outcome = rehearsal.rehearse(plan, SimpleNamespace())  # type: ignore[arg-type]
+    assert outcome.notices == BEGINS_AGAIN
+    assert (outcome.comparison is None) == fails
+    lines = report(outcome).splitlines()
+    assert [line.strip() for line in lines if line.startswith("  ft_plugins")] == list(BEGINS_AGAIN)

@@ -211,6 +211,35 @@ def test_what_was_not_exercised_is_listed() -> None:
     assert missing[0].startswith("a resume in a later epoch") and missing[0] not in not_exercised(second)
 
 
+@pytest.mark.parametrize(
+    ("rates", "shown"),
+    [
+        ((8, 8, 8, 8, 8, 8, 4, 4), True),  # a step
+        ((1, 2, 3, 4, 5, 6, 6, 6), True),  # a warm-up, then constant
+        ((3, 4, 5, 6, 7, 8, 7, 6), True),
+        ((9, 8, 7, 6, 5, 4, 3, 2), False),
+        ((8, 8, 8, 4, 4, 4, 4, 4), False),  # the step was before the kills
+        ((8, 8, 8, 8, 8, 8, 8, 8), False),
+    ],
+)
+def test_another_phase_of_the_rate_is_one_in_which_it_moves_otherwise(rates: tuple[int, ...], shown: bool) -> None:
+    entries = [
+        line(e.iteration, e.rank, e.lineage, e.kind, seen={**e.seen, "rate": float(rates[e.iteration - 1]).hex()})
+        for e in FAILED
+    ]
+    assert any("another phase" in each for each in not_exercised(entries)) != shown
+
+
+def test_an_update_that_was_skipped_is_no_phase_of_the_rate() -> None:
+    def seen(e: TranscriptEntry) -> dict[str, Any]:
+        skipped = e.iteration == 7
+        rate = 9 - min(e.iteration, 6) - max(0, e.iteration - 7)
+        return {**e.seen, "rate": float(rate).hex(), "norm": "inf" if skipped else "0x1p+0"}
+
+    missing = not_exercised([line(e.iteration, e.rank, e.lineage, e.kind, seen=seen(e)) for e in FAILED])
+    assert any("another phase" in each for each in missing) and not any("skipped" in each for each in missing)
+
+
 def test_a_damaged_or_empty_transcript_is_named(tmp_path: Path) -> None:
     with pytest.raises(TranscriptError, match="no iteration was completed"):
         read_transcripts(tmp_path)

@@ -23,6 +23,7 @@ class Rank:
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.words = rank, Ledger(np.zeros(LEDGER_ROOM // 8, dtype=np.uint64))
         self.said: list[str] = []
+        self.fields: dict[str, Any] = {}  # of the last event
 
     def begin(self, base: int | None, mode: str = "auto", condemned: tuple[int, ...] = ()) -> IterationLedger:
         """An incarnation that continues after `base`."""
@@ -34,6 +35,7 @@ class Rank:
 
     def _hear(self, event: Event) -> None:
         self.said.append(event.name)
+        self.fields = event.fields
 
 
 def iterate(ledger: IterationLedger, step: int, reads: int | None = None, until: str = "", **small: Any) -> None:
@@ -46,6 +48,7 @@ def iterate(ledger: IterationLedger, step: int, reads: int | None = None, until:
     ledger.read(7)
     ledger.forwards_done()
     ledger.read(999)  # a repair computes the iteration again
+    ledger.graded(step)
     ledger.fence(RATE)
     if until == "fence":
         return
@@ -71,7 +74,34 @@ def test_a_loop_that_begins_again_is_ended_also_in_its_third_incarnation(until: 
     continues = rank.begin(5)
     iterate(continues, 6)
     iterate(continues, 7)
-    assert rank.said == [*["resume.differed"] * 3, "resume.confirmed"]
+    assert rank.said == [*["resume.differed"] * 3, *(["resume.confirmed"] if until == "fence" else [])]
+
+
+@pytest.mark.parametrize("until", ["read", "fence"])
+def test_a_resume_is_confirmed_only_by_what_iterations_computed_and_says_what_that_was(until: str) -> None:
+    rank = Rank()
+    first = rank.begin(None)
+    for number in range(1, 8):
+        iterate(first, number)
+    iterate(first, 8, until=until)
+    again = rank.begin(5)
+    for number in range(6, 11):
+        iterate(again, number)
+    assert rank.said == ["resume.confirmed"]
+    whole = 3 if until == "fence" else 2
+    assert rank.fields["iterations"] == whole
+    assert f"batch {whole}, random numbers drawn {whole}, schedules 2" in rank.fields["reason"]
+    assert {"gradients", "learning rate"} <= set(rank.fields["parts"])
+    assert "captured state" not in rank.fields["parts"], "nothing was sealed"
+
+
+def test_one_input_that_is_equal_confirms_nothing() -> None:
+    rank = died_in(6, "read")
+    again = rank.begin(5)
+    iterate(again, 6)
+    iterate(again, 7)
+    again.summarize()
+    assert rank.said == []
 
 
 @pytest.mark.parametrize(("condemned", "said"), [((), ["resume.differed"]), ((0,), [])])
