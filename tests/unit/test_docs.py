@@ -225,6 +225,33 @@ def test_the_readme_is_read_in_two_minutes() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
+def test_the_memory_that_the_readme_names_is_what_plan_memory_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    small = "--parameters 7e9 --tp 2 --pp 2 --nodes"
+    computed = []
+    for job in (f"{small} 1", f"{small} 4", "--parameters 70e9 --tp 8 --pp 8 --nodes 128"):
+        flags = [] if job.endswith("nodes 1") else ["--", "--reft-checkpoint-dir", "/ck"]
+        words = ["plan", "memory", *job.split(), "--ranks-per-node", "8", "--node-memory-gib", "2048", *flags]
+        app(words, standalone_mode=False)
+        shown = capsys.readouterr().out
+        computed += re.findall(r"^  total +([\d.]+) +([\d.]+)$", shown, re.MULTILINE)
+        computed += re.findall(r"up to \d+ slots, ([\d.]+) GiB \(([\d.]+) times\)", shown)
+    line = (ROOT / "README.md").read_text().split("**Host memory**")[1].split("- **Time**")[0]
+    alone, four, at_most, large, most = [f"{float(times):.2g}" for _, times in computed]
+    gib = [f"{float(total):.0f}" for total, _ in computed[1:]]
+    assert re.findall(r"(?:^|\b)(\d[\d.]*) times", line) == [alone, four]
+    assert re.findall(r"(?:up to|70B) (\d\.?\d*)", line) == [at_most, large, most]
+    assert re.findall(r"\((\d+) to (\d+) GiB", line) == [(gib[0], gib[1]), (gib[2], gib[3])]
+
+
+def test_the_first_screen_says_what_was_tested_and_explains_its_words() -> None:
+    first, rest = (ROOT / "README.md").read_text().split("## Is it for you?")
+    assert "tested on CPU" in first and "one GPU" in first
+    new = re.findall(r"\b(REFT|BAFT|PAFT|RAIM[56]|parity|sharding group)\b", first)
+    explained = set(re.findall(r"\*(\w+)\*(?!\*)", first))
+    assert set(new) <= explained, "a word of ours on the first screen that is not explained there"
+    assert "sharding group" not in rest
+
+
 def test_the_glossary_has_one_line_for_a_term_in_order() -> None:
     rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     terms = [row.lower() for row in rows if row not in ("term", "---")]
