@@ -1,8 +1,9 @@
 """The metrics: every figure that Prometheus is given, declared once. Pure.
 
 Invariant: a metric without a sample is left out; nothing unknown is reported as 0. An event that did not come is known
-not to have come, so counts of a node have a sample of 0 from the start, and `increase` sees the first one. Those of
-ranks begin with the rank's first event.
+not to have come, so counts have a sample of 0 from the start, those of ranks as soon as the rank has memory. A count
+may still have grown before it is read for the first time, so that `increase` does not see it: the rules for alarms
+compare ages.
 
 To add a metric: declare it here, and write what derives from the table again (see `derived`). Tests
 compare them. In: a `Node`. Out: samples.
@@ -10,7 +11,7 @@ compare them. In: a `Node`. Out: samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,14 @@ ALARMS = sorted(name for name, kind in catalogue.EVENTS.items() if kind.severity
 
 @dataclass(frozen=True)
 class Node:
-    """A job on one node: the reply of its SMP to `status`, None if it gave none in time, and the sums of its events."""
+    """A job on one node: the reply of its SMP to `status`, None if it gave none in time, and the sums of its events.
+    `now`: seconds since the epoch, by the clock of the node that has its events."""
 
     job: str
     name: str
     status: Mapping[str, Any] | None
     counts: Counts
+    now: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,15 @@ def _memory(node: Node) -> Iterator[Sample]:
         yield {}, float(sum(each["bytes"] for each in node.status["segments"]) + tier.get("parity_bytes", 0))
 
 
+def _segments(node: Node) -> Sequence[Mapping[str, Any]]:
+    return (node.status or {}).get("segments", ())
+
+
+def _ranks(node: Node) -> Iterator[Sample]:
+    if node.status is not None:
+        yield {}, float(len(_segments(node)) if node.status.get("watched_lives") else 0)
+
+
 def _backlog(node: Node) -> Iterator[Sample]:
     """Only where nodes protect each other, and versions of one lineage are compared."""
     if node.status is None or not node.status["node_tier"].get("nodes"):
@@ -138,6 +150,11 @@ def _alarms(node: Node) -> Iterator[Sample]:
         yield {"alarm": name}, sum(node.counts.of(name).values())
 
 
+def _alarm_ages(node: Node) -> Iterator[Sample]:
+    for name, when in node.counts.alarm_times.items():
+        yield {"alarm": name}, max(0.0, node.now - when)
+
+
 def _standing(node: Node) -> Iterator[Sample]:
     if node.counts.alarm:
         yield {"alarm": node.counts.alarm}, 1.0
@@ -149,7 +166,8 @@ def _counted(name: str, meaning: str, event: EventType, field: str = "", ranks: 
     def read(node: Node) -> Iterator[Sample]:
         found = node.counts.of(event.name, field)
         if ranks:
-            yield from (({"rank": str(rank)}, value) for rank, value in found.items() if rank is not None)
+            begun = {each["rank"]: 0.0 for each in _segments(node)} | found
+            yield from (({"rank": str(rank)}, value) for rank, value in begun.items() if rank is not None)
         else:
             yield {}, sum(found.values())
 
@@ -180,6 +198,7 @@ METRICS: tuple[Metric, ...] = (
         "ftp_slow_rank_ratio", "Computing time of a slow rank, as a multiple of that of the others.", _slow, ("rank",)
     ),
     Metric("ftp_world_size", "Ranks of the job.", _fact("world_size")),
+    Metric("ftp_ranks", "Ranks of the node, started or to be started again; 0 once no launcher runs there.", _ranks),
     Metric("ftp_restarts_total", "Restarts that this node has seen.", _fact("history", "restarts")),
     Metric(
         "ftp_downtime_seconds_total", "Seconds without training, also of an outage that is not over.",
@@ -241,5 +260,12 @@ METRICS: tuple[Metric, ...] = (
         "ftp_alarms_total", "Alarms that this node reported, by their names in the catalogue of events. Several "
         "ranks may report one.", _alarms, ("alarm",),
     ),
-    Metric("ftp_alarm_standing", "1 for the newest alarm that no event has ended.", _standing, ("alarm",)),
+    Metric(
+        "ftp_alarm_age_seconds", "Seconds since the newest alarm of that name, also of one before the first scrape.",
+        _alarm_ages, ("alarm",),
+    ),
+    Metric(
+        "ftp_alarm_standing", "1 for the newest alarm, until an event ends it or ranks that were started after it "
+        "complete an iteration.", _standing, ("alarm",),
+    ),
 )  # fmt: skip
