@@ -11,11 +11,12 @@ In: the path of a history. Out: `Counts`. A damaged line or file is passed over;
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..events import Severity, catalogue, recent_of
+from ..events import Event, Severity, catalogue, recent_of
 from ..events.stream import event_of, name_in
 from ..events.tail import LineTail
 
@@ -27,11 +28,11 @@ Key = tuple[str, str, int | None]  # name of the event; its field, empty for how
 @dataclass(frozen=True)
 class Counts:
     """How often events came, and sums of their fields. `alarm`: the one that stands, see `events.standing_alarm`.
-    `alarm_times`: of the newest alarm of each name, in seconds since the epoch."""
+    `alarm_ages`: of the newest alarm of each name, in seconds."""
 
     values: Mapping[Key, float]
     alarm: str = ""
-    alarm_times: Mapping[str, float] = field(default_factory=dict)
+    alarm_ages: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, event: str, field: str = "") -> dict[int | None, float]:
         """By rank; empty if the event never came."""
@@ -47,14 +48,17 @@ class EventCounts:
         self._summed = summed
         self._values: dict[Key, float] = {}
         self._alarm, self._fenced = "", False  # the one that stands; whether an incarnation has begun since
-        self._alarm_times: dict[str, float] = {}
+        self._alarm_times: dict[str, float] = {}  # by name: of the newest, in seconds since the epoch
 
     def read(self, limit: int | None = READ_BYTES) -> Counts:
         """The counts so far. `limit`: bytes to read of each file; None: all that there is."""
         for file in self._files:
             for line in file.look(limit):
                 self._add(line)
-        return Counts(dict(self._values), self._alarm, dict(self._alarm_times))
+        return Counts(
+            dict(self._values), self._alarm,
+            {name: max(0.0, time.time() - when) for name, when in self._alarm_times.items()},
+        )  # fmt: skip
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -67,19 +71,16 @@ class EventCounts:
         if kind is None:  # damaged, or of another version; names without end would take memory
             return
         is_alarm, summed = kind.severity is Severity.ALARM, self._summed.get(name)
-        event = event_of(line) if is_alarm or summed is not None else None
-        if event is None and (is_alarm or summed is not None):
+        event = event_of(line) if is_alarm or summed is not None else Event(name, 0.0)  # parsed only if needed
+        if event is None:
             return
-        if event is not None and is_alarm:
+        if is_alarm:
             self._alarm, self._fenced, self._alarm_times[name] = name, False, event.time
         elif self._alarm in kind.ends or self._fenced and kind is catalogue.RANKS_RESUMED:
             self._alarm = ""
         self._fenced |= kind is catalogue.INCARNATION_FENCED
-        if event is None or summed is None:
-            self._grow((name, "", None), 1)
-            return
         self._grow((name, "", event.rank), 1)
-        for part in summed:
+        for part in summed or ():
             value = event.fields.get(part)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 self._grow((name, part, event.rank), float(value))

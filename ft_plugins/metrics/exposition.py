@@ -6,7 +6,6 @@ In: `Node`s. Out: text.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ def node_of(
     run_dir: Path, status: Mapping[str, Any] | None, counts: EventCounts, limit: int | None = READ_BYTES
 ) -> Node:
     """What is known of the job of a run directory; `status`: the reply of its SMP. `limit`: see `EventCounts.read`."""
-    return Node(run_dir.parent.name, run_dir.name, status, counts.read(limit), time.time())
+    return Node(run_dir.parent.name, run_dir.name, status, counts.read(limit))
 
 
 def text_of(nodes: Sequence[Node]) -> str:

@@ -11,7 +11,7 @@ compare them. In: a `Node`. Out: samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,12 @@ ALARMS = sorted(name for name, kind in catalogue.EVENTS.items() if kind.severity
 
 @dataclass(frozen=True)
 class Node:
-    """A job on one node: the reply of its SMP to `status`, None if it gave none in time, and the sums of its events.
-    `now`: seconds since the epoch, by the clock of the node that has its events."""
+    """A job on one node: the reply of its SMP to `status`, None if it gave none in time, and the sums of its events."""
 
     job: str
     name: str
     status: Mapping[str, Any] | None
     counts: Counts
-    now: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,6 @@ def _memory(node: Node) -> Iterator[Sample]:
         yield {}, float(sum(each["bytes"] for each in node.status["segments"]) + tier.get("parity_bytes", 0))
 
 
-def _segments(node: Node) -> Sequence[Mapping[str, Any]]:
-    return (node.status or {}).get("segments", ())
-
-
-def _ranks(node: Node) -> Iterator[Sample]:
-    if node.status is not None:
-        yield {}, float(len(_segments(node)) if node.status.get("watched_lives") else 0)
-
-
 def _backlog(node: Node) -> Iterator[Sample]:
     """Only where nodes protect each other, and versions of one lineage are compared."""
     if node.status is None or not node.status["node_tier"].get("nodes"):
@@ -150,11 +139,6 @@ def _alarms(node: Node) -> Iterator[Sample]:
         yield {"alarm": name}, sum(node.counts.of(name).values())
 
 
-def _alarm_ages(node: Node) -> Iterator[Sample]:
-    for name, when in node.counts.alarm_times.items():
-        yield {"alarm": name}, max(0.0, node.now - when)
-
-
 def _standing(node: Node) -> Iterator[Sample]:
     if node.counts.alarm:
         yield {"alarm": node.counts.alarm}, 1.0
@@ -166,7 +150,7 @@ def _counted(name: str, meaning: str, event: EventType, field: str = "", ranks: 
     def read(node: Node) -> Iterator[Sample]:
         found = node.counts.of(event.name, field)
         if ranks:
-            begun = {each["rank"]: 0.0 for each in _segments(node)} | found
+            begun = {each["rank"]: 0.0 for each in (node.status or {}).get("segments", ())} | found
             yield from (({"rank": str(rank)}, value) for rank, value in begun.items() if rank is not None)
         else:
             yield {}, sum(found.values())
@@ -198,7 +182,10 @@ METRICS: tuple[Metric, ...] = (
         "ftp_slow_rank_ratio", "Computing time of a slow rank, as a multiple of that of the others.", _slow, ("rank",)
     ),
     Metric("ftp_world_size", "Ranks of the job.", _fact("world_size")),
-    Metric("ftp_ranks", "Ranks of the node, started or to be started again; 0 once no launcher runs there.", _ranks),
+    Metric(
+        "ftp_ranks", "Ranks of the node, started or to be started again; 0 once no launcher runs there.",
+        _fact("ranks"),
+    ),
     Metric("ftp_restarts_total", "Restarts that this node has seen.", _fact("history", "restarts")),
     Metric(
         "ftp_downtime_seconds_total", "Seconds without training, also of an outage that is not over.",
@@ -262,7 +249,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "ftp_alarm_age_seconds", "Seconds since the newest alarm of that name, also of one before the first scrape.",
-        _alarm_ages, ("alarm",),
+        lambda node: [({"alarm": name}, age) for name, age in node.counts.alarm_ages.items()], ("alarm",),
     ),
     Metric(
         "ftp_alarm_standing", "1 for the newest alarm, until an event ends it or ranks that were started after it "
