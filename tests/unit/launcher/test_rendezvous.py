@@ -672,8 +672,8 @@ def test_nodes_of_which_one_has_another_secret_say_that_and_not_that_a_node_is_m
         leads, other = noted(tmp_path / "a"), noted(tmp_path / "b")
         return (
             re.fullmatch(
-                "waiting for 1 more of 2 nodes: a connection from 127.* was rejected: .*secret.* [|] if it is a node of "
-                "this job, give the same --ftp-secret-file .*", leads,
+                "waiting for 1 more of 2 nodes: a connection from 127.* was rejected: .*secret.* [|] if it is a node "
+                "of this job, give the same --ftp-secret-file .*", leads,
             )  # fmt: skip
             is not None
             and "does not know the secret of this job" in other
