@@ -40,7 +40,7 @@ states:
   REFUSED      ft-run has ended because a restart cannot help
   STARTING     the ranks start, or start again after a failure
   TRAINING     all ranks of this node train
-  WAITING      ft-run waits: for nodes, for a place, or for nodes to end; or
+  WAITING      ft-run waits: for nodes, for a place, or for ranks to end; or
                the ranks, for one that may be at work
   HUNG         no rank gets on, or one is stopped by a signal
   ORPHANED     ft-run is gone without a word; its memory is kept for a while
