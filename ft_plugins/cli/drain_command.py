@@ -14,7 +14,7 @@ from ..errors import ConfigError, FtError
 from ..smp.serve import client as smp
 from ..smp.watch import liveness
 from .status_command import known_jobs
-from .status_facts import ASK_SECONDS, run_directories
+from .status_facts import ASK_SECONDS, facts_of, run_directories
 
 
 def drain(
@@ -24,7 +24,11 @@ def drain(
     """Have a node leave a job at its next committed version: a spare takes its place, and no iteration is lost."""
     directories = [each for each in run_directories(job, None) if liveness.held(each / "lock")]
     if not directories:
-        raise ConfigError(f"no job '{job}' runs here under ft-run; expected one of: {known_jobs()}")
+        ended = [
+            f"job '{job}' does not run here: {each['state']}, {each['headline']}"
+            for each in facts_of(run_directories(job, None))
+        ]
+        raise ConfigError(ended[0] if ended else f"no job '{job}' is known here; expected one of: {known_jobs()}")
     from ..launcher.rendezvous import control  # imports torch
 
     try:

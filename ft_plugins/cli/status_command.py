@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
+from ..events import catalogue
 from ..smp.serve.node_facts import Facts
 from ..smp.watch.job_state import NOTHING, State, needs_restart, span_text
 from . import status_facts
@@ -39,7 +40,7 @@ states:
   REFUSED      ft-run has ended because a restart cannot help
   STARTING     the ranks start, or start again after a failure
   TRAINING     all ranks of this node train
-  WAITING      ft-run waits: for nodes, for a place, or for nodes to end; or
+  WAITING      ft-run waits: for nodes, for a place, or for ranks to end; or
                the ranks, for one that may be at work
   HUNG         no rank gets on, or one is stopped by a signal
   ORPHANED     ft-run is gone without a word; its memory is kept for a while
@@ -57,7 +58,8 @@ lines:
   other nodes the newest version from which a lost node would be rebuilt
   storage     the newest complete checkpoint
   nodes       the other nodes of the job, as their SMPs answer; only where
-              nodes protect each other"""
+              nodes protect each other
+  metrics     why --ftp-metrics are not served, and what to do"""
 _LABEL = 15  # columns of a label, with the indentation
 _NARROWEST = 60  # columns
 _EACH = 8  # other nodes that are named
@@ -68,15 +70,14 @@ NodeOption = Annotated[str | None, typer.Option("--node", help="only this node n
 
 
 def status(
+    name: Annotated[str | None, typer.Argument(metavar="JOB", help="only this job, as --job")] = None,
     job: JobOption = None,
     node: NodeOption = None,
     every: Annotated[
         bool, typer.Option("--all", help="also jobs that have ended here and left nothing to resume from")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="show it again every SECONDS, until Ctrl-C")] = False,
-    seconds: Annotated[
-        float | None, typer.Argument(min=_SHORTEST, max=_LONGEST, metavar="SECONDS", help="of --watch; unset: 2")
-    ] = None,
+    seconds: Annotated[float | None, typer.Argument(metavar="SECONDS", help="of --watch; unset: 2")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one object in one line, for programs")] = False,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="metrics, in Prometheus' text format")] = False,
     probe: Annotated[
@@ -88,11 +89,16 @@ def status(
     forms = [form for form, on in (("json", as_json), ("prometheus", prometheus), ("probe", probe)) if on]
     if len(forms) > 1:
         raise typer.BadParameter(f"--{forms[0]} is not allowed with --{forms[1]}")
-    if seconds is not None and not watch:
-        raise typer.BadParameter(f"{seconds:g}: has no effect without --watch")
+    if watch and name and seconds is None and name.replace(".", "", 1).isdecimal():
+        seconds, name = float(name), None
+    wrong = f"--job {job} is not allowed with the job {name!r}" if name and job else ""
+    if seconds is not None and not (watch and _SHORTEST <= seconds <= _LONGEST):
+        wrong = f"{seconds:g} is for --watch, and from {_SHORTEST:g} to {_LONGEST:g} s"
+    if wrong:
+        raise typer.BadParameter(wrong)
     if probe and watch:
         raise ConfigError("--probe looks once; drop --watch")
-    asked = Asked(job, node, every, forms[0] if forms else "")
+    asked = Asked(name or job, node, every, forms[0] if forms else "")
     if probe:
         raise typer.Exit(_probe(asked))
     if not watch:
@@ -109,14 +115,15 @@ _SWITCHES = {**_FORMS, "--all": "every", "--watch": "watch"}
 def arguments(words: Sequence[str]) -> dict[str, Any] | None:
     """The arguments of `status`, if these words are what Typer reads without help or error; its imports take as long as
     the whole command may."""
-    given: dict[str, Any] = {}
-    left = iter(words)
+    given: dict[str, Any] = {"name": words[0]} if words and not words[0].startswith("-") else {}
+    left = iter(words[len(given) :])
     for word in left:
         value = next(left, "-") if word in ("--job", "--node") else ""
         if value.startswith("-") or not value and word not in _SWITCHES:
             return None
         given[_SWITCHES.get(word, word[2:])] = value or True
-    return given if len(given.keys() & _FORMS.values()) < 2 else None
+    unclear = len(given.keys() & _FORMS.values()) > 1 or {"name"} < given.keys() & {"name", "job", "watch"}
+    return None if unclear else given
 
 
 @dataclass(frozen=True)
@@ -253,8 +260,11 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     for number, words in enumerate(_elsewhere(facts.get("others") or ())):
         yield "" if number else "nodes", words
     yield "processes", _processes(facts)
-    if facts["smp_error"]:
-        yield "error", facts["smp_error"]
+    for label, error, action in (
+        ("metrics", facts["metrics_error"], catalogue.METRICS_FAILED.action), ("error", facts["smp_error"], ""),
+    ):  # fmt: skip
+        if error:
+            yield label, f"{error}. {action}" if action else error
 
 
 def _training(facts: Facts) -> Iterator[str]:

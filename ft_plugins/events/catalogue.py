@@ -125,8 +125,13 @@ ROUND_LOST = EventType(
 )  # fmt: skip
 ROUND_ENDED = EventType(
     "round.ended", ALARM,
-    "Another node failed, left or wants to join; the training processes of this node restart in a new rendezvous.",
+    "Another node failed or wants to join; the training processes of this node restart in a new rendezvous.",
     "Look at that node's log.", reason=_REASON,
+)  # fmt: skip
+ROUND_CHANGED = EventType(
+    "round.changed", NOTICE, "Another node has left the job, as was asked, at a version that is committed on all "
+    "nodes; the training processes of this node restart in a new rendezvous, and no iteration is lost.",
+    reason=_REASON,
 )  # fmt: skip
 NODE_DRAINED = EventType(
     "node.drained", NOTICE, "This node has left the job, as was asked, at a version that is committed on all nodes; a "

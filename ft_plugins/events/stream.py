@@ -274,12 +274,17 @@ def name_in(line: bytes) -> str:
 
 
 def standing_alarm(path: Path) -> Event | None:
-    """The newest alarm of a history that no later event has ended; None if there is none. Reads from the end."""
+    """The newest alarm of a history that no later event has ended, and that is not of an incarnation after which
+    another one has completed an iteration; None if there is none. Reads from the end."""
     ended: set[str] = set()
+    resumed = False
     for line in _backwards(path):
         kind = catalogue.EVENTS.get(name_in(line))
         if kind is None:
             continue
+        if resumed and kind is catalogue.INCARNATION_FENCED:
+            return None
+        resumed |= kind is catalogue.RANKS_RESUMED
         if kind.severity is Severity.ALARM and (event := event_of(line)) is not None:
             return None if event.name in ended else event
         ended.update(kind.ends)

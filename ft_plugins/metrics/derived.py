@@ -22,16 +22,20 @@ _HEAD = """\
 
 What [Prometheus](operating.md#metrics) gets of each node. Every metric has the labels `ftp_job` and `node`, which are
 those of `ft-plugins status`. What is unknown, or does not apply to a job, is left out. Counters of events cover the
-history in the run directory, from 0 (those of ranks: from the first event); they start again when a full history was
-replaced, which `rate` and `increase` allow for.
+history in the run directory, from 0; they start again when a full history was replaced, which `rate` and `increase`
+allow for. A count may have grown before it is scraped for the first time, which `increase` does not see: alert on
+`ftp_alarm_age_seconds`, as the rules do.
 
 | metric | kind | unit | more labels | meaning |
 |---|---|---|---|---|"""
 _WHERE = "{{ $labels.ftp_job }} on node {{ $labels.node }}"
 # name, condition, for how long, summary, action, and where, if not `_WHERE`
 _OTHER_RULES = (
-    ("FtpUnreachable", 'up{job="ft_plugins"} == 0', "5m", "A node's SMP cannot be scraped.",
-     "Look at the node, and at `ft-plugins status` there.", "{{ $labels.instance }}"),
+    ("FtpUnreachable",  # a job that has ended, on all of its nodes, has no series left: nothing is compared
+     "(sum by (ftp_job) (ftp_ranks) > 0) < max by (ftp_job) (ftp_world_size)", "5m",
+     "Only {{ $value }} ranks of the job are on nodes that can be scraped.",
+     "`ft-plugins status` on a node of the job says how the others are, Prometheus which targets do not answer. A node "
+     "that has taken another one's place must be a target too.", "{{ $labels.ftp_job }}"),
     ("FtpSmpSilent", "ftp_smp_answered == 0", "5m", "The SMP does not give its facts.",
      "Look at smp.log in the run directory and at the node's load."),
     ("FtpDown", "ftp_down_seconds > 600", "1m", "The job has not trained for ten minutes.",
@@ -41,7 +45,7 @@ _OTHER_RULES = (
 _SOURCE = {"type": "prometheus", "uid": "${source}"}  # the one chosen in the dashboard
 _UNITS = {"seconds": "s", "bytes": "bytes"}  # as Grafana calls them; of anything else: none
 _RATES = {"seconds": "percentunit", "bytes": "Bps"}  # per second; of anything else: counts per second
-_WINDOW = "10m"  # in which an alarm is shown
+_MINUTES = 10  # for which an alarm is shown
 
 
 def page() -> str:
@@ -65,7 +69,7 @@ def _alerts() -> Iterator[str]:
     yield from ("groups:", "  - name: ft_plugins alarms", "    rules:")
     for name in ALARMS:
         event = catalogue.EVENTS[name]
-        condition = f'increase(ftp_alarms_total{{alarm="{name}"}}[{_WINDOW}]) > 0'
+        condition = f'last_over_time(ftp_alarm_age_seconds{{alarm="{name}"}}[{_MINUTES}m]) < {60 * _MINUTES}'
         yield from _rule(rule_name(name), condition, "0s", event.what, event.action)
     yield from ("  - name: ft_plugins states", "    rules:")
     for rule in _OTHER_RULES:

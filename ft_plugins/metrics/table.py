@@ -1,8 +1,9 @@
 """The metrics: every figure that Prometheus is given, declared once. Pure.
 
 Invariant: a metric without a sample is left out; nothing unknown is reported as 0. An event that did not come is known
-not to have come, so counts of a node have a sample of 0 from the start, and `increase` sees the first one. Those of
-ranks begin with the rank's first event.
+not to have come, so counts have a sample of 0 from the start, those of ranks as soon as the rank has memory. A count
+may still have grown before it is read for the first time, so that `increase` does not see it: the rules for alarms
+compare ages.
 
 To add a metric: declare it here, and write what derives from the table again (see `derived`). Tests
 compare them. In: a `Node`. Out: samples.
@@ -149,7 +150,8 @@ def _counted(name: str, meaning: str, event: EventType, field: str = "", ranks: 
     def read(node: Node) -> Iterator[Sample]:
         found = node.counts.of(event.name, field)
         if ranks:
-            yield from (({"rank": str(rank)}, value) for rank, value in found.items() if rank is not None)
+            begun = {each["rank"]: 0.0 for each in (node.status or {}).get("segments", ())} | found
+            yield from (({"rank": str(rank)}, value) for rank, value in begun.items() if rank is not None)
         else:
             yield {}, sum(found.values())
 
@@ -180,6 +182,10 @@ METRICS: tuple[Metric, ...] = (
         "ftp_slow_rank_ratio", "Computing time of a slow rank, as a multiple of that of the others.", _slow, ("rank",)
     ),
     Metric("ftp_world_size", "Ranks of the job.", _fact("world_size")),
+    Metric(
+        "ftp_ranks", "Ranks of the node, started or to be started again; 0 once no launcher runs there.",
+        _fact("ranks"),
+    ),
     Metric("ftp_restarts_total", "Restarts that this node has seen.", _fact("history", "restarts")),
     Metric(
         "ftp_downtime_seconds_total", "Seconds without training, also of an outage that is not over.",
@@ -241,5 +247,12 @@ METRICS: tuple[Metric, ...] = (
         "ftp_alarms_total", "Alarms that this node reported, by their names in the catalogue of events. Several "
         "ranks may report one.", _alarms, ("alarm",),
     ),
-    Metric("ftp_alarm_standing", "1 for the newest alarm that no event has ended.", _standing, ("alarm",)),
+    Metric(
+        "ftp_alarm_age_seconds", "Seconds since the newest alarm of that name, also of one before the first scrape.",
+        lambda node: [({"alarm": name}, age) for name, age in node.counts.alarm_ages.items()], ("alarm",),
+    ),
+    Metric(
+        "ftp_alarm_standing", "1 for the newest alarm, until an event ends it or ranks that were started after it "
+        "complete an iteration.", _standing, ("alarm",),
+    ),
 )  # fmt: skip

@@ -47,7 +47,10 @@ _WORDS = {
     "unknown": "unknown",
 }
 PARTS = tuple(_WORDS)
-_FAILURES = (catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.ROUND_ENDED, catalogue.WORKERS_RESTARTED)
+_FAILURES = (
+    catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.ROUND_ENDED, catalogue.ROUND_CHANGED,
+    catalogue.WORKERS_RESTARTED,
+)  # fmt: skip
 _STARTS = (catalogue.JOB_STARTED, catalogue.WORKERS_RESTARTED)
 _WAITS = tuple(kind for kind in catalogue.EVENTS.values() if "waited_seconds" in kind.fields
                and kind is not catalogue.PROFILE_COMPLETED)  # fmt: skip

@@ -81,12 +81,17 @@ class RejectedConnections:
         self._reported = float("-inf")  # monotonic
         self._reasons: Counter[str] = Counter()
         self._addresses: Counter[str] = Counter()
+        self.newest = (float("-inf"), "")  # when (monotonic), and what, in words
 
     def count(self, address: str, reason: str) -> None:
         """Count one more, and `report`."""
         with self._lock:
             _add(self._reasons, legible(reason, _REASON))
             _add(self._addresses, legible(address, _REASON))
+            self.newest = (
+                time.monotonic(),
+                (f"a connection from {legible(address, _REASON)} was rejected: {legible(reason, _REASON)}"),
+            )
         self.report()
 
     @property

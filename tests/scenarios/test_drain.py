@@ -85,6 +85,7 @@ def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
         replaced = [event.fields for event in stayed.events(catalogue.NODE_REPLACED.name)]
         assert replaced == [{"gone": [leaving], "new": ["s"], "asked": [leaving]}]
         assert [event.fields["lost"] for event in stayed.events(catalogue.STATE_RESTORED.name)] == [0]
+        assert not stayed.events(catalogue.ROUND_ENDED.name), "a drain is no alarm"
         [resumed] = spare.events(catalogue.RANKS_RESUMED.name)
         assert resumed.fields["iteration"] == at + 1, "no iteration is computed again"
     assert_identical(run, golden(shape.run("megatron", flags=replicas)), run.ranks)

@@ -28,6 +28,7 @@ from ft_plugins.errors import FtError
 from ft_plugins.events import Event, Events, catalogue, file_sink
 from ft_plugins.smp.serve import client as smp
 from ft_plugins.smp.watch import liveness
+from ft_plugins.smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ft_plugins.smp.watch.job_state import State
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
@@ -231,6 +232,7 @@ FACTS: dict[str, Any] = {
         "storage": {"lineage": 2, "iteration": 1200000, "age_seconds": 400000.0},
     },
     "storage": {"path": "/ck", "failed": "No space left on device", "kept": [[1, 500000], [1, 600000], [2, 700000]]},
+    "metrics_error": "10.0.0.1, port 9400: Address already in use",
     "alarm": {"time": "2026-11-25 17:20:11+00:00", "name": "smp.lost", "text": "smp.lost: node n: " + 12 * "it died. "},
 }  # fmt: skip
 
@@ -249,9 +251,10 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
         "now rank 3 is stopped by a signal; the others wait to do continue it continue it",
         "ft-run is running; SMP pid 4194303; incarnation 12",
         "slow rank 7 1.52 times, rank 9 2 times as long as the others",
+        f"metrics 10.0.0.1, port 9400: Address already in use. {catalogue.METRICS_FAILED.action}",
     ):
         assert part in words, text
-    assert len(status_command.text_of([FACTS], 0).splitlines()) == 11, "a pipe gets whole lines"
+    assert len(status_command.text_of([FACTS], 0).splitlines()) == 12, "a pipe gets whole lines"
     first = status_command.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
     over = FACTS | {"ft_run_alive": False, "state": "ENDED"}
@@ -407,9 +410,11 @@ def test_watch_redraws_a_terminal_in_place(job: str) -> None:
 
 
 def test_an_interval_to_watch_that_is_no_number_of_seconds_or_not_watched_is_refused(ft_plugins: Command) -> None:
-    assert "'SECONDS': Input should be greater than or equal to 0.1" in ft_plugins("status", "--watch", "0", status=2)
-    assert "'SECONDS': " in ft_plugins("status", "--watch", "soon", status=2)
-    assert "3: has no effect without --watch" in ft_plugins("status", "3", status=2)
+    said = "0 is for --watch, and from 0.1 to 86400 s"
+    assert said in words_of(ft_plugins("status", "--watch", "0", status=2))
+    assert "'SECONDS': " in ft_plugins("status", "a", "--watch", "soon", status=2)
+    assert "3 is for --watch" in ft_plugins("status", "a", "3", status=2)
+    assert "no job 'soon' is known here" in ft_plugins("status", "soon", "--watch", status=1)
 
 
 def test_status_reads_its_words_as_typer_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,7 +422,7 @@ def test_status_reads_its_words_as_typer_reads_them(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(status_command, "_text", lambda asked: seen.append(asked) or "")
     monkeypatch.setattr(status_command, "_watch", lambda text, seconds, redraw: seen.append((text(), seconds)))
     monkeypatch.setattr(status_command, "_probe", lambda asked: seen.append(asked) or 0)
-    words = [["--job", "a"], ["--node", "n"], ["--all"], ["--watch"], ["--json"], ["--prometheus"], ["--probe"]]
+    words = [["a"], ["--job", "a"], ["--node", "n"], ["--all"], ["--watch"], ["--json"], ["--prometheus"], ["--probe"]]
     for chosen in (choice for count in (0, 1, 2) for choice in itertools.permutations(words, count)):
         typed = ["status", *itertools.chain(*chosen)]
         seen.clear()
@@ -431,8 +436,28 @@ def test_status_reads_its_words_as_typer_reads_them(monkeypatch: pytest.MonkeyPa
             with contextlib.suppress(SystemExit, FtError):
                 cli.app(typed[0:])
             assert found == seen, typed
-    strange = ["--help", "--jobs", "--job", "--job --all", "--job=a", "3", "--watch 3", "--json --probe", "--", "x"]
+    strange = [
+        "--help", "--jobs", "--job", "--job --all", "--job=a", "--watch 3", "a --watch", "a b", "--json --probe", "--",
+        "x --job a",
+    ]  # fmt: skip
     assert [status_command.arguments(line.split()) for line in strange] == [None] * len(strange)
+
+
+def test_status_takes_the_name_of_a_job_as_end_does(ft_plugins: Command, job: str) -> None:
+    ft_plugins("end", job)
+    assert ft_plugins("status", job) == ft_plugins("status", "--job", job) and f"{job} on node n: ENDED" in (
+        ft_plugins("status", job)
+    )
+    assert [each["job"] for each in jobs_in(ft_plugins("status", job, "--json"))] == [job]
+    assert f"--job {job} is not allowed" in words_of(ft_plugins("status", job, "--job", job, status=2))
+
+
+def test_a_drain_of_a_job_that_has_ended_says_that_and_how(ft_plugins: Command, job: str) -> None:
+    ft_plugins("end", job)
+    write_note(run_directory(job, "n"), FtRunNote(FtRunPhase.ENDED, status="succeeded"))
+    said = ft_plugins("drain", "n", "--job", job, status=1)
+    assert said.startswith(f"ft-plugins: job '{job}' does not run here: ENDED, ")
+    assert said.endswith(" s ago, succeeded, exit status 0\n")
 
 
 def test_end_drops_the_snapshots_and_ends_the_smp(ft_plugins: Command, job: str) -> None:
@@ -452,7 +477,9 @@ def test_end_refuses_a_job_that_is_running_under_ft_run(ft_plugins: Command, job
     assert path.exists()
 
 
-@pytest.mark.parametrize("words", [("status", "--job", "nobody"), ("end", "nobody")])
+@pytest.mark.parametrize(
+    "words", [("status", "--job", "nobody"), ("status", "nobody"), ("end", "nobody"), ("drain", "n", "--job", "nobody")]
+)
 def test_a_job_that_is_not_known_is_one_line_with_those_that_are(
     ft_plugins: Command, job: str, words: tuple[str, ...]
 ) -> None:

@@ -39,6 +39,17 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             State.WAITING, "waiting for 1 more of 2 nodes, for 90 s so far",
             "start the missing nodes with the same command; the job's log has it",
         ),
+        (
+            replace(RUNS, note=FtRunNote(FtRunPhase.WAITING, "b does not know the secret", remedy="copy it")),
+            State.WAITING, "b does not know the secret, for 0 s so far", "copy it",
+        ),
+        (
+            replace(
+                RUNS, trains=True, failed=True, smp_answers=False, alarm=True,
+                note=FtRunNote(FtRunPhase.STOPPING, "SIGTERM has come: the ranks end"),
+            ),
+            State.WAITING, "SIGTERM has come: the ranks end", "nothing to do",
+        ),
         (replace(RUNS, note=FtRunNote(FtRunPhase.SPARE, "a spare")), State.WAITING, "a spare", "nothing to do"),
         (
             replace(RUNS, trains=True, failed=True, stopped=(3,)),
@@ -145,7 +156,7 @@ def test_each_state_says_what_is_known_and_what_to_do(
 
 
 def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
-    note = FtRunNote(FtRunPhase.ENDED, "by SIGTERM", "signalled", 143, 12.5)
+    note = FtRunNote(FtRunPhase.ENDED, "by SIGTERM", "signalled", 143, 12.5, "a remedy")
     write_note(tmp_path, note)
     assert read_note(tmp_path) == note
     for content in ("", "[]", '{"phase": "soon"}', (tmp_path / NOTE_FILE).read_text().replace("143", '"143"')):

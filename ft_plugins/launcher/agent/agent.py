@@ -134,6 +134,7 @@ class ProgressAgent(LocalElasticAgent):
     def _end_workers(self, stop: SignalStop, number: signal.Signals) -> None:
         """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
         What is in memory is written meanwhile."""
+        self._note(FtRunPhase.STOPPING, f"{number.name} has come: what is in memory is written, and the ranks end")
         stop.begin()
         if self._pcontext is None:
             return
@@ -360,7 +361,11 @@ class ProgressAgent(LocalElasticAgent):
             reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
             next_step = "end too" if handler.is_closed() else "restart too"
             self._lives.append(Life(LostPeers((reason,))))
-            self._events.emit(catalogue.ROUND_ENDED, reason=f"{reason}; the workers of this node {next_step}")
+            left = isinstance(handler, Rendezvous) and handler.left
+            kind = catalogue.ROUND_CHANGED if left else catalogue.ROUND_ENDED
+            event = self._events.emit(kind, reason=f"{reason}; the workers of this node {next_step}")
+            if left:
+                say(event.sentence(), who="ft-run: ")
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:

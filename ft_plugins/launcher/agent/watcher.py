@@ -255,7 +255,11 @@ class Watcher:
                 job.run_dir, job.name, job.node, config.orphan_seconds, config.faults, _CALL_SECONDS, os.getpid()
             )
             with self._connect(job.run_dir, _CALL_SECONDS) as client:
-                client.watch(os.getpid(), config.detect_seconds, config.orphan_seconds, config.metrics_place)
+                unserved = client.watch(
+                    os.getpid(), config.detect_seconds, config.orphan_seconds, config.metrics_place
+                )
+            if unserved:
+                say(catalogue.METRICS_FAILED.sentence(f"node {job.node}", unserved), alarm=True, who="ft-run: ")
         except BusyError:
             raise
         except (FtError, OSError, subprocess.SubprocessError) as error:

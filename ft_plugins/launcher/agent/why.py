@@ -15,6 +15,7 @@ In: the events of one or more nodes. Out: `Account`; None if nothing failed.
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ _CAUSES = (
     catalogue.NODE_LOST, catalogue.NODE_REPLACED, catalogue.NODE_DRAINED, catalogue.RESUME_DIFFERED,
     catalogue.STATE_LOST,
 )  # fmt: skip
+_NODE, _STOPPED = re.compile("node (.+)", re.DOTALL), re.compile("rank ([0-9]{1,9})")  # in words of what is lost
 _FOLLOWS = (catalogue.RESUME_DIFFERED, catalogue.STATE_LOST)  # what a resume shows after a failure
 _Incarnation = tuple[Any, Any, int, int]
 _LEFT = (catalogue.JOB_STARTED, catalogue.JOB_ENDED, catalogue.NODE_DRAINED)  # without ranks, or not yet with any
@@ -153,6 +155,7 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
     fields = first.fields
     failure = chosen.get(id(first))
     others = [one.name for key, one in chosen.items() if key != id(first)]
+    stopped = _lost(first, _STOPPED)
     kills, memory = fields.get("oom_kills"), ""
     if failure and failure.signal == "SIGKILL":
         memory = "whether it was for lack of memory is unknown: the kernel's log has it"
@@ -169,15 +172,19 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
         advice = catalogue.NODE_DRAINED.action
     elif failure and failure.secondary:
         advice = "It may only have lost a peer: look at the events and logs of the other nodes."
+    elif stopped:
+        advice = "Find out what stops it: a debugger, kill -STOP, a batch system that suspends jobs."
     elif kills:
         advice = "Give the job more memory, or let it use less; `ft-plugins plan memory` shows what protection claims."
     return Account(
         time=first.time, node=_whose(first),
-        rank=failure.rank if failure else fields.get("about"), cause=failure.how if failure else _said(first),
+        rank=failure.rank if failure else int(stopped[0]) if stopped else fields.get("about"),
+        cause=failure.how if failure else _said(first),
         words=failure.message.strip()[:_WORDS] if failure else "", memory=memory,
         stacks=str(hung.fields.get("stacks", "")) if hung else "",
-        record=str(fields.get("flight_record", "")), others=", ".join(others), same=same, recovered=recovered,
-        advice=advice, drained=bool(_drained_nodes(first)),
+        record=str(fields.get("flight_record", "")), same=same, recovered=recovered,
+        others=", ".join([*(f"rank {rank}" for rank in stopped[1:]), *others]), advice=advice,
+        drained=bool(_drained_nodes(first)),
     )  # fmt: skip
 
 
@@ -220,9 +227,13 @@ def _lost_nodes(event: Event) -> list[str]:
     """Names of nodes that are no longer there and were not asked to leave, as the event's node saw it."""
     if event.type is catalogue.NODE_REPLACED:
         return [str(name) for name in event.fields["gone"] if name not in event.fields["asked"]]
+    return _lost(event, _NODE)
+
+
+def _lost(event: Event, kind: re.Pattern[str]) -> list[str]:
     said = event.fields.get("lost")  # names of nodes or ranks, or how many iterations
     names = map(str, said) if isinstance(said, list | tuple) else ()
-    return [name.removeprefix("node ") for name in names if name.startswith("node ")]
+    return [found[1] for found in map(kind.fullmatch, names) if found]
 
 
 def _drained_nodes(event: Event) -> list[str]:
@@ -245,6 +256,8 @@ def _said(event: Event) -> str:
     if event.type is catalogue.NODE_REPLACED:
         how = "lost" if _lost_nodes(event) else "it was asked to leave"
         return f"{how}; " + (f"{', '.join(map(str, new))} takes its place" if new else "the job goes on without it")
+    if _lost(event, _STOPPED):
+        return "was stopped by a signal for longer than --ftp-detect-seconds while the others waited"
     if _lost_nodes(event):
         return f"lost, as was seen from node {event.node}" + (f": {reason}" if reason else "")
     return str(reason or (event.type.what if event.type else event.name))
@@ -254,4 +267,5 @@ def _signature(outage: Sequence[Event]) -> tuple[object, ...]:
     """What is equal in two outages with the same cause."""
     first = _first(outage)
     failure = _failures(outage).get(id(first))
-    return (first.name, failure.rank, failure.exitcode, failure.error) if failure else (first.name, _whose(first))
+    lost = first.name, _whose(first), *_lost(first, _STOPPED)
+    return (first.name, failure.rank, failure.exitcode, failure.error) if failure else lost

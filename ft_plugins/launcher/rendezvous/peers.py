@@ -50,6 +50,7 @@ _UNREAD_SECONDS = 10.0  # for a peer to read a reply
 _SWEEP_SECONDS = 1.0  # between two searches for connections to close
 _CONNECTIONS = 4096
 _LEAST_WAIT = 0.01
+_REJECTED_SECONDS = 30.0  # for which a rejected connection may be why a node does not come
 _TURN = 16  # requests of one connection before others have their turn
 
 
@@ -232,6 +233,16 @@ class PeerServer:
     def look(self) -> None:
         """Send the replies that are held no longer at once. Callable from any thread."""
         self._loop.call(lambda: self._loop.soon(self._turn))
+
+    @property
+    def rejected(self) -> str:
+        """For people: which connection was rejected a moment ago, and what to check; '' for none."""
+        when, what = self._rejected.newest
+        return (
+            f"{what}; if it is a node of this job, give the same --ftp-secret-file and --ftp-job on all nodes"
+            if time.monotonic() - when < _REJECTED_SECONDS
+            else ""
+        )
 
     @property
     def is_serving(self) -> bool:

@@ -62,6 +62,7 @@ class Rendezvous(RendezvousHandler):
         self.opened_anywhere = self.trained_anywhere = False  # `opened`, `trained` of any of its nodes when it began
         self.first_rank, self.all_workers = 0, 0  # rank of the first worker here, number of workers on all nodes
         self.waiting_reason = ""  # for people: why nodes wait for another round
+        self.left = ""  # the node that has left this round as it was asked, which is why
         self.all_succeeded = False  # `wait_for_all` has seen that the workers of all nodes have
         self.is_draining = False  # this node is to leave at the next version
         self._store_bound = timedelta(seconds=min(_STORE_SECONDS, max(_LEAST_STORE_SECONDS, 3 * settings.silence)))
@@ -168,7 +169,7 @@ class Rendezvous(RendezvousHandler):
         self._round, self._size, self._took_part = view.round, view.size, True
         self.opened_anywhere, self.trained_anywhere = view.opened, view.trained
         self.first_rank, self.all_workers = view.first, view.workers
-        self._waiting, self._next_look = 0, 0.0
+        self._waiting, self._next_look, self.left = 0, 0.0, ""
         self._node.link.note_reply()
         prefix = PrefixStore(f"{BACKEND}/round/{self._round}", self._store)
         return RendezvousInfo(prefix, view.rank, self._size, RendezvousStoreInfo(place.host, place.port))
@@ -216,9 +217,12 @@ class Rendezvous(RendezvousHandler):
             self._join.asked = view.draining
             return 0, ""
         members = self._node.roster_file.roster.ranks
+        self.left = view.drained if view.drained in members and view.drained not in view.names else ""
         back = [f"node {name} starts its workers again" for name in view.names if name in members]
         joined = [f"node {name} has joined" for name in view.names if name not in members]
-        why = ", ".join(back + joined) or f"a node left, or was silent for {silence:g} s"
+        lost = f"{view.lost} of its nodes no longer answer" if view.lost else ""
+        gone = f"node {self.left} has left, as it was asked" if self.left else lost
+        why = ", ".join(filter(None, (gone, *back, *joined))) or f"a node left, or was silent for {silence:g} s"
         return max(1, view.waiting), f"round {self._round} is over: {why}"
 
     def wait_for_all(self) -> bool:

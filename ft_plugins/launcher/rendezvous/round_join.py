@@ -28,6 +28,7 @@ from ...base.intake import parsed
 from ...errors import ConfigError, FtError, ProtocolError
 from ...events import say
 from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
+from ...smp.watch.job_state import NOTHING
 from ..agent.node_check import NodeCheck
 from ..rounds import round_store
 from ..rounds.field_types import reason_text
@@ -72,7 +73,6 @@ class RoundJoin:
         self._deadline = 0.0  # monotonic; for the round to be complete
         self._wait_report: WaitReport | None = None
         self._noted = ""  # for what this node waits, in the run directory
-        self._warned = False  # of nodes of another job
         self._refused = ""  # nodes that could not join, as reported last
         self.node_check: NodeCheck | None = None  # before each round; None for none
 
@@ -84,11 +84,11 @@ class RoundJoin:
         if took_part and self.node_check:
             self.node_check.forget()
         settings = self._node.settings
-        self._wait_report = WaitReport(settings.rules, settings.silence, settings.command, self._trouble)
+        self._wait_report = WaitReport(settings.silence, settings.command, self._trouble)
 
     def _trouble(self) -> str:
-        """Why other nodes may not come, if that is known; ''."""
-        return self._node.search.other_job() or self._node.search.taken()
+        """Why other nodes may not come, if that is known; ''. What to do is its last part, after a semicolon."""
+        return self._node.search.other_job() or self._node.search.taken() or self._node.server.rejected
 
     def _extend_deadline(self) -> None:
         self._deadline = time.monotonic() + self._patience
@@ -102,43 +102,39 @@ class RoundJoin:
     def find_leader(self) -> Leader:
         """The leader; finally this node, if it is elected. Raises what `check` does, and ConfigError."""
         began = time.monotonic()
-        patience = 2 * self._node.settings.silence
         pauses = search_pauses(self._node.settings.rules.max_nodes)
         due = _TAKEN_SECONDS
         while True:
             self.check()
             searched = time.monotonic() - began
-            if leader := self._node.search.look(searched <= patience, self.check):
+            if leader := self._node.search.look(searched <= 2 * self._node.settings.silence, self.check):
                 return leader
-            if searched > patience:
-                self._warn_of_other_job()
             if searched > due:
                 due = searched + self._report_search(searched)
             pause(next(pauses))
 
     def _report_search(self, searched: float) -> float:
         """Report where no node of the job answers; early only if another process of this machine listens there. Returns
-        in how many seconds to do so again."""
-        search, silence = self._node.search, self._node.settings.silence
-        reason = "" if search.foreign else search.taken() or (search.no_node() if searched > silence else "")
-        if not reason:
-            return silence
-        left = max(0.0, self._deadline - time.monotonic())
-        say(f"{reason} (this node goes on looking for {left:.0f} s at most)", alarm=True, who="ft-run: ")
-        return REPEAT_SECONDS
-
-    def _warn_of_other_job(self) -> None:
-        """Report once that a node of another job answers. Raises ConfigError without a secret: it is on this machine.
+        in how many seconds to do so again. Raises ConfigError if a node of another job answers and there is no secret:
+        it is on this machine.
 
         With a secret the search goes on, because refusing this node needs no proof: any process that takes over an
         endpoint for a while can do it.
         """
-        reason = self._node.search.other_job()
-        if reason and self._node.settings.loopback_only:
-            raise ConfigError(reason)
-        if reason and not self._warned:
-            self._warned = True
-            say(f"{reason} (this node goes on looking)", alarm=True, who="ft-run: ")
+        search, settings = self._node.search, self._node.settings
+        other = search.other_job() if searched > 2 * settings.silence else ""
+        if other and settings.loopback_only:
+            raise ConfigError(other)
+        if not (
+            reason := other
+            if search.foreign
+            else search.taken() or (search.no_node() if searched > settings.silence else "")
+        ):
+            return settings.silence
+        self._note_wait("", reason)
+        left = max(0.0, self._deadline - time.monotonic())
+        say(f"{reason} (this node goes on looking for {left:.0f} s at most)", alarm=True, who="ft-run: ")
+        return REPEAT_SECONDS
 
     def take_part(self, leader: Leader) -> RoundView:
         """Apply to `leader` and wait until the round begins. Raises ConnectionError if it no longer leads.
@@ -226,9 +222,15 @@ class RoundJoin:
             say(f"{_SPARE}; it waits, and takes the place of a node that is lost", who="ft-run: ")
         leader = self._node.link.leader
         if self._wait_report and leader and view and view.phase is not Phase.COMPLETE and view.rank is None:
-            if words := awaited(settings.rules, view.waiting, view.missing):
-                self._note(FtRunNote(FtRunPhase.WAITING, words))
-            self._wait_report.update(view.waiting, view.missing, leads, self._deadline, leader.endpoint)
+            needed, start = awaited(settings.rules, view.waiting, view.missing, view.absent)
+            self._wait_report.update(needed, start, leads, self._deadline, leader.endpoint)
+            if needed:
+                self._note_wait(needed, self._wait_report.trouble, "" if start else NOTHING)
+
+    def _note_wait(self, words: str, trouble: str, remedy: str = "") -> None:
+        """Leave what this node waits for, why others may not come, and what to do about it, for `status`."""
+        found, _, cure = trouble.rpartition("; ")
+        self._note(FtRunNote(FtRunPhase.WAITING, ": ".join(filter(None, (words, found))), remedy=cure or remedy))
 
     def _note(self, note: FtRunNote) -> bool:
         """Leave in the run directory what this node waits for, once. Returns whether that is new."""

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ...events import say
@@ -51,18 +51,24 @@ def reaching(command: str, living: str) -> str:
     return shlex.join(words)
 
 
-def awaited(rules: Rules, waiting: int, missing: Sequence[str]) -> str:
-    """What an incomplete round waits for; '' if it only waits for time to pass.
+def awaited(rules: Rules, waiting: int, missing: Sequence[str], absent: Collection[str]) -> tuple[str, bool]:
+    """What an incomplete round waits for, for people; '' if it only waits for time to pass. And whether nodes have to
+    be started for it.
 
-    `waiting`: how many nodes wait. `missing`: names of nodes of the last round that do not.
+    `waiting`: how many nodes wait. `missing`: names of nodes of the last round that do not; `absent`: those of them
+    that do not live, as far as known.
     """
     if missing:
         size = rules.fit(waiting)
         otherwise = f"; otherwise it continues with {size}" if size else ""
-        names = ", ".join(name if name.isprintable() else ascii(name) for name in missing)
-        return f"waiting for {'a node' if len(missing) == 1 else 'nodes'} in the place of {names}{otherwise}"
+        shown = {name: name if name.isprintable() else ascii(name) for name in missing}
+        alive = ", ".join(shown[name] for name in missing if name not in absent)
+        gone = [shown[name] for name in missing if name in absent]
+        places = f"{'a node' if len(gone) == 1 else 'nodes'} in the place of {', '.join(gone)}" if gone else ""
+        ends = f"{alive}, alive, to end the old ranks" if alive else ""
+        return f"waiting for {' and for '.join(filter(None, (places, ends)))}{otherwise}", bool(gone)
     least = min(rules.sizes, default=rules.min_nodes)
-    return f"waiting for {least - waiting} more of {least} nodes" if waiting < least else ""
+    return f"waiting for {least - waiting} more of {least} nodes" if waiting < least else "", True
 
 
 def incomplete(rules: Rules, number: int, waiting: int, names: Sequence[str]) -> str:
@@ -77,27 +83,22 @@ def incomplete(rules: Rules, number: int, waiting: int, names: Sequence[str]) ->
 class WaitReport:
     """One wait of one node for a round."""
 
-    def __init__(
-        self, rules: Rules, patience: float, command: str, trouble: Callable[[], str] = lambda: ""
-    ) -> None:
+    def __init__(self, patience: float, command: str, trouble: Callable[[], str] = lambda: "") -> None:
         """`patience`: seconds before the first report. `command` starts another node. `trouble`: why others may not
         find this one."""
-        self._rules = rules
         self._next = time.monotonic() + patience
         self._command = command
-        self._trouble = trouble
+        self._find_trouble = trouble
+        self.trouble = ""  # as reported last
 
-    def update(self, waiting: int, missing: Sequence[str], leads: bool, deadline: float, living: str) -> None:
-        """Report if it is time to. `leads`: this node is the leader. `deadline`: when it gives up (monotonic).
-        `living`: the endpoint of the leader, at which another node finds the job."""
+    def update(self, needed: str, start: bool, leads: bool, deadline: float, living: str) -> None:
+        """Report if it is time to. `needed`, `start`: see `awaited`. `leads`: this node is the leader. `deadline`: when
+        it gives up (monotonic). `living`: the endpoint of the leader, at which another node finds the job."""
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next or not needed:
             return
-        if needed := awaited(self._rules, waiting, missing):
-            self._next = now + REPEAT_SECONDS if leads else float("inf")
-            seconds = max(0.0, deadline - now)
-            start = f"to start one, in {os.getcwd()}: {reaching(self._command, living)}"
-            line = f"{needed} (for another {seconds:.0f} s at most); {start}"
-            if trouble := self._trouble():
-                line = f"{trouble}; {line}"
-            say(line, alarm=True, who="ft-run: ")
+        self._next = now + REPEAT_SECONDS if leads else float("inf")
+        self.trouble = self._find_trouble()
+        how = f"to start one, in {os.getcwd()}: {reaching(self._command, living)}" if start else ""
+        line = f"{needed} (for another {max(0.0, deadline - now):.0f} s at most)"
+        say("; ".join(filter(None, (self.trouble, line, how))), alarm=True, who="ft-run: ")

@@ -210,6 +210,7 @@ class RoundView:
     `rank`, `size`, `store`: if the process was chosen. `roster`: the first page, if the process asked for that of a
     newer round. `changes`: see `Look.seen`.
     `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
+    `absent`: those of the missing ones that are not known to live.
     `refused`: which nodes could not join, and why. `draining`: the node that is to leave at the next version;
     `drained`: the one that has left so last, before this round or the next.
     `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
@@ -236,6 +237,7 @@ class RoundView:
     refused: Reason = ""
     draining: Name | Literal[""] = ""
     drained: Name | Literal[""] = ""
+    absent: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)

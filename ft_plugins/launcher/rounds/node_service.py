@@ -331,7 +331,7 @@ class NodeService:
         waits = rounds.hear(token, request.round, now, request.ready) if hears else rounds.is_waiting(token)
         if self._common[0] != (self._leads, rounds.revision):
             self._common = (self._leads, rounds.revision), self._seen_by_all(rounds)
-        view: Message = {**self._common[1], "waits": waits}
+        view: Message = {**self._common[1], "waits": waits, "absent": rounds.absent(_NAMED, now)}
         proposal = rounds.proposal
         if proposal and token in proposal.ranks and waits is (rounds.phase is Phase.PROPOSED):
             rank = proposal.ranks[token]

@@ -135,6 +135,12 @@ class RoundMachine:
         """Names of the nodes of the last round that do not wait, by rank: all, or the first `most`."""
         return self._waiting.missing(most)
 
+    def absent(self, most: int, now: float) -> list[str]:
+        """Those of the first `missing` nodes that are not known to live."""
+        return [
+            node for node in self.missing(most) if not self._is_alive(self.roster.members[self.roster.ranks[node]], now)
+        ]
+
     @property
     def places(self) -> list[Place]:
         """The waiting nodes, in order of arrival."""

@@ -41,15 +41,15 @@ class Client(LocalConnection):
         detect_seconds: float,
         orphan_seconds: float | None = None,
         metrics: tuple[str, int] | None = None,
-    ) -> None:
+    ) -> str:
         """While `pid` lives, the SMP is not orphaned; a trainer that is stopped for `detect_seconds` is lost.
 
         `orphan_seconds`: how long the SMP waits for another ft-run when `pid` is gone; None: unchanged. `metrics`: the
-        address and port at which it serves them; None: nowhere.
+        address and port at which it serves them; None: nowhere. Returns why it does not, '' if it does.
         """
         optional: dict[str, Any] = {"orphan_seconds": orphan_seconds, "metrics": metrics}
         given = {name: value for name, value in optional.items() if value is not None}
-        self._ask("watch", pid=pid, detect_seconds=detect_seconds, **given)
+        return str(self._ask("watch", pid=pid, detect_seconds=detect_seconds, **given).get("metrics_error", ""))
 
     def fence(self) -> int:
         """Supersede the running incarnation and kill its trainers; returns the new token."""

@@ -2,7 +2,10 @@
 
 Invariant: read only: `GET /metrics`, nothing else, and nothing secret. A scrape never holds what the SMP needs for its
 work for longer than a status request does, waits for that a bounded time, and a few are served at once; training is
-not involved. A port that cannot be had costs the metrics, never the job: it is an event.
+not involved. A whole request has a bounded time, however slowly its bytes arrive, and so has the reading of its reply.
+A few connections of one peer are open; one more ends its oldest, so a peer that is slow keeps no other one out, nor its
+own next scrape. A port that cannot be had costs the metrics, never the job: it is an event, a line in the job's log and
+one in `status`.
 
 In: an address and a port. Out: text.
 """
@@ -11,18 +14,22 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import AF_INET, AF_INET6
+from socket import AF_INET, AF_INET6, SHUT_RDWR
 from socketserver import TCPServer
 from typing import Any
 
 from ...events import Events, catalogue
 from ...metrics.exposition import CONTENT_TYPE, counts_of, node_of, text_of
+from ...transport.door import crowd_of
 
-_AT_ONCE = 4  # connections
-_SILENT_SECONDS = 5.0  # after which a connection is closed
+_AT_ONCE = 8  # connections
+_OF_ONE_PEER = 2  # of these
+_SECONDS = 10.0  # for a request and its reply; Prometheus waits as long by default
 _POLL_SECONDS = 0.2  # until the thread sees that it shall end
 LOCK_SECONDS = 1.0  # for another scrape to be over
 
@@ -38,7 +45,7 @@ class MetricsEndpoint:
         self._run_dir, self._status, self._events = run_dir, status, events
         self._server: _Server | None = None
         self._place: Place | None = None  # as asked for
-        self._failure = ""  # as said last
+        self.failure = ""  # why nothing is served there, '' if it is
         self._counts = counts_of(run_dir)
         self._counting = threading.Lock()
 
@@ -52,17 +59,14 @@ class MetricsEndpoint:
         if place == self._place and (self._server is not None or place is None):
             return
         self.close()
-        self._place = place
-        if place is None:
-            return
-        try:
-            self._server = _Server(place, self.text)
-            self._failure = ""
-        except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
-            reason = f"{place[0]}, port {place[1]}: {getattr(error, 'strerror', None) or error}"
-            if reason != self._failure:
-                self._events.emit(catalogue.METRICS_FAILED, reason=reason)
-            self._failure = reason
+        self._place, before, self.failure = place, self.failure, ""
+        if place is not None:
+            try:
+                self._server = _Server(place, self.text)
+            except (OSError, RuntimeError) as error:  # RuntimeError: no more threads
+                self.failure = f"{place[0]}, port {place[1]}: {getattr(error, 'strerror', None) or error}"
+        if self.failure not in ("", before):
+            self._events.emit(catalogue.METRICS_FAILED, reason=self.failure)
 
     def again(self) -> None:
         """Try again if it failed, as while the SMP of an ended job has the port."""
@@ -93,6 +97,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = AF_INET6 if ":" in place[0] else AF_INET
         self.text = text
         self._room = threading.BoundedSemaphore(_AT_ONCE)
+        self._open: dict[Any, tuple[str, float]] = {}  # peer and begin (monotonic) of each connection, oldest first
         super().__init__(place, _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever, args=(_POLL_SECONDS,), name="smp-metrics", daemon=True
@@ -108,7 +113,10 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
+        own = [each for each, (peer, _) in list(self._open.items()) if peer == crowd_of(str(client_address[0]))]
+        for oldest in own[: 1 - _OF_ONE_PEER]:
+            _hang_up(oldest)
+        if not self._room.acquire(timeout=_POLL_SECONDS):  # theirs, as soon as their threads have seen it
             self.shutdown_request(request)
             return
         try:
@@ -117,10 +125,18 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
             self.shutdown_request(request)
 
+    def service_actions(self) -> None:
+        """Called by the thread at each look: end what takes too long."""
+        for request, (_, began) in list(self._open.items()):
+            if time.monotonic() - began > _SECONDS:
+                _hang_up(request)
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        self._open[request] = crowd_of(str(client_address[0])), time.monotonic()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._open[request]
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -132,10 +148,17 @@ class _Server(ThreadingHTTPServer):
         """Stop the thread; takes `_POLL_SECONDS` at most."""
         self.shutdown()
         self.server_close()
+        for request in list(self._open):
+            _hang_up(request)
+
+
+def _hang_up(request: Any) -> None:
+    """End a connection; what its thread reads or writes next fails."""
+    with suppress(OSError):  # it has ended already
+        request.shutdown(SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _SILENT_SECONDS
     server: _Server
 
     def do_GET(self) -> None:

@@ -90,6 +90,7 @@ def facts_of(run_dir: Path, reply: Mapping[str, Any], error: str | None = None) 
         "protection": _protection(tier) if nodes else None,
         "storage": {key: reply["storage"][key] for key in ("path", "failed", "kept")} if reply.get("storage") else None,
         "alarm": alarm,
+        "metrics_error": reply.get("metrics_error") or None,
         "details": reply or None,
     }
 

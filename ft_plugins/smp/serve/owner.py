@@ -161,7 +161,8 @@ class SnapshotProcess:
             "node": self._node,
             "token": self.token,
             "watched_pid": self.watched[0],
-            "watched_lives": bool(self.watched[1]) and liveness.started(self.watched[0]) == self.watched[1],
+            "watched_lives": (lives := bool(self.watched[1]) and liveness.started(self.watched[0]) == self.watched[1]),
+            "ranks": len(self._segments) if lives else 0,
             "kept_seconds": None if self.kept_until is None else max(0.0, self.kept_until - time.monotonic()),
             "stopped": sorted(self._stopped),
             "signal": signal_of(self._segments.values(), tier, trainers_work=not self._stopped).value,
@@ -171,6 +172,7 @@ class SnapshotProcess:
             "node_tier": tier,
             "progress": self._hangs.status(),
             "storage": self.persister.status(),
+            "metrics_error": self._metrics.failure,
             "world_size": max([self._tier.ranks, *(each.world_size for each in self._segments.values())]),
             "history": self._history.report(),
             "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
@@ -192,7 +194,7 @@ class SnapshotProcess:
             self.orphan_seconds = request.orphan_seconds
             files.write_json(self._run_dir / paths.PATIENCE_FILE, self.orphan_seconds)  # for a sweep after our death
         self._metrics.become(request.metrics)
-        return {}
+        return {"metrics_error": self._metrics.failure}
 
     def _fence(self, request: requests.WithoutFields) -> dict[str, Any]:
         """Supersede the running incarnation: void its token, kill its trainers and wait until they are gone."""

@@ -212,19 +212,21 @@ class FtRunPhase(str, Enum):
     WAITING = "waiting"  # for other nodes
     SPARE = "spare"  # for a place in the job
     LEAVING = "leaving"  # for ranks of other nodes to end, as its own have
+    STOPPING = "stopping"  # for its ranks to end, as it was asked to
     ENDED = "ended"
 
 
 @dataclass(frozen=True)
 class FtRunNote:
     """`time`: since when, in seconds since the epoch. `reason`: what it waits for, or why it ended. `status` and
-    `exit_status`: how it ended."""
+    `exit_status`: how it ended. `remedy`: what a person should do while it waits; '' for what is usual."""
 
     phase: FtRunPhase
     reason: str = ""
     status: str = ""
     exit_status: int = 0
     time: float = field(default_factory=time.time)
+    remedy: str = ""
 
 
 def write_note(run_dir: Path, note: FtRunNote) -> None:
@@ -244,9 +246,10 @@ def read_note(run_dir: Path) -> FtRunNote | None:
     try:
         value = json_value(read_bytes(run_dir / NOTE_FILE))
         note = FtRunNote(
-            FtRunPhase(value["phase"]), value["reason"], value["status"], value["exit_status"], float(value["time"])
-        )
+            FtRunPhase(value["phase"]), value["reason"], value["status"], value["exit_status"], float(value["time"]),
+            value.get("remedy", ""),
+        )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    fits = type(note.reason) is type(note.status) is str and type(note.exit_status) is int
+    fits = type(note.reason) is type(note.status) is type(note.remedy) is str and type(note.exit_status) is int
     return note if fits and math.isfinite(note.time) else None

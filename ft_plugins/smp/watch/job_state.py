@@ -81,6 +81,8 @@ def needs_restart(state: State, ft_run_alive: bool) -> bool:
 def _running(facts: JobFacts) -> JobState:
     note = facts.note
     phase = note.phase if note else FtRunPhase.STARTING
+    if note and phase is FtRunPhase.STOPPING:  # ranks have died because they were asked to, the SMP may have, too
+        return JobState(State.WAITING, note.reason)
     starts = note is not None and phase in (FtRunPhase.STARTING, FtRunPhase.WAITING) and not facts.alarm
     if not facts.smp_answers and (facts.smp_hangs or not starts):  # the loss of an SMP is an alarm at once
         why = "the SMP gives no answer" if facts.smp_hangs else "the SMP is gone"
@@ -102,7 +104,7 @@ def _running(facts: JobFacts) -> JobState:
         )
         return JobState(State.HUNG, headline, remedy)
     if note and phase is FtRunPhase.WAITING:
-        remedy = "start the missing nodes with the same command; the job's log has it"
+        remedy = note.remedy or "start the missing nodes with the same command; the job's log has it"
         return JobState(State.WAITING, f"{note.reason}, for {span_text(facts.now - note.time)} so far", remedy)
     if note and phase in (FtRunPhase.SPARE, FtRunPhase.LEAVING):
         return JobState(State.WAITING, note.reason)

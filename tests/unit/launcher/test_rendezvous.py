@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -43,6 +44,7 @@ from ft_plugins.events import Event, Events
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.node_check import NodeCheck
+from ft_plugins.launcher.agent.signals import SignalStop
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import _specify
 from ft_plugins.launcher.rendezvous import control, leader_search, peers, rendezvous, round_join
@@ -56,6 +58,8 @@ from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.launcher.rounds.roster_file import RosterFile
 from ft_plugins.launcher.rounds.round_machine import Place, Roster
 from ft_plugins.rehearse.driver import free_port
+from ft_plugins.smp.watch.job_history import read_note
+from ft_plugins.smp.watch.job_state import JobFacts, State, job_state
 from ft_plugins.transport.dial import REFUSED
 from ft_plugins.transport.frame_codec import seal
 from harness.job_control import wait_until
@@ -140,6 +144,7 @@ OWN = {
     "no drain": lambda handler: handler.allow_no_drain("of this job no node can leave"),
     "replaced": lambda handler: [event.fields for event in happened if event.name == "node.replaced"],
     "why": lambda handler: handler.waiting_reason,
+    "left": lambda handler: handler.left,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
     "look again": lambda handler: (setattr(handler, "_next_look", 0.0), handler.num_nodes_waiting())[1],
     "fail at the port": lambda handler: setattr(handler._node.server, "_failure", KeyError("a request")),
@@ -311,7 +316,9 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     b.ask("depart")
     b.ask("shutdown")
     until(a, 2)
+    assert a.ask("left") == "b" and a.ask("why").startswith("round 1 is over: node b has left, as it was asked")
     assert a.tell("join").hear()["names"] == c.hear()["names"] == ["a", "c"]
+    assert a.ask("left") == ""
     assert a.ask("replaced") == [{"gone": ["b"], "new": ["c"], "asked": ["b"]}]
     a.ask("no drain")
     assert control.drain(folders["a"], "c") == "of this job no node can leave"
@@ -626,6 +633,55 @@ def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
     assert substitute.ask("join")["names"] == a.hear()["names"] == ["a", "c"]
     assert "ft-run: the job goes on without b (lost); new: c\n" in capfd.readouterr().err
     assert [a.ask("replaced"), substitute.ask("replaced")] == [[{"gone": ["b"], "new": ["c"], "asked": []}], []]
+
+
+def noted(folder: Path) -> str:
+    """What `status` says of a node that waits, and what to do."""
+    note = read_note(folder)
+    return f"{note.reason} | {note.remedy}" if note else ""
+
+
+def test_a_node_that_lives_and_is_slow_to_come_back_is_not_said_to_need_a_substitute(
+    start: Start, tmp_path: Path
+) -> None:
+    a, b, c, d = (start(at, name, nodes="4:4", run_dir=tmp_path / name) for at, name in enumerate("abcd", 1))
+    (tmp_path / "a").mkdir()
+    join(a, b, c, d)
+    c.kill()
+    a.tell("join")
+    for node, said in (
+        (b, "waiting for a node in the place of c and for b, d, alive, to end the old ranks | "),
+        (d, "waiting for a node in the place of c and for d, alive, to end the old ranks | "),
+        (None, "waiting for a node in the place of c | "),
+    ):
+        wait_until(lambda said=said: noted(tmp_path / "a") == said, WAIT, lambda: noted(tmp_path / "a"))
+        if node:
+            node.tell("join")
+
+
+def test_nodes_of_which_one_has_another_secret_say_that_and_not_that_a_node_is_missing(
+    start: Start, tmp_path: Path
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        secret = write_secret(tmp_path / f"secret-{name}", f"what node {name} knows and no other one")
+        common: dict[str, Any] = {"nodes": "2:2", "detect_seconds": 1, "wait_seconds": WAIT, "secret_file": secret}
+        start(ord(name) - ord("a") + 1, name, run_dir=tmp_path / name, **common).tell("join")
+
+    def said() -> bool:
+        leads, other = noted(tmp_path / "a"), noted(tmp_path / "b")
+        return (
+            re.fullmatch(
+                "waiting for 1 more of 2 nodes: a connection from 127.* was rejected: .*secret.* [|] if it is a node "
+                "of this job, give the same --ftp-secret-file .*", leads,
+            )  # fmt: skip
+            is not None
+            and "does not know the secret of this job" in other
+            and " | " in other
+            and "--ftp-secret-file on all nodes" in other.partition(" | ")[2]
+        )
+
+    wait_until(said, WAIT, lambda: f"{noted(tmp_path / 'a')}; {noted(tmp_path / 'b')}")
 
 
 def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None:
@@ -1036,19 +1092,30 @@ def test_a_round_lost_before_workers_are_started_is_tried_again_a_few_times(
     assert happened.count("round.lost") == min(lost, 4) and happened.count("try") == min(lost + 1, 5)
 
 
-@pytest.mark.parametrize("failed", [False, True])
-def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_events(
-    alone: Rendezvous, failed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("failed", "left"), [(False, ""), (False, "x"), (True, "")])
+def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_events_and_a_drain_is_no_alarm(
+    alone: Rendezvous, failed: bool, left: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(SimpleElasticAgent, "_restart_workers", lambda agent, group: None)
     happened: list[str] = []
     agent = agent_of(alone, happened)
     agent._events.subscribe(lambda event: happened.append(event.fields["reason"]))
     agent._failed_at, alone.waiting_reason = (1.0 if failed else None), "node x was not heard of"
+    alone.left = left
     agent._restart_workers(agent._worker_group)
     words = "node x was not heard of; the workers of this node restart too"
-    assert happened == ([] if failed else ["round.ended", words])
+    assert happened == ([] if failed else ["round.changed" if left else "round.ended", words])
+    assert ("round.changed: " in capfd.readouterr().out) is bool(left)
     assert agent._worker_group.spec.max_restarts == (3 if failed else 4)
+
+
+def test_while_ranks_end_because_of_a_signal_status_says_so(alone: Rendezvous, tmp_path: Path) -> None:
+    agent = agent_of(alone, [], job=Job(Config.from_json({"reft": {}}), "j", "n", tmp_path))
+    agent._end_workers(SignalStop(None, Events(), WAIT), signal.SIGTERM)
+    assert noted(tmp_path).startswith("SIGTERM has come: ")
+    note = read_note(tmp_path)
+    state = job_state(JobFacts("j", time.time(), launched=True, note=note, failed=True))
+    assert state.state is State.WAITING and "SIGTERM" in state.headline and "start again" not in state.headline
 
 
 def test_a_round_of_another_back_end_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

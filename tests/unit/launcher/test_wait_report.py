@@ -11,19 +11,27 @@ from ft_plugins.launcher.rounds.rounds import Rules
 
 
 @pytest.mark.parametrize(
-    ("rules", "waiting", "missing", "said"),
+    ("rules", "waiting", "missing", "alive", "said"),
     [
-        (Rules(2, 2), 1, ["b"], "waiting for a node in the place of b"),
-        (Rules(4, 4), 2, ["b", "c"], "waiting for nodes in the place of b, c"),
-        (Rules(2, 4), 3, ["b"], "waiting for a node in the place of b; otherwise it continues with 3"),
-        (Rules(4, 4), 1, [], "waiting for 3 more of 4 nodes"),
-        (Rules(2, 8, (4, 8)), 3, [], "waiting for 1 more of 4 nodes"),
-        (Rules(2, 4), 3, [], ""),
-        (Rules(2, 2), 1, ["b\x1b[2J"], "waiting for a node in the place of 'b\\x1b[2J'"),
+        (Rules(2, 2), 1, ["b"], "", "waiting for a node in the place of b"),
+        (Rules(4, 4), 2, ["b", "c"], "", "waiting for nodes in the place of b, c"),
+        (Rules(2, 4), 3, ["b"], "", "waiting for a node in the place of b; otherwise it continues with 3"),
+        (Rules(4, 4), 1, [], "", "waiting for 3 more of 4 nodes"),
+        (Rules(2, 8, (4, 8)), 3, [], "", "waiting for 1 more of 4 nodes"),
+        (Rules(2, 4), 3, [], "", ""),
+        (Rules(2, 2), 1, ["b\x1b[2J"], "", "waiting for a node in the place of 'b\\x1b[2J'"),
+        (
+            Rules(4, 4), 1, ["a", "d", "c"], "ad",
+            "waiting for a node in the place of c and for a, d, alive, to end the old ranks",
+        ),
+        (Rules(4, 4), 2, ["a", "d"], "ad", "waiting for a, d, alive, to end the old ranks"),
     ],
-)
-def test_it_is_said_whom_a_round_waits_for(rules: Rules, waiting: int, missing: list[str], said: str) -> None:
-    assert awaited(rules, waiting, missing) == said
+)  # fmt: skip
+def test_it_is_said_whom_a_round_waits_for_and_who_lives_is_not_to_be_replaced(
+    rules: Rules, waiting: int, missing: list[str], alive: str, said: str
+) -> None:
+    absent = [name for name in missing if name not in alive]
+    assert awaited(rules, waiting, missing, absent) == (said, not missing or bool(absent))
 
 
 def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> None:
@@ -55,11 +63,11 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    lead, other = (WaitReport(Rules(2, 2), 10.0, "ft-run train.py") for _ in range(2))
+    lead, other = (WaitReport(10.0, "ft-run train.py") for _ in range(2))
     said: dict[str, list[float]] = {"lead": [], "other": []}
     for _ in range(950):
         for name, each in (("lead", lead), ("other", other)):
-            each.update(1, ["b"], name == "lead", 400.0, "c:29400")
+            each.update("waiting for a node in the place of b", True, name == "lead", 400.0, "c:29400")
             if text := capsys.readouterr().err:
                 said[name].append(round(now[0] - 100.0))
                 left = f"for another {400.0 - now[0]:.0f} s at most"
@@ -70,5 +78,13 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
 
 
 def test_why_others_may_not_find_this_node_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    WaitReport(Rules(2, 2), 0.0, "ft-run train.py", lambda: "port 29400 is taken").update(1, [], True, 1e9, "a:1")
+    report = WaitReport(0.0, "ft-run train.py", lambda: "port 29400 is taken")
+    report.update("waiting for 1 more of 2 nodes", True, True, 1e9, "a:1")
     assert capsys.readouterr().err.startswith("ft-run: port 29400 is taken; waiting for 1 more of 2 nodes (for")
+    assert report.trouble == "port 29400 is taken"
+
+
+def test_a_node_that_lives_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    WaitReport(0.0, "ft-run train.py").update("waiting for a, alive", False, True, 1e9, "a:1")
+    said = capsys.readouterr().err
+    assert said.startswith("ft-run: waiting for a, alive (for another ") and "to start one" not in said

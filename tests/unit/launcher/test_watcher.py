@@ -19,7 +19,7 @@ import pytest
 
 from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Event, Events, catalogue
 from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.smp.watch import liveness
 
@@ -35,6 +35,7 @@ class Snapshots:
         self.refusals = 0  # how many starts fail first
         self.watched: list[tuple[int, int]] = []  # (SMP, watched pid)
         self.metrics: list[tuple[str, int] | None] = []  # where each SMP serves them
+        self.unserved = ""  # why it does not
         self.tokens = 0
         self.hangs = 0  # the pid that lives and does not answer
         self.fence_error: Exception | None = None
@@ -63,9 +64,10 @@ class Snapshots:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float, metrics: tuple[str, int] | None) -> None:
+    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float, metrics: tuple[str, int] | None) -> str:
         self.watched.append((self.started[-1].pid, pid))
         self.metrics.append(metrics)
+        return self.unserved
 
     def fence(self) -> int:
         if self.fence_error:
@@ -318,3 +320,13 @@ def test_no_smp_is_started_while_ranks_are_forked(story: Story) -> None:
         assert story.next()[0] == "smp.lost"
         assert len(story.smp.started) == 1
     assert story.next()[0] == "smp.started"
+
+
+def test_a_port_for_the_metrics_that_is_taken_is_in_the_log_of_the_job(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story.smp.unserved = "127.0.0.1, port 9400: Address already in use"
+    story.watcher.start()
+    assert capsys.readouterr().err == (
+        f"ft-run: metrics.failed: node n: {story.smp.unserved}. {catalogue.METRICS_FAILED.action}\n"
+    )

@@ -92,6 +92,19 @@ def test_a_lost_node_is_named_as_other_nodes_saw_it() -> None:
     assert told(why([killed]))["failed"].startswith("node b, ")
 
 
+def test_a_rank_that_was_stopped_by_a_signal_is_named_with_what_to_look_for() -> None:
+    lost = at(5, "node.lost", None, "a", lost=["rank 3", "rank 4"])
+    killed = at(5.1, "workers.killed", None, "a", lost=["rank 3", "rank 4"], reason="rank 3, rank 4 stopped responding")
+    for events in ([lost, killed], [killed]):
+        account = why([resumed(1), *events])
+        assert account is not None and (account.rank, account.node, account.others) == (3, "a", "rank 4")
+        shown = told(account)
+        assert shown["failed"].startswith("rank 3 on node a, ") and "was stopped by a signal" in shown["failed"]
+        assert "kill -STOP" in shown["to do"]
+    account = why([resumed(1), lost, resumed(8), at(9, "node.lost", None, "a", lost=["rank 5", "rank x"])])
+    assert account is not None and (account.rank, account.others, account.same) == (5, "", 1)
+
+
 def test_lost_iterations_are_no_names_of_nodes() -> None:
     shown = told(why([at(5, "state.lost", None, "a", completed=9, lost=9)]))
     assert shown["failed"].endswith(catalogue.STATE_LOST.what)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from ft_plugins.events import Events, catalogue, file_sink, stream
+from ft_plugins.events import Events, Severity, catalogue, file_sink, stream
 from ft_plugins.metrics.event_counts import EventCounts
 
 SUMMED = {"fence.waited": ["seconds"], "snapshot.sealed": ["bytes"]}
@@ -39,16 +40,27 @@ def test_events_are_counted_and_summed_by_rank_and_the_next_reading_adds_only_wh
     assert later.of("slot.lost") == {}
 
 
-def test_the_alarm_that_stands_is_the_one_that_status_shows(path: Path) -> None:
+def test_the_alarm_that_stands_is_the_one_that_status_shows_and_is_not_of_an_ended_incarnation(path: Path) -> None:
     counts, smp = EventCounts(path, SUMMED), rank(path, None)
     assert counts.read().alarm == ""
+    began = time.time()
     story = (
         (catalogue.SMP_LOST, "smp.lost"), (catalogue.EXCHANGE_RECOVERED, "smp.lost"),
         (catalogue.PROTECTION_RESTORED, ""), (catalogue.EXCHANGE_SLOWED, "exchange.slowed"),
         (catalogue.SMP_LOST, "smp.lost"), (catalogue.PROTECTION_RESTORED, ""), (catalogue.JOB_ENDED, ""),
+        (catalogue.JOB_HUNG, "job.hung"), (catalogue.RANKS_RESUMED, "job.hung"),
+        (catalogue.INCARNATION_FENCED, "job.hung"), (catalogue.JOB_STARTED, "job.hung"),
+        (catalogue.RANKS_RESUMED, ""), (catalogue.WORKERS_KILLED, "workers.killed"),
+        (catalogue.INCARNATION_FENCED, "workers.killed"), (catalogue.STATE_LOST, "state.lost"),
+        (catalogue.RANKS_RESUMED, "state.lost"), (catalogue.RANKS_RESUMED, "state.lost"),
+        (catalogue.INCARNATION_FENCED, "state.lost"), (catalogue.INCARNATION_FENCED, "state.lost"),
+        (catalogue.RANKS_RESUMED, ""),
     )  # fmt: skip
     for kind, stands in story:
-        smp.emit(kind)
+        needed = {name: 1 for name, each in kind.fields.items() if each.needed}
+        smp.emit(kind, **needed)
+        if kind.severity is Severity.ALARM:
+            assert 0 <= counts.read().alarm_ages[kind.name] <= time.time() - began
         shown = stream.standing_alarm(path)
         assert counts.read().alarm == (shown.name if shown else "") == stands
 

@@ -30,7 +30,8 @@ TIERS: dict[str, Any] = {
     "storage": None,
 }
 STATUS: dict[str, Any] = {
-    "segments": [{"bytes": 100}, {"bytes": 50}],
+    "segments": [{"rank": 0, "bytes": 100}, {"rank": 1, "bytes": 50}],
+    "ranks": 2,
     "node_tier": {"nodes": ["a", "b"], "parity_bytes": 7, "taken": 30, "offered": 40},
     "progress": {"no_progress_seconds": 0.1, "hang_seconds": 60.0, "iteration_seconds": 0.75, "slow": [[3, 2.5]]},
     "world_size": 16,
@@ -56,6 +57,7 @@ def test_what_the_smp_knows_is_shown_with_its_labels() -> None:
         "ftp_downtime_seconds_total": "24.5", 'ftp_version_iteration{tier="node"}': "8",
         'ftp_version_age_seconds{tier="process"}': "0.5", "ftp_memory_claimed_bytes": "157", "ftp_parity_bytes": "7",
         "ftp_exchange_backlog_iterations": "4", "ftp_bubble_fill_ratio": "0.75", 'ftp_slow_rank_ratio{rank="3"}': "2.5",
+        "ftp_ranks": "2",
     }  # fmt: skip
     assert {name: found.get(name) for name in expected} == expected
 
@@ -102,6 +104,7 @@ def test_some_metrics_are_scalars_without_a_label_for_the_rank() -> None:
         "ft/restarts": 1.0, "ft/downtime_seconds": 24.5, "ft/version_age_seconds/process": 0.5,
         "ft/version_age_seconds/node": 4.0, "ft/memory_claimed_bytes": 157.0, "ft/fence_wait_seconds": 2.5,
         "ft/snapshots_skipped": 0.0, "ft/exchange_backlog_iterations": 4.0, "ft/bubble_fill_ratio": 0.75,
+        "ft/lost_iterations": 0.0, "ft/averaging_wait_seconds": 0.0, "ft/synchronisation_wait_seconds": 0.0,
     }  # fmt: skip
     assert scalars_of(Node("j", "a", None, NOTHING)) == {"ft/snapshots_skipped": 0.0}, "nothing unknown is 0"
     assert all(f"`{tag_of(metric)}`" in KINDS["page"]() for metric in SCALARS)
@@ -110,6 +113,16 @@ def test_some_metrics_are_scalars_without_a_label_for_the_rank() -> None:
 def test_a_count_begins_at_zero_so_that_the_first_event_is_an_increase() -> None:
     before, after = shown(), shown(counts=Counts({("snapshot.skipped", "", 1): 1}))
     assert [found["ftp_snapshots_skipped_total"] for found in (before, after)] == ["0", "1"]
+    lost = shown(counts=Counts({("state.restored", "lost", 1): 3}))
+    for rank, values in (("0", ["0", "0"]), ("1", ["0", "3"])):
+        assert [found[f'ftp_lost_iterations_total{{rank="{rank}"}}'] for found in (before, lost)] == values
+
+
+def test_an_alarm_that_came_has_an_age_and_one_that_never_came_has_none() -> None:
+    found = shown(None, Counts({}, "", {"job.hung": 100.5}))
+    assert {name: value for name, value in found.items() if "_age_" in name} == {
+        'ftp_alarm_age_seconds{alarm="job.hung"}': "100.5"
+    }
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
@@ -140,11 +153,11 @@ def test_what_is_generated_from_the_table_is_up_to_date(kind: str) -> None:
 
 
 def test_a_rule_about_what_has_no_node_says_what_it_has() -> None:
-    """`up` is Prometheus' own: it knows the address that it scrapes, not what a scrape would have said."""
+    """What is known of a job alone names no node."""
     summaries = re.findall(r"alert: (\w+)\n.*\n.*\n.*\n *summary: \"(.*)\"", KINDS["alerts"]())
     assert len(summaries) > len(ALARMS)
     places = {name: set(re.findall(r"[$]labels[.](\w+)", summary)) for name, summary in summaries}
-    assert places.pop("FtpUnreachable") == {"instance"}
+    assert places.pop("FtpUnreachable") == {"ftp_job"}
     assert set(map(frozenset, places.values())) == {frozenset({"ftp_job", "node"})}
 
 
@@ -172,20 +185,54 @@ evaluation_interval: 1m
 tests:
   - interval: 1m
     input_series:
-      - {{series: 'ftp_alarms_total{{alarm="protection.stalled",ftp_job="j",node="a"}}', values: '0x5 1x20'}}
-      - {{series: 'ftp_alarms_total{{alarm="job.hung",ftp_job="j",node="a"}}', values: '3x30'}}
+      - {{series: 'ftp_alarm_age_seconds{{alarm="protection.stalled",ftp_job="j",node="a"}}', values: '_x5 7+60x20'}}
+      - {{series: 'ftp_alarm_age_seconds{{alarm="job.hung",ftp_job="j",node="a"}}', values: '86400+60x30'}}
+      - {{series: 'ftp_alarm_age_seconds{{alarm="state.lost",ftp_job="k",node="a"}}', values: '3+60x30'}}
+      - {{series: 'ftp_alarms_total{{alarm="state.lost",ftp_job="k",node="a"}}', values: '1x30'}}
+      - {{series: 'ftp_alarm_age_seconds{{alarm="smp.lost",ftp_job="k",node="a"}}', values: '3 stale'}}
+      - {{series: 'ftp_world_size{{ftp_job="lost",node="a"}}', values: '2x30'}}
+      - {{series: 'ftp_world_size{{ftp_job="lost",node="b"}}', values: '2x10 stale'}}
+      - {{series: 'ftp_ranks{{ftp_job="lost",node="a"}}', values: '1x30'}}
+      - {{series: 'ftp_ranks{{ftp_job="lost",node="b"}}', values: '1x10 stale'}}
+      - {{series: 'ftp_world_size{{ftp_job="ended",node="a"}}', values: '2x10 stale'}}
+      - {{series: 'ftp_world_size{{ftp_job="ended",node="b"}}', values: '2x10 stale'}}
+      - {{series: 'ftp_ranks{{ftp_job="ended",node="a"}}', values: '1x10 stale'}}
+      - {{series: 'ftp_ranks{{ftp_job="ended",node="b"}}', values: '1x10 stale'}}
+      - {{series: 'ftp_world_size{{ftp_job="stopped",node="a"}}', values: '2x30'}}
+      - {{series: 'ftp_world_size{{ftp_job="stopped",node="b"}}', values: '2x10 stale'}}
+      - {{series: 'ftp_ranks{{ftp_job="stopped",node="a"}}', values: '1x9 0x20'}}
+      - {{series: 'ftp_ranks{{ftp_job="stopped",node="b"}}', values: '1x10 stale'}}
+      - {{series: 'ftp_world_size{{ftp_job="drained",node="a"}}', values: '2x30'}}
+      - {{series: 'ftp_world_size{{ftp_job="drained",node="s"}}', values: '2x30'}}
+      - {{series: 'ftp_ranks{{ftp_job="drained",node="a"}}', values: '1x30'}}
+      - {{series: 'ftp_ranks{{ftp_job="drained",node="b"}}', values: '1x10 0x10 stale'}}
+      - {{series: 'ftp_ranks{{ftp_job="drained",node="s"}}', values: '0x10 1x20'}}
+      - {{series: 'up{{job="ft_plugins",instance="b:9400"}}', values: '1x10 0x20'}}
       - {{series: 'ftp_down_seconds{{ftp_job="j",node="a"}}', values: '_x5 60+60x25'}}
       - {{series: 'ftp_smp_answered{{ftp_job="j",node="a"}}', values: '1x10 0x20'}}
       - {{series: 'ftp_slow_rank_ratio{{ftp_job="j",node="a",rank="3"}}', values: '2x4 _x30'}}
     promql_expr_test:
       - expr: count by (alertname) (ALERTS{{alertstate="firing"}})
         eval_time: 8m
-        exp_samples: [{{labels: '{{alertname="FtpProtectionStalled"}}', value: 1}}]
+        exp_samples:
+          - {{labels: '{{alertname="FtpProtectionStalled"}}', value: 1}}
+          - {{labels: '{{alertname="FtpStateLost"}}', value: 1}}
+          - {{labels: '{{alertname="FtpSmpLost"}}', value: 1}}
+      - expr: count by (alertname) (ALERTS{{alertname=~"FtpStateLost|FtpSmpLost",alertstate="firing"}})
+        eval_time: 11m
+        exp_samples: []
+      - expr: ALERTS{{alertname="FtpUnreachable",alertstate="firing"}}
+        eval_time: 15m
+        exp_samples: []
+      - expr: count by (alertname, ftp_job) (ALERTS{{alertname="FtpUnreachable",alertstate="firing"}})
+        eval_time: 17m
+        exp_samples: [{{labels: '{{alertname="FtpUnreachable",ftp_job="lost"}}', value: 1}}]
       - expr: count by (alertname) (ALERTS{{alertstate="firing"}})
         eval_time: 25m
         exp_samples:
           - {{labels: '{{alertname="FtpDown"}}', value: 1}}
           - {{labels: '{{alertname="FtpSmpSilent"}}', value: 1}}
+          - {{labels: '{{alertname="FtpUnreachable"}}', value: 1}}
 """
 
 

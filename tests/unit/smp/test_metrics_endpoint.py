@@ -33,6 +33,18 @@ def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, st
         connection.close()
 
 
+def until_served(port: int, slow: list[socket.socket] | None = None) -> None:
+    def served() -> bool:
+        for each in slow or ():
+            drip(each)
+        try:
+            return get(port)[0] == 200
+        except (OSError, http.client.HTTPException):  # no room yet
+            return False
+
+    wait_until(served, SECONDS, lambda: "no scrape is answered")
+
+
 def free_port() -> int:
     with socket.create_server((OWN, 0)) as found:
         return int(found.getsockname()[1])
@@ -96,15 +108,18 @@ def test_only_the_metrics_can_be_read_and_nothing_can_be_changed(daemon: Snapsho
 def test_a_port_that_is_taken_costs_the_metrics_alone_and_is_said(daemon: SnapshotProcess, emitted: Emitted) -> None:
     with socket.create_server((OWN, 0)) as other:
         port = int(other.getsockname()[1])
-        assert watch(daemon, port)["ok"], "the job is not disturbed"
+        reply = watch(daemon, port)
+        assert reply["ok"], "the job is not disturbed"
         (event,) = [each for each in emitted if each.type is catalogue.METRICS_FAILED]
         assert event.fields["reason"] == f"{OWN}, port {port}: Address already in use"
+        assert daemon.answer({"do": "status"})["metrics_error"] == reply["metrics_error"] == event.fields["reason"]
         daemon._touched = -math.inf
         daemon.touch()
         assert [each.type for each in emitted].count(catalogue.METRICS_FAILED) == 1, "once for each reason"
     daemon._touched = -math.inf
     daemon.touch()
     assert get(port)[0] == 200, "it tries again by itself"
+    assert not daemon.answer({"do": "status"})["metrics_error"]
 
 
 def test_a_scrape_while_the_smp_is_busy_says_so_and_leaves_out_what_it_would_have_to_wait_for(
@@ -122,20 +137,49 @@ def test_a_scrape_while_the_smp_is_busy_says_so_and_leaves_out_what_it_would_hav
 def test_silent_connections_keep_no_request_of_the_smp_waiting_and_are_closed(
     daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.3)
+    monkeypatch.setattr(metrics_endpoint, "_SECONDS", 0.3)
     watch(daemon, port := free_port())
-    silent = [socket.create_connection((OWN, port)) for _ in range(20)]
+    silent = [socket.create_connection((OWN, port), source_address=(f"127.0.0.{n}", 0)) for n in range(2, 22)]
     assert daemon.answer({"do": "status"})["ok"]
-
-    def served() -> bool:
-        try:
-            return get(port)[0] == 200
-        except (OSError, http.client.HTTPException):  # no room yet
-            return False
-
-    wait_until(served, SECONDS, lambda: "no scrape is answered")
+    until_served(port)
     for each in silent:
         each.close()
+
+
+def drip(connection: socket.socket) -> bool:
+    """Whether a client that sends its request byte by byte is still listened to."""
+    try:
+        connection.sendall(b"G")
+        connection.setblocking(False)
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.setblocking(True)
+
+
+@pytest.mark.parametrize("peer", [OWN, "127.0.0.2"], ids=["of-the-same-address", "of-another-address"])
+def test_connections_that_send_slowly_keep_no_scrape_out(
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch, peer: str
+) -> None:
+    monkeypatch.setattr(metrics_endpoint, "_SECONDS", math.inf)
+    watch(daemon, port := free_port())
+    slow = [socket.create_connection((OWN, port), source_address=(peer, 0)) for _ in range(20)]
+    until_served(port, slow)
+    for each in slow:
+        each.close()
+
+
+def test_a_request_has_a_bounded_time_however_its_bytes_arrive(
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_endpoint, "_SECONDS", 0.5)
+    watch(daemon, port := free_port())
+    with socket.create_connection((OWN, port)) as slow:
+        wait_until(lambda: not drip(slow), SECONDS, lambda: "it is listened to for ever")
+    assert get(port)[0] == 200
 
 
 def test_of_two_scrapes_at_once_the_second_does_not_wait_for_long(
@@ -173,7 +217,8 @@ def test_a_node_without_room_for_a_thread_loses_the_metrics_and_not_the_request(
 
     events, emitted = Events("n"), Emitted()
     events.subscribe(emitted.append)
-    endpoint, place = MetricsEndpoint(tmp_path, lambda: None, events), (OWN, free_port())
+    endpoint = MetricsEndpoint(tmp_path, lambda: None, events)
+    place = (OWN, free_port())
     with monkeypatch.context() as context:
         context.setattr(threading.Thread, "start", full)
         endpoint.become(place)
