@@ -74,8 +74,8 @@ def measured(results: Path) -> dict[str, float]:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        found = {**durations(), **measured(Path(sys.argv[1]))}  # what was skipped for lack of a framework stays
-        DURATIONS.write_text(_HEAD + "".join(f"{file} {seconds:.0f}\n" for file, seconds in sorted(found.items())))
+        seconds = {**durations(), **measured(Path(sys.argv[1]))}  # what was skipped for lack of a framework stays
+        DURATIONS.write_text(_HEAD + "".join(f"{file} {each:.0f}\n" for file, each in sorted(seconds.items())))
         return
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True)
     print(part_of(head.stdout.strip() or "0", number_of_parts(durations())))  # no repository: the first part
