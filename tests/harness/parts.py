@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
@@ -65,7 +65,7 @@ def part_of(commit: str, number: int) -> str:
 
 def measured(results: Path) -> dict[str, float]:
     """Seconds by file of what pytest's XML has; tests that were skipped do not count."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(results).iter("testcase"):
         if case.find("skipped") is None:
             seconds[f"{str(case.get('classname')).replace('.', '/')}.py"] += float(case.get("time", 0))
