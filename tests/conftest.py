@@ -1,4 +1,4 @@
-"""Shared by all tests: a separate environment, the switch `--all` and the marker `gpu`.
+"""Shared by all tests: a separate environment, the switches `--all` and `--part` and the marker `gpu`.
 
 Invariant: no test sees launcher variables of the surrounding environment or writes to the user's run directory.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import is_hypothesis_test, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from ft_plugins.events import Events
+from harness import parts
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,6 +28,7 @@ PYNVML = "ignore:The pynvml package is deprecated:FutureWarning"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all tests, not only those in headlines.txt")
+    parser.addoption("--part", metavar="K/N", help="run part K of N of what --all adds, by whole files")
 
 
 HEADLINES = Path(__file__).with_name("headlines.txt")
@@ -45,6 +48,30 @@ def runs_by_default(item: pytest.Item, prefixes: tuple[str, ...]) -> bool:
     return item.get_closest_marker("all_configurations") is None
 
 
+def outside(part: str | None, items: list[pytest.Item], prefixes: tuple[str, ...]) -> list[pytest.Item]:
+    """The tests that are not in a part of what `--all` adds; without a part, all that it adds. Raises ValueError."""
+    added = [item for item in items if not runs_by_default(item, prefixes)]
+    if not part:
+        return added
+    files = parts.files_of(part, (item.nodeid.partition("::")[0] for item in added))
+    chosen = {item for item in added if item.nodeid.partition("::")[0] in files}
+    return [item for item in items if item not in chosen]
+
+
+_BEGUN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    part = item.config.getoption("--part")
+    if part and time.monotonic() - _BEGUN > parts.LONGEST:
+        pytest.skip(f"not begun within {parts.LONGEST} s: bash tests/run.sh --all {item.nodeid.partition('::')[0]}")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if part := config.getoption("--part"):
+        terminalreporter.write_line(f"part {part} of what --all adds; again: bash tests/run.sh --part {part}")
+
+
 def draw_fewer(tests: set[Any]) -> None:
     """Let tests of properties draw a quarter of their examples; all are drawn with `--all`."""
     for test in filter(is_hypothesis_test, tests):  # as hypothesis' own plugin changes the settings of a test
@@ -57,11 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unknown = [line for line in prefixes if not any(item.nodeid.startswith(line) for item in items)]
     if unknown and {str(path) for path in config.args} == {"tests"}:  # all tests were collected
         raise pytest.UsageError(f"{HEADLINES}: no test id begins with {unknown}")
-    if not config.getoption("--all"):
-        rest = [item for item in items if not runs_by_default(item, prefixes)]
-        if rest:
-            config.hook.pytest_deselected(items=rest)
-            items[:] = [item for item in items if item not in rest]
+    part = config.getoption("--part")
+    if part or not config.getoption("--all"):
+        try:
+            left_out = outside(part, items, prefixes)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            gone = set(left_out)
+            items[:] = [item for item in items if item not in gone]
+    if not (part or config.getoption("--all")):
         draw_fewer({item.obj for item in items if isinstance(item, pytest.Function)})
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the default tier of the tests, or with --all every test (tests/README.md), after setting the project up if
-# needed. Other arguments go to pytest; `-n 0` runs in one process. Fails if anything is left behind in /dev/shm.
+# Runs the default tier of the tests, with --all every test, with --part K/N a part of what --all adds (tests/README.md),
+# after setting the project up if needed. Other arguments go to pytest; `-n 0` runs in one process. Fails if anything is
+# left behind in /dev/shm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh

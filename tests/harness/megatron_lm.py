@@ -27,6 +27,8 @@ from ft_plugins.events import Event
 from ft_plugins.rehearse.driven import DrivenNode
 from ft_plugins.rehearse.driver import DriveError
 
+from . import orderly_end
+
 SCRIPT = "pretrain_gpt.py"
 _INFO = Path("megatron", "core", "package_info.py")
 _INFO_BYTES = 1 << 16  # read limit; upstream's file has 1 KiB
@@ -39,6 +41,7 @@ SETTINGS = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
 }
+_SYSTEMS = ("--reft", "--baft", "--paft", "--sync-policy")  # flags that switch one on
 _TAIL = 60  # lines of a run's output in a message
 _DOCUMENTS, _TOKENS, _VOCABULARY = 60, 200, 126
 
@@ -124,11 +127,15 @@ def ft_run(
     ranks: int = 8,
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> MegatronLmRun:
-    """Run `ft-run ... script arguments`. Output goes to `saved`/`job`/output.log. `settings`: of the environment.
+    """Run `ft-run ... script arguments`. Output goes to `saved`/`job`/output.log. `settings`: of the environment. A run
+    without any system ends by `orderly_end`.
 
     Raises DriveError if it takes longer than RUN_SECONDS.
     """
-    words = [str(word) for word in ("--nproc-per-node", ranks, *script, *arguments)]
+    command = [str(word) for word in (*script, *arguments)]
+    if not any(word.startswith(_SYSTEMS) for word in command):
+        command.insert(0, orderly_end.__file__)
+    words = ["--nproc-per-node", str(ranks), *command]
     node = DrivenNode(job, NODE, saved / job, words, {**SETTINGS, **settings}, protected="--reft" in words)
     try:
         node.wait(RUN_SECONDS)

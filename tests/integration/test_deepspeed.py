@@ -150,33 +150,6 @@ def test_a_job_builds_nothing_and_needs_no_compiler(short: Path) -> None:
     assert not built.exists() or not [path for path in built.rglob("*") if path.is_file()]
 
 
-_TRAINER = """
-import sys
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-words = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 8
-settings = {"use_cpu": True, "ddp_backend": "gloo", "max_steps": 2, "report_to": [], "deepspeed": sys.argv[1]}
-arguments = TrainingArguments("out", per_device_train_batch_size=2, **settings)
-Trainer(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), arguments, train_dataset=words).train()
-"""
-
-
-@pytest.mark.all_configurations
-def test_the_trainer_of_hugging_face_is_refused_by_name(short: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    (short / "trainer.py").write_text(_TRAINER)
-    configuration = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}
-    more = {"zero_allow_untested_optimizer": True, "ft_plugins": {"reft": {}}}
-    (short / "ds.json").write_text(json.dumps({**configuration, **more}))
-    words = [sys.executable, *FT_RUN, "--nproc-per-node", "2", str(short / "trainer.py"), str(short / "ds.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(short)}
-    done = subprocess.run(words, cwd=short, env=environment, capture_output=True, text=True, timeout=BOUND, check=False)
-    assert done.returncode == 78, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "cannot protect this job: the Trainer of Hugging Face transformers" in done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     "launcher, script, block, message, ranks",
     [

@@ -16,6 +16,7 @@ import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.events import read
+from harness import orderly_end
 from harness.golden import explain, tree_differences
 from harness.rehearsed import rehearsed
 
@@ -77,7 +78,10 @@ CASES = {
 def run(folder: Path, launcher: Sequence[str], script: Path, arguments: Sequence[str], status: int = 0) -> list[Any]:
     """The final state of each rank; what was printed, if the job ends with another status than 0."""
     folder.mkdir(mode=0o700)
-    words = [*launcher, "--nproc-per-node", str(RANKS), str(script), str(folder / "state-"), *arguments]
+    command = [str(script), str(folder / "state-"), *arguments]
+    if launcher == TORCHRUN:
+        command.insert(0, orderly_end.__file__)
+    words = [*launcher, "--nproc-per-node", str(RANKS), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "XDG_RUNTIME_DIR": str(folder)}
     out = folder / "out"  # no pipe: an SMP that stays would have it open
     with out.open("w") as printed:

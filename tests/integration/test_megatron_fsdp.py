@@ -1,13 +1,14 @@
 """Megatron-LM's pretrain_gpt.py with parameters that FSDP divides, killed: it ends as the unfailed run, bit for bit.
 
 Runs where MEGATRON_LM_PATH names a checkout. core_v0.16.1 cannot train with torch's FSDP2, nor, without Transformer
-Engine, with Megatron FSDP and tensor parallelism, so that these cases need another version.
+Engine, with Megatron FSDP and tensor parallelism, nor with experts, so that these cases need another version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ CASES = {
 
 def skip_unless_it_trains(checkout: Path, options: tuple[str, ...]) -> None:
     """Skip a case of torch's FSDP2 if Megatron-LM calls its wrapper with an argument that it lacks, and one of Megatron
-    FSDP if with tensor parallelism it needs Transformer Engine."""
+    FSDP if with tensor parallelism, or the router of its experts, it needs Transformer Engine."""
     distributed = checkout / "megatron" / "core" / "distributed"
     caller, wrapper, adapter = (
         (distributed / f"{name}.py").read_text()
@@ -72,6 +73,10 @@ def skip_unless_it_trains(checkout: Path, options: tuple[str, ...]) -> None:
             pytest.skip("this version of Megatron-LM cannot train with torch's FSDP2")
     elif ALONE[0] not in options and "isinstance(direct_module, (TELinear,))" in adapter:
         pytest.skip("this version of Megatron FSDP needs Transformer Engine for tensor parallelism")
+    if EXPERTS[0] in options and find_spec("transformer_engine") is None:
+        router = (checkout / "megatron" / "core" / "transformer" / "moe" / "moe_utils.py").read_text()
+        if "te_general_gemm is not None" in router and "te_general_gemm = None" not in router:
+            pytest.skip("the router of this version of Megatron-LM cannot route without Transformer Engine")
 
 
 def run(checkout: Path, corpus: Path, folder: Path, case: Case, *flags: object) -> MegatronLmRun:

@@ -7,6 +7,7 @@ do: the second loss logged after any start is a mean of two iterations.)
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -79,8 +80,14 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def script(checkout: Path, corpus: Path, case: Case) -> list[object]:
-    return [checkout / "pretrain_gpt.py", *JOB, *case.options, "--data-path", corpus]
+def scalars(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of TensorBoard's files: one for all runs of a case, since its name is an argument, and compared."""
+    return tmp_path_factory.mktemp("scalars") / case.name
+
+
+@pytest.fixture(scope="module")
+def script(checkout: Path, corpus: Path, case: Case, scalars: Path) -> list[object]:
+    return [checkout / "pretrain_gpt.py", *JOB, *case.options, "--data-path", corpus, "--tensorboard-dir", scalars]
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +99,14 @@ def unfailed(script: list[object], case: Case, tmp_path_factory: pytest.TempPath
 
 
 def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
-    script: list[object], case: Case, unfailed: MegatronLmRun, tmp_path: Path
+    script: list[object], case: Case, unfailed: MegatronLmRun, scalars: Path, tmp_path: Path
 ) -> None:
+    shutil.rmtree(scalars)  # those of the unfailed run
     kill = f"{case.point}@iteration={case.iteration},rank=3,restart=0:kill"
 
     killed = ft_run(
         *(script, tmp_path, "--save", tmp_path, "--load", tmp_path),
-        *(*case.protected, "--ftp-faults", kill, "--ftp-orphan-seconds", 30, "--tensorboard-dir", tmp_path / "events"),
+        *(*case.protected, "--ftp-faults", kill, "--ftp-orphan-seconds", 30),
         job=f"killed-{case.name}",
     )
 
@@ -111,7 +119,7 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
     assert versions in ({sealed}, {older}), versions
     assert differences(final_state(unfailed.saved), final_state(tmp_path)) == []
     assert not killed.events("resume.differed"), "scalars change nothing that is compared"
-    written = EventAccumulator(str(tmp_path / "events")).Reload()
+    written = EventAccumulator(str(scalars)).Reload()
     last = {tag: written.Scalars(tag)[-1] for tag in written.Tags()["scalars"]}
     assert last["lm loss"].step == last["ft/restarts"].step == ITERATIONS and last["ft/restarts"].value == 1
     lost = case.iteration - 1 - next(iter(versions))[1]

@@ -48,6 +48,30 @@ def test_the_headlines_are_tests_that_start_jobs(tiers: ModuleType) -> None:
     assert all(line.startswith(tiers.WHOLE_JOBS) for line in begin)
 
 
+class Item:
+    """A test, as far as it decides when it runs."""
+
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid = nodeid
+
+    def get_closest_marker(self, name: str) -> object | None:
+        return None
+
+
+def test_all_parts_together_are_what_all_adds_each_test_once_and_whole_files(tiers: ModuleType) -> None:
+    files = [f"tests/scenarios/test_{name}.py" for name in ("storage", "paft", "export", "a_new_one", "drain")]
+    items = [Item(f"{file}::test_{number}") for file in files for number in range(3)]
+    begin = ("tests/scenarios/test_storage.py::test_1",)
+    seen = list[str]()
+    for place in range(1, 4):
+        left_out = tiers.outside(f"{place}/3", items, begin)
+        ran = [item.nodeid for item in items if item not in left_out]
+        assert len({one.partition("::")[0] for one in ran} & {one.partition("::")[0] for one in seen}) == 0
+        seen += ran
+    assert sorted(seen) == sorted(item.nodeid for item in items if not item.nodeid.startswith(begin))
+    assert {item.nodeid for item in tiers.outside(None, items, begin)} == set(seen)
+
+
 def test_tests_of_properties_draw_a_quarter_of_their_examples(tiers: ModuleType) -> None:
     drawn = list[int]()
 
