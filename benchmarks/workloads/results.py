@@ -75,7 +75,7 @@ class ResultRow:
         return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
 
     def holds(self, value: float | bool) -> bool:
-        """Whether the goal is reached, peers aside."""
+        """Whether the goal is reached, whatever peers do."""
         return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
 
     def cells(self, lines: Lines) -> tuple[str, ...]:
