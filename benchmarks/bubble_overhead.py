@@ -37,7 +37,8 @@ filled_share >= 0.95, iterations_per_checkpoint_worst <= 3.
 --disturb invalidates the plan during the run, for `overhead` and `iterations`. `slow`: links carry a tenth after the
 first plan; `jitter`: each pass of the second stage takes up to 30% more or less; `drift`: after two minutes the second
 stage gets 1.5 times as slow. Claims: overhead_worst <= 0.01; if checkpoints take more than twice the planned iterations
-several times in a row, the SMPs report it.
+several times in a row, the SMPs report it. A whole run measures the first shape under each of them too, with ten pairs:
+`slow_overhead`, `slow_iterations`, `slow_iterations_planned`, and so on.
 
 --cluster FILE writes the input of `benchmarks/simulate.py --cluster FILE`. --raw FILE writes the seconds of every
 iteration, one line of JSON per shape.
@@ -78,6 +79,7 @@ RESERVE_MS = 4.0  # times `dilation`; a message of 32 KiB takes 1.3 ms of the li
 SECONDS = 3.6  # target length of the passes of an iteration, by stretching time
 FULL_STATE = 6  # times the bytes that the paper sends
 SLOWER, JITTER, DRIFT, DRIFT_AFTER = 10, 0.3, 1.5, 120.0
+DISTURBANCES, DISTURBED_PAIRS = ("slow", "jitter", "drift"), 10
 EACH = (
     "overhead", "overhead_upper", "overhead_mean", "overhead_mean_upper", "null", "null_lower", "null_upper",
     "unplanned", "processor", "in_bubble", "filled", "iterations", "iterations_planned", "bubbles", "seconds",
@@ -282,18 +284,25 @@ def measure(chosen: argparse.Namespace) -> Figures:
     if chosen.shapes:
         shapes = tuple(one for one in shapes if one.job.name in chosen.shapes)
     pairs, once = (QUICK_PAIRS, QUICK_ONCE_ROUNDS) if chosen.quick else (PAIRS, 1 if chosen.disturb else ONCE_ROUNDS)
+    pairs = chosen.pairs or pairs
     say(HEAD)
     measurements = measure_shapes(
-        shapes[: 1 if chosen.quick else None], chosen.pairs or pairs, once, chosen.seed, chosen.disturb, chosen.cluster,
-        chosen.raw,
-    )  # fmt: skip
+        shapes[: 1 if chosen.quick else None], pairs, once, chosen.seed, chosen.disturb, chosen.cluster, chosen.raw
+    )
+    under: Figures = {}
+    for how in () if chosen.quick or chosen.disturb else DISTURBANCES:
+        say(f"disturbed: {how}")
+        for one in measure_shapes(shapes[:1], DISTURBED_PAIRS, 0, chosen.seed, how, None, chosen.raw):
+            under |= {f"{how}_overhead": one.cost.overhead_upper, f"{how}_iterations": one.iterations,
+                      f"{how}_iterations_planned": one.iterations_planned, f"{how}_pairs": DISTURBED_PAIRS,
+                      f"{how}_rarer_said": one.rarer}  # fmt: skip
     costs = [(one.name, one.cost) for one in measurements if one.cost.unplanned is not None]
     if chosen.output is not None and costs:
         from workloads.pictures import draw_measured
 
         rows = [(name, of.overhead, of.overhead_upper, of.unplanned or 0.0) for name, of in costs]
         draw_measured(rows, chosen.output / "overhead.png")
-    return figures(measurements)
+    return figures(measurements) | {"shapes": len(measurements), "pairs": pairs} | under
 
 
 if __name__ == "__main__":
@@ -305,7 +314,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--shapes", nargs="+", help="measure only these")
     parser.add_argument("--pairs", type=int, help=f"pairs of blocks of {BLOCK} iterations (default {PAIRS})")
-    parser.add_argument("--disturb", default="", choices=("slow", "jitter", "drift"), help="see above")
+    parser.add_argument("--disturb", default="", choices=DISTURBANCES, help="see above")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cluster", type=Path, help="write measured iterations for benchmarks/simulate.py")
     parser.add_argument("--raw", type=Path, help="write every iteration of every block")

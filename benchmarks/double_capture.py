@@ -13,7 +13,8 @@ shared; with a device, where capture waits, wall time. Medians; x = with parity 
     weak_n      speed of saving, the whole state over the seconds of a share, over that of one node, over n: 1 if n
                 nodes, each with a memory of its own, save n times as fast
     strong_n    the same for a pipeline of n stages without replicas: the largest stage's seconds
-    weak_scaling, strong_scaling      of the largest n
+    weak_scaling, strong_scaling      of the largest n; computed, as each share is measured alone
+    groups      how many n
 
 Claims: double <= 2.5 for every n, sent <= 0.01, weak_scaling >= 0.78 (REFT: 18.74 times from 1 to 24 replicas).
 """
@@ -138,6 +139,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
     for count in stages:
         PROGRESS.step(f"{count} stages")
         figures[f"strong_{count}"] = whole / share_seconds(largest_stage(state, count), 1, repeats, clock) / count
+    figures["groups"] = len(counts)
     figures |= {"weak_scaling": figures[f"weak_{counts[-1]}"], "strong_scaling": figures[f"strong_{stages[-1]}"]}
     say("   ".join(f"{name} {value:.3f}" for name, value in figures.items() if name.startswith(("weak", "strong"))))
     for name in ("double", "sent"):

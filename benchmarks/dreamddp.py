@@ -30,6 +30,7 @@ whole periods; a gain is the seconds of an iteration over those of the round's d
     COLUMN_exchange_of_link     measured communication over what the link needs for the bytes
     COLUMN_h5_planned_x, ...    a planned iteration with another H over that with 10, by the measured profile
     over_overlapped_x, ...      the smallest of all columns; period_error: the largest
+    columns                     how many
 
 The part `real`: a job of 4 ranks whose compute is real: a ResNet on scikit-learn's digits, on links on which an
 exchange of all parameters takes 3 times the compute (workloads/real_replica.py). DreamDDP profiles by itself, H is 5.
@@ -186,7 +187,7 @@ def over_columns(by_column: Mapping[str, Figures]) -> Figures:
     values["period_error"] = max((float(figures["period_error"]) for figures in by_column.values()), key=abs)
     for name in ("over_overlapped_x", "over_full_x", "over_enp_x", "period_error"):
         values[f"{name}_holds"] = all(bool(figures[f"{name}_holds"]) for figures in by_column.values())
-    return values
+    return values | {"columns": len(by_column)}
 
 
 def run_emulated(
@@ -216,7 +217,7 @@ def run_real(scale: real_replica.RealScale, hosts: Sequence[EmulatedHost], seed:
         rows.append(real_replica.measure(scale, setting, order.sample(chosen, len(chosen)), hosts))
         times = "   ".join(f"{policy} {1000 * rows[-1][policy]:.1f}" for policy in chosen)
         say(f"real, round {number + 1}: ms of an iteration: {times}")
-    values: Figures = {"real_compute_ms": 1000 * setting.compute, "real_mbps": setting.mbps}
+    values: Figures = {"real_compute_ms": 1000 * setting.compute, "real_mbps": setting.mbps, "real_rounds": len(rows)}
     values |= {f"real_{policy}_ms": 1000 * statistics.median(row[policy] for row in rows) for policy in chosen}
     for name, policy in (("real_x", PLAIN), ("real_over_full_x", FULL)):
         figure = PolicyFigure.of([row[policy] / row[DREAMDDP] for row in rows])

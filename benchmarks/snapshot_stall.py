@@ -9,13 +9,18 @@ order within one run, and the memcpy is measured again for each load. x = multip
     committed   version point -> sealed in shared memory, digests included     stall      waited for at the fence
     step_slowdown   step during a snapshot minus step without                  first      first snapshot after start
 
+    stall_after_load            stall under matmul, right after a minute in which every core computed and every second
+                                gigabyte of free memory was touched and given back
     step_memory, step_storage   with nothing else to do: version point -> sealed in shared memory -> a complete
                                 checkpoint in the folder for temporary files; from a device: `gpu_snapshot.py`
 
+CheckFreq's way is measured too, and torchsnapshot and dlrover if installed (`pip install -e .[bench]`), without their
+first snapshot, which allocates memory (workloads/saving_peers.py). With nothing else to do, pairs of one of theirs and
+one of ours, in random order: `over_PEER_memory_x`, complete in shared memory; `over_PEER_storage_x`, complete on the
+disk of the folder for temporary files, and flushed: their seconds over ours, medians with 95% intervals.
+
 Claims: committed <= 1.5, first within 1.5 of a later one, stall <= 0.05 under matmul, committed <= 2.5 under the
-host-bound loop. CheckFreq's way is measured too, and torchsnapshot and dlrover if installed (`pip install -e
-.[bench]`), without their first snapshot, which allocates memory. `over_torchsnapshot_x`, `over_checkfreq_x`: their
-committed over ours, under matmul; CheckFreq's is complete in the folder for temporary files, the others' in memory.
+host-bound loop, both speeds >= 1.
 """
 
 from __future__ import annotations
@@ -26,13 +31,16 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +51,8 @@ from ft_plugins.session import Session
 from ft_plugins.smp.serve.client import Client, ensure
 from harness.plain_host import PlainHost
 from workloads.running import PROGRESS, Figures, arguments, run, say
+from workloads.saving_peers import MEMORY, CheckFreq, Peer, TorchSnapshot
+from workloads.sync_blocks import PolicyFigure
 
 TENSORS = 198  # as in a GPT of this size: alternately 1.35 and 9.5 MB
 SIZES = (1_350_000, 9_500_000)
@@ -99,7 +109,6 @@ def host_bound() -> Callable[[], object]:
     return work
 
 
-_SAVED_SECONDS = 600.0  # for a checkpoint on a disk
 LOADS: dict[str, Callable[[], Callable[[], object]]] = {
     "matmul": matmul,
     "adam": adam_like,
@@ -185,108 +194,7 @@ class Ours:
         return time.perf_counter() - started
 
 
-class CheckFreq:
-    """What CheckFreq does with the whole state, one checkpoint at a time: a thread copies it, for which the next update
-    waits, then serializes the copy and writes it to a disk."""
-
-    name = "checkfreq"
-
-    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
-        self._state, self._copy = state, {name: torch.empty_like(tensor) for name, tensor in state.items()}
-        folder = tempfile.mkdtemp(prefix="ft-")
-        stack.callback(shutil.rmtree, folder)
-        self._path = Path(folder) / "checkpoint"
-        self._thread = stack.enter_context(ThreadPoolExecutor(1))
-
-    def snapshot(self) -> None:
-        self._copied = self._thread.submit(self._copy_all)
-        self._saved = self._thread.submit(self._save, time.perf_counter())
-
-    def _copy_all(self) -> None:
-        for name, tensor in self._state.items():
-            self._copy[name].copy_(tensor)
-
-    def _save(self, started: float) -> float:
-        with self._path.open("wb") as file:
-            torch.save(self._copy, file)
-            file.flush()
-            os.fsync(file.fileno())
-        return time.perf_counter() - started
-
-    def fence(self) -> None:
-        self._copied.result(_SAVED_SECONDS)
-
-    def committed(self) -> float:
-        """Waits until it is: the next one may not begin before."""
-        return self._saved.result(_SAVED_SECONDS)
-
-
-class TorchSnapshot:
-    """torchsnapshot's async_take to a folder in memory."""
-
-    name = "torchsnapshot"
-
-    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
-        from torchsnapshot import Snapshot, StateDict
-
-        self._take = Snapshot.async_take
-        self._state = {"state": StateDict(**state)}
-        self._folder = tempfile.mkdtemp(prefix="ft-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, self._folder)
-        self._pending: object | None = None
-        self._seconds = 0.0
-
-    def snapshot(self) -> None:
-        self._started = time.perf_counter()
-        self._pending = self._take(f"{self._folder}/snapshot", self._state)
-
-    def fence(self) -> None:
-        self._pending.wait()  # type: ignore[attr-defined]
-        self._seconds = time.perf_counter() - self._started
-
-    def committed(self) -> float:
-        return self._seconds
-
-
-class DLRover:
-    """dlrover's Flash Checkpoint into shared memory. It has one buffer and returns when everything is copied."""
-
-    name = "dlrover"
-
-    def __init__(self, state: dict[str, torch.Tensor], stack: ExitStack) -> None:
-        os.environ["DLROVER_LOG_LEVEL"] = "ERROR"
-        os.environ["TORCHELASTIC_RUN_ID"] = f"stall{os.getpid()}"  # names its sockets and its shared memory
-        from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
-        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
-
-        self._state, self._folder = state, tempfile.mkdtemp(prefix="ft-")
-        stack.callback(shutil.rmtree, self._folder)
-        self._checkpointer = DdpCheckpointer(self._folder)  # starts a saver process, which would write to storage
-        engine = self._checkpointer._engine
-        stack.callback(engine.saver_proc.terminate)
-        stack.callback(engine._shm_handler.unlink)
-        stack.callback(engine.close)
-        self._memory = StorageType.MEMORY
-        self._iteration = 0
-        self._seconds = 0.0
-
-    def snapshot(self) -> None:
-        self._iteration += 1
-        started = time.perf_counter()
-        self._checkpointer.save_checkpoint(self._iteration, dict(self._state), storage_type=self._memory)
-        self._seconds = time.perf_counter() - started
-
-    def fence(self) -> None:
-        """`snapshot` waits already."""
-
-    def committed(self) -> float:
-        return self._seconds
-
-
-System = Ours | CheckFreq | TorchSnapshot | DLRover
-PEERS: dict[str, type[CheckFreq] | type[TorchSnapshot] | type[DLRover]] = {
-    "checkfreq": CheckFreq, "torchsnapshot": TorchSnapshot, "dlrover": DLRover
-}  # fmt: skip
+System = Ours | Peer
 
 
 def measure_under_load(system: System, load: str, steps: int, rng: random.Random, nbytes: int) -> StallMeasurement:
@@ -314,15 +222,81 @@ def measure_under_load(system: System, load: str, steps: int, rng: random.Random
     return StallMeasurement(*(each / baseline for each in seconds))
 
 
+def paired(ours: Callable[[], float], theirs: Callable[[], float], pairs: int, rng: random.Random) -> PolicyFigure:
+    """Their seconds over ours: the median over pairs, each in random order, and its 95% interval."""
+    ratios = []
+    for _ in range(pairs):
+        order = [ours, theirs]
+        rng.shuffle(order)
+        took = {each: each() for each in order}
+        ratios.append(took[theirs] / took[ours])
+    return PolicyFigure.of(ratios)
+
+
+def saved(system: System) -> float:
+    """Seconds until a snapshot is complete in memory, or, of a peer to storage, on the disk; nothing else to do."""
+    system.snapshot()
+    system.fence()
+    return system.committed()
+
+
+def stored(ours: Ours) -> float:
+    """Seconds until a snapshot of ours is complete on the disk, nothing else to do."""
+    return saved(ours) + ours.checkpoint()
+
+
+def burden(seconds: float) -> None:
+    """Keep every core busy, and touch memory and give it back."""
+    script = (
+        "import time, numpy as np\n"
+        f"end = time.monotonic() + {seconds}\n"
+        "while time.monotonic() < end:\n"
+        "    np.ones(1 << 27).sum(); np.random.rand(512, 512) @ np.random.rand(512, 512)\n"
+    )
+    workers = [subprocess.Popen([sys.executable, "-c", script]) for _ in os.sched_getaffinity(0)]
+    try:
+        for worker in workers:
+            worker.wait(seconds + 600)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def over_peers(state: dict[str, torch.Tensor], pairs: int, rng: random.Random) -> Figures:
+    """The speed of saving over that of each peer, to memory and to storage."""
+    installed = [name for name in MEMORY if importlib.util.find_spec(name) is not None]
+    to_memory = [(f"{name}_memory", MEMORY[name], {}) for name in installed]
+    to_storage: list[Any] = [("checkfreq_storage", CheckFreq, {})]
+    if "torchsnapshot" in installed:
+        to_storage.append(("torchsnapshot_storage", TorchSnapshot, {"storage": True}))
+    figures: Figures = {"pairs": pairs}
+    for name, peer, options in [*to_memory, *to_storage]:
+        PROGRESS.step(f"over {name}")
+        with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="ft-") as folder:
+            flags = ("--reft-checkpoint-dir", folder, "--reft-checkpoint-interval", "0", "--reft-checkpoint-keep", "1")
+            ours, theirs = Ours(state, stack, *flags), peer(state, stack, **options)
+            save = partial(stored if name.endswith("_storage") else saved, ours)
+            for _ in range(3):  # the first ones touch memory
+                save()
+            saved(theirs)
+            figure = paired(save, partial(saved, theirs), pairs, rng)
+            ends = {f"over_{name}_x_low": figure.low, f"over_{name}_x_high": figure.high}
+            figures |= {f"over_{name}_x": figure.value, **ends}
+            say(f"over {name}: {figure}")
+    return figures
+
+
 def measure(chosen: argparse.Namespace) -> Figures:
     """All figures. Prints a table."""
     torch.set_num_threads(1)
     rng = random.Random(1)
     quick, steps, nbytes = chosen.quick, 7 if chosen.quick else 25, GIB
+    pairs, heavy = (2, 5.0) if chosen.quick else (15, 60.0)
     if chosen.smoke:
-        steps, nbytes = 2, GIB >> 6
-    peers = [name for name in PEERS if name == CheckFreq.name or importlib.util.find_spec(name) is not None]
-    PROGRESS.plan(1 + len(LOADS) + len(peers) * (1 if quick else len(LOADS)))
+        steps, nbytes, heavy = 2, GIB >> 6, 0.1
+    peers = {"checkfreq": CheckFreq, **{n: p for n, p in MEMORY.items() if importlib.util.find_spec(n) is not None}}
+    PROGRESS.plan(2 + len(LOADS) + len(peers) * (1 if quick else len(LOADS)) + 4)
     state = make_state(nbytes)
     figures: Figures = {"memcpy_seconds": memcpy(nbytes)}
     with ExitStack() as stack:
@@ -340,21 +314,23 @@ def measure(chosen: argparse.Namespace) -> Figures:
             figures[f"committed{suffix}_x"] = measured.committed
             figures[f"stall{suffix}_x"] = measured.stall
             figures[f"step_slowdown_{load}_x"] = measured.slowdown
+        PROGRESS.step("after heavy load")
+        burden(heavy)
+        measured = measure_under_load(ours, "matmul", steps, rng, nbytes)
+        say(measured.row(f"{ours.name} after heavy load"))
+        figures |= {"stall_after_load_x": measured.stall, "committed_after_load_x": measured.committed}
     PROGRESS.step("by step")
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="ft-") as folder:
         ours = Ours(state, stack, "--reft-checkpoint-dir", folder, "--reft-checkpoint-interval", "0")
         for _ in range(3):  # the first two touch memory
-            ours.snapshot()
-            ours.fence()
+            saved(ours)
         for name, seconds in (("memory", ours.committed()), ("storage", ours.checkpoint())):
             figures[f"step_{name}_x"] = seconds / memcpy(nbytes)
             say(f"{ours.name}, to {name} with nothing else to do: {figures[f'step_{name}_x']:.2f}x")
-    for name in peers:
+    for name, peer in peers.items():
         with ExitStack() as stack:
-            theirs = PEERS[name](state, stack)
-            theirs.snapshot()  # allocates memory
-            theirs.fence()
-            theirs.committed()  # else what it still writes would be timed with the first copy
+            theirs = peer(state, stack)
+            saved(theirs)  # allocates memory; what it still writes would be timed with the first copy
             for load in ["matmul"] if quick else LOADS:  # the peers take most of the time
                 PROGRESS.step(f"{name} under {load}")
                 measured = measure_under_load(theirs, load, 2 if quick else 5, rng, nbytes)
@@ -362,8 +338,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
                 figures[f"{name}_committed_{load}_x"] = measured.committed
                 figures[f"{name}_stall_{load}_x"] = measured.stall
                 figures[f"{name}_step_slowdown_{load}_x"] = measured.slowdown
-        figures[f"over_{name}_x"] = figures[f"{name}_committed_matmul_x"] / figures["committed_x"]
-    return figures
+    return figures | over_peers(state, pairs, rng)
 
 
 if __name__ == "__main__":

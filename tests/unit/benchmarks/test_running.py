@@ -15,7 +15,9 @@ import all as every
 from ft_plugins.errors import FtError
 from harness.emulated_nodes import EmulatedHost
 from workloads import running
-from workloads.results import ROWS, headlines, page
+from workloads.against import compared
+from workloads.result_rows import ROWS
+from workloads.results import ResultRow, headlines, page
 from workloads.running import Benchmark, arguments, last_line, run, seconds_left
 
 
@@ -71,46 +73,101 @@ def test_figures_go_to_the_last_line_and_to_a_file_and_an_error_is_one_line(
         run("made_up", refuse, arguments("", ""))
 
 
+def row_of(figure: str) -> ResultRow:
+    return next(row for row in ROWS if row.figure == figure)
+
+
+def shown(figure: str, **figures: float | bool) -> str:
+    """What the table says of a figure of a whole run."""
+    row = row_of(figure)
+    return row.cells({row.benchmark: {"figures": figures}})[-1]
+
+
 def test_the_table_has_goal_limit_peer_and_paper_and_says_what_was_not_measured() -> None:
     figures = {"stall_x": 0.01, "committed_x": 1.8, "torchsnapshot_stall_matmul_x": 2.0, "dlrover_stall_matmul_x": 1.5}
-    line = json.loads(last_line("snapshot_stall", figures, quick=True))
-    shown = [*ROWS[:2], *[row for row in ROWS if row.benchmark == "double_capture"][:2]]
-    text = page({"snapshot_stall": line}, ["a/snapshot_stall/p.png"])
-    rows = {row.meaning: next(line for line in text.splitlines() if row.meaning in line) for row in shown}
-    stall, committed, double, sent = rows.values()
-    assert stall.endswith("| 0 | 1.5 (dlrover) | - | at most 0.05 | **0.01** (quick run) |")
-    assert committed.endswith("| at most 1.5 | 1.8, missed (quick run) |") and double.endswith("| not measured |")
-    assert "at most 1%" in sent and "a quick run, " in text and "![p](a/snapshot_stall/p.png)" in text
-    assert len(headlines(page({})).splitlines()) == 2 + 5
-    later = page({"recovery": json.loads(last_line("recovery", {"lost_iterations": 1.0}))}, before=text)
-    assert stall in later and "![p](a/snapshot_stall/p.png)" in later, "what was not measured again stays"
-    assert "| **1** |" in later and page({}, before=later) == later
-    without = page({}, before=later.replace(f"{committed}\n", ""))
-    assert stall in without and "| at most 1.5 | not measured |" in without, "a figure that a section lacks is added"
+    line = json.loads(last_line("snapshot_stall", figures))
+    text = page(ROWS, {"snapshot_stall": line}, ["a/snapshot_stall/p.png"])
+    stall, committed, double = (
+        next(line for line in text.splitlines() if f"| {row_of(figure).meaning} |" in line)
+        for figure in ("stall_x", "committed_x", "double_worst")
+    )
+    assert stall.endswith("| measured | 0 | 1.5 (dlrover) | - | at most 0.05 (2026-11-27) | **0.01** |")
+    assert committed.endswith("| at most 1.5 (2026-11-27) | 1.8, missed |")
+    assert double.endswith("| not measured here: no whole run |") and "![p](a/snapshot_stall/p.png)" in text
+    assert len(headlines(ROWS, {}).splitlines()) == 2 + 5
 
 
-def test_readme_and_page_are_those_that_the_runner_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, source in (("README", every.README), ("PAGE", every.PAGE)):
+def test_a_figure_is_published_only_if_the_run_shows_what_its_row_claims() -> None:
+    assert shown("slowdown", slowdown=0.271) == "not measured here: needs a GPU"
+    assert shown("slowdown", slowdown=0.0004, on_a_device=True) == "**0.04%**"
+    assert shown("over_overlapped_x", over_overlapped_x=2.0, columns=1) == "not measured here: 1 columns of 8"
+    assert shown("over_overlapped_x", over_overlapped_x=1.7, columns=8) == "1.7, missed"
+    few = {"shapes": 5, "pairs": 2}
+    assert shown("overhead_worst", overhead_worst=0.006, **few) == "not measured here: 2 pairs of at least 10"
+    garbage = {"text_edit_garbage_x": 1.0, "text_diloco_garbage_x": 1.01}
+    assert shown("text_edit_garbage_x", **garbage) == "not measured here: this garbage harms no policy (DiLoCo 1.01)"
+
+
+def test_a_goal_counts_as_reached_only_if_no_peer_does_better_in_the_same_run() -> None:
+    assert shown("stall_x", stall_x=0.03, checkfreq_stall_matmul_x=0.002) == "0.03, behind checkfreq"
+    assert shown("stall_x", stall_x=0.03, checkfreq_stall_matmul_x=0.03) == "**0.03**"
+    assert shown("stall_x", stall_x=0.06, checkfreq_stall_matmul_x=0.07) == "0.06, missed"
+
+
+def test_a_ratio_of_pairs_is_shown_with_its_spread() -> None:
+    name = "over_checkfreq_storage_x"
+    figures = {name: 1.05, f"{name}_low": 0.9, f"{name}_high": 1.2, "pairs": 15}
+    assert shown(name, **figures) == "**1.05 (0.9 to 1.2)**"
+
+
+def test_only_an_interval_beyond_the_bound_makes_a_figure_worse() -> None:
+    def verdicts(figure: str, ours: list[float], theirs: list[float]) -> list[tuple[float, bool]]:
+        row = row_of(figure)
+        lines = [{row.benchmark: {"figures": {figure: value}}} for value in [*ours, *theirs]]
+        pairs = list(zip(lines[: len(ours)], lines[len(ours) :], strict=True))
+        return [(round(one.ratio, 2), one.worse) for one in compared(ROWS, pairs)]
+
+    assert verdicts("stall_x", [1.2, 1.3, 1.25], [1.0, 1.0, 1.0]) == [(1.25, True)], "less is better"
+    assert verdicts("stall_x", [1.2, 1.0, 1.25], [1.0, 1.0, 1.0]) == [(1.2, False)], "the interval reaches 1"
+    assert verdicts("recovery_x", [5.0] * 3, [10.0] * 3) == [(2.0, True)], "more is better"
+    assert verdicts("stall_x", [2.0], [1.0]) == [(2.0, False)], "one run has no interval"
+    assert verdicts("step_memory_x", [2.0] * 3, [1.0] * 3) == [], "it has no goal, so no direction"
+
+
+def test_a_whole_run_enters_the_baseline_and_the_pages_follow_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, source in (("README", every.README), ("PAGE", every.PAGE), ("BASELINE", every.BASELINE)):
         (tmp_path / name).write_text(source.read_text())
         monkeypatch.setattr(every, name, tmp_path / name)
     monkeypatch.setattr(every, "PICTURES", tmp_path / "pictures")
-    line = last_line("recovery", {"lost_iterations": 1.0})
+    line = last_line("recovery", {"lost_iterations": 7.0})
     (tmp_path / "recovery").mkdir()
     (tmp_path / "recovery" / "recovery.json").write_text(line)
     (tmp_path / "recovery" / "p.png").write_bytes(b"png")
-    for name, value in (("recovery", 7.0), ("watch_cost", 0.5)):  # quick runs count where there is no other
-        (tmp_path / "quick" / name).mkdir(parents=True)
-        quick = last_line(name, {"lost_iterations": value, "share": value}, quick=True)
-        (tmp_path / "quick" / name / f"{name}.json").write_text(quick)
-    assert every.write(tmp_path, smoke=False) == tmp_path / "PAGE"
-    assert "at most 0.1% | 50%, missed (quick run) |" in (tmp_path / "PAGE").read_text()
+    assert every.publish(every.last_lines(tmp_path), tmp_path) == tmp_path / "PAGE"
+    baseline = json.loads((tmp_path / "BASELINE").read_text())
+    assert baseline["recovery"]["figures"] == {"lost_iterations": 7.0} and baseline["recovery"]["commit"]
+    assert baseline.keys() == json.loads(source.read_text()).keys(), "what was not measured again stays"
     assert "![p](pictures/recovery/p.png)" in (tmp_path / "PAGE").read_text()
     assert (tmp_path / "pictures" / "recovery" / "p.png").read_bytes() == b"png"
     readme = (tmp_path / "README").read_text()
-    assert "| iterations lost with a node | 0 | - | - | at most 2 | **1** |" in readme
+    assert "| iterations lost with a node | measured | 0 | - | - | at most 2 (2026-11-27) | 7, missed |" in readme
     before, after = every.README.read_text().split("<!-- results -->")[0], readme.split("<!-- end of results -->")[1]
-    assert readme.startswith(before) and every.README.read_text().endswith(after)
-    assert set(every.PAGE.read_text().splitlines()) >= set(page({}).splitlines()[:8]), "python benchmarks/all.py --only"
+    assert readme.startswith(before) and source_of_readme().endswith(after)
+
+
+def source_of_readme() -> str:
+    return (running.ROOT / "README.md").read_text()
+
+
+def test_readme_and_page_are_made_from_the_baseline() -> None:
+    baseline = json.loads(every.BASELINE.read_text())
+    assert not any(line["quick"] for line in baseline.values()), "no quick figure is published"
+    text, readme = every.PAGE.read_text(), source_of_readme()
+    assert text.startswith(page(ROWS, {})[:400]) and headlines(ROWS, baseline) in readme
+    missing = [row.meaning for row in ROWS if f"| {' | '.join(row.cells(baseline))} |" not in text]
+    assert not missing, "python benchmarks/all.py --only"
 
 
 def test_what_cannot_run_is_left_out_and_said_and_what_fails_is_no_figure(

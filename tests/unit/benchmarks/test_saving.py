@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from double_capture import largest_stage
-from snapshot_stall import CheckFreq
+from workloads.saving_peers import CheckFreq
 
 
 def test_what_checkfreq_writes_is_the_state_before_the_update_that_waited_for_its_copy() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workloads.results import ROWS
+from workloads.result_rows import ROWS
 from workloads.running import BENCHMARKS
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
@@ -46,10 +46,10 @@ def test_it_ends_with_its_figures_as_one_line_of_json(name: str, tmp_path: Path)
     *_, own, table, whole = output.splitlines()
     last = json.loads(own)
     assert json.loads(whole)["figures"]["all_ended_well"]
-    assert last["benchmark"] == name and (tmp_path / name / f"{name}.json").read_text() == f"{own}\n"
+    assert last["benchmark"] == name and (tmp_path / "smoke" / name / f"{name}.json").read_text() == f"{own}\n"
     assert " left: " in errors, "it says how far it is"
     measured = [row for row in ROWS if row.benchmark == name and row.figure in last["figures"]]
-    page = (tmp_path / "results.md").read_text()
+    page = (tmp_path / "smoke" / "results.md").read_text()
     assert measured or name == "scale", "the table has its figures of large jobs"
     assert all(row.meaning in page for row in measured) and table.endswith("results.md")
 
