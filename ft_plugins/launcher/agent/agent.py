@@ -48,7 +48,7 @@ from . import left_traces, worker_failures
 from .agent_channel import AgentChannel
 from .cycle_files import CycleFiles
 from .draining import Departure, longest_wait
-from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
+from .restarts import HeldVersion, Life, LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .signals import SignalStop
 from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
@@ -98,7 +98,6 @@ class ProgressAgent(LocalElasticAgent):
         self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
         self._versions: list[int | None] = []  # the newest restorable iteration at each failure
         self._lives: list[Life] = []  # how each incarnation under this ft-run ended
-        self._before: WorkerFailure | None = None  # the last failure, if it came before any version or iteration
         self._first_token = 0  # the first one under this ft-run
         self._token = 0  # of the running incarnation
         self._opened = False  # a rank has opened a lineage under this ft-run
@@ -467,34 +466,30 @@ class ProgressAgent(LocalElasticAgent):
 
     def _give_verdict(self, cause: WorkerFailure | LostPeers) -> str:
         """Decide, and set torch's restart counter accordingly. Returns what comes now, for people."""
-        before, self._before = self._before, None
+        self._lives.append(Life(cause))
         try:
             if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):
                 self._versions.append(self._watcher.newest() if self._watcher else None)
-                if isinstance(cause, WorkerFailure) and self._nothing_begun():
-                    self._before = cause
-            remaining = self._remaining_restarts if self._bounded else None
-            self.verdict = judge(cause, self._versions, remaining, before if self._before else None)
-            if self._watcher and not self._bounded:
-                self._stop_if_recurring(cause, self._watcher)
+                resumed, completed = (self._watcher and self._watcher.progress(self._token)) or (None, 0)
+                first = isinstance(cause, WorkerFailure) and self._nothing_begun()
+                self._lives[-1] = Life(cause, resumed, completed, first)
+            self.verdict = judge(
+                self._lives, self._versions, self._remaining_restarts if self._bounded else None, self._held
+            )
         except ProtectionError as error:
             self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
+        if found := self.verdict.recurrence:
+            self._events.emit(
+                catalogue.FAILURE_RECURRED, resumed=list(found.resumed), completed=list(found.completed),
+                reason=self.verdict.reason,
+            )  # fmt: skip
         if not self.verdict.restart:
             self._remaining_restarts = 0
         held = self._versions[-1] if self._versions else None
         return self.verdict.what_comes(held, self._remaining_restarts - 1 if self._bounded else None)
 
-    def _stop_if_recurring(self, cause: WorkerFailure | LostPeers, watcher: Watcher) -> None:
-        """End a job that would be restarted only to fail again because of what it restores. Raises ProtectionError."""
-        progress = watcher.progress(self._token)
-        self._lives.append(Life(cause) if progress is None else Life(cause, *progress))
-        found = recurring(self._lives)
-        if found is not None and self.verdict.restart:
-            self.verdict = Verdict(False, "recurring", advice(found, watcher.held()))
-            self._events.emit(
-                catalogue.FAILURE_RECURRED, resumed=list(found.resumed), completed=list(found.completed),
-                reason=self.verdict.reason,
-            )  # fmt: skip
+    def _held(self) -> list[HeldVersion]:
+        return self._watcher.held() if self._watcher else []
 
     def _context(self) -> PContext:
         if self._pcontext is None:

@@ -1,18 +1,22 @@
 """Decide whether a failed job is restarted: bounded by progress, not by a count. Pure.
 
-Invariant: a job that makes progress is always restarted, unless the same failure follows every resume (`Recurrence`).
-One that does not is stopped after three restores of the same version, or when it fails twice in the same way before its
-first iteration; the reason names the rank and the error. A failure that a restart cannot cure stops it at once.
+Invariant: a job that makes progress is always restarted, unless the same failure follows every start. `judge` is the
+one rule; of what holds, the first decides, and the reason names the rank and the error:
 
-A job that fails in the same way shortly after every resume is not restarted either (`Recurrence`). Each such
-incarnation may commit newer versions, so that the job seems to make progress, but the versions hold what leads to the
-failure: a NaN, a bad learning rate, data that cannot be read. Only a failure that the restored state can explain is
-one. Lost nodes, errors that report a lost peer, a file system or a device, and failures far from the resume are not.
-The state leads to its failure always after the same number of iterations, which is known to within one, or always at
-the same one; others come by chance. A signal may come from outside, so it must strike the same rank after exactly the
-same number.
+    a failure that a restart cannot cure                              refused
+    `--max-restarts`, if given, is used up                            failed
+    the last LIVES starts ended in the same way, near their begin     recurring: the state, or the data, leads to it
+    two starts ended in the same way before the first iteration       stuck
+    RESTORES_OF_ONE_VERSION restores of one version, no newer one     stuck
 
-In: how workers ended, and the newest restorable version at each failure. Out: a `Verdict`.
+Starts that end in the same way may each commit newer versions, so that the job seems to make progress, but the versions
+hold what leads to the failure: a NaN, a bad learning rate, data that cannot be read. Only a failure that what a start
+began from can explain is one: lost nodes, errors that report a lost peer, a file system or a device, and failures far
+from the begin are not. The state leads to its failure always after the same number of iterations, which is known to
+within one, or always at the same one; others come by chance. A signal may come from outside, so it must strike the same
+rank after exactly the same number.
+
+In: how each incarnation began and ended, and the newest restorable version at each failure. Out: a `Verdict`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import errno
 import os
 import re
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,10 +113,11 @@ class WorkerFailure:
         """The first line of the error, without numbers: ranks, ports, process ids, iterations."""
         return re.sub(r"\d+", "#", self.message.partition("\n")[0])
 
-    def repeats(self, other: WorkerFailure) -> bool:
+    def repeats(self, other: WorkerFailure | LostPeers) -> bool:
         """Whether this is the same failure as `other`: the same exit status and error. A signal is never the same,
         because it may come from outside."""
-        return self.exitcode > 0 and (self.exitcode, self.error) == (other.exitcode, other.error)
+        same = isinstance(other, WorkerFailure) and (self.exitcode, self.error) == (other.exitcode, other.error)
+        return self.exitcode > 0 and same
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,16 @@ class LostPeers:
     def line(self) -> str:
         """One line for people."""
         names = ", ".join(self.lost)
-        return names if names.startswith(HANG) else f"{names} stopped responding"
+        return names if self.hang else f"{names} stopped responding"
+
+    @property
+    def hang(self) -> bool:
+        """Whether the ranks hung."""
+        return ", ".join(self.lost).startswith(HANG)
+
+    def repeats(self, other: WorkerFailure | LostPeers) -> bool:
+        """Whether both are hangs."""
+        return isinstance(other, LostPeers) and self.hang and other.hang
 
 
 def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
@@ -153,68 +167,20 @@ def restores_so_far(versions: Sequence[int | None]) -> int:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The decision after a failure. `reason`: one line for people, '' for a restart."""
-
-    restart: bool
-    status: Status
-    reason: str
-
-    def what_comes(self, held: int | None, left: int | None) -> str:
-        """For people, after the cause. `held`: the newest iteration in this node's memory. `left`: restarts of
-        `--max-restarts`, after this one; None if progress decides."""
-        if not self.restart:
-            return "the job stops"
-        if left is not None:
-            return f"all workers restart ({left} restarts are left)"
-        if held is None:
-            return "all workers restart; this node has nothing in memory to resume from"
-        return f"all workers restart, and resume from memory (iteration {held} is there on this node)"
-
-
-def judge(
-    cause: WorkerFailure | LostPeers,
-    versions: Sequence[int | None],
-    remaining: int | None,
-    before: WorkerFailure | None = None,
-) -> Verdict:
-    """Decide after a failure with this `cause`.
-
-    `versions`: as for `restores_so_far`, including this failure. `remaining`: restarts left of `--max-restarts`, None
-    if progress decides. `before`: the cause of the previous failure, if the job had neither a version nor an iteration
-    at both.
-    """
-    if isinstance(cause, WorkerFailure) and cause.refused:
-        return Verdict(False, "refused", cause.message.strip() or cause.line())
-    if remaining is not None:
-        return Verdict(True, "failed", "") if remaining > 0 else Verdict(False, "failed", cause.line())
-    if before is not None and isinstance(cause, WorkerFailure) and cause.repeats(before):
-        reason = (
-            f"stopped: the job failed twice in the same way before the first iteration: {cause.line()}; "
-            "remove the cause and give the same command again, or set --max-restarts"
-        )
-        return Verdict(False, "stuck", reason)
-    if restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
-        return Verdict(True, "failed", "")
-    restored = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
-    reason = (
-        f"stopped: {restored} {RESTORES_OF_ONE_VERSION} times without a newer version: {cause.line()}; "
-        "remove the cause and give the same command again, or set --max-restarts"
-    )
-    return Verdict(False, "stuck", reason)
-
-
-# ---- the same failure after every resume ----
-
-
-@dataclass(frozen=True)
 class Life:
-    """How one incarnation began and ended. `resumed`: the iteration that it restored, `completed`: the last one that
-    all ranks of this node have completed; None if it began from the beginning, or ended before it had begun."""
+    """How one incarnation began and ended. `resumed`: the iteration that it restored, 0 if it began from the beginning,
+    None if it ended before it had begun; `completed`: the last one that all ranks of this node have completed. `first`:
+    it is certain that no node of the job had completed an iteration, or had a version."""
 
     end: WorkerFailure | LostPeers
     resumed: int | None = None
     completed: int = 0
+    first: bool = False
+
+    @property
+    def before_anything(self) -> bool:
+        """Whether it hung before it had begun, or failed before the job's first iteration."""
+        return self.resumed is None if isinstance(self.end, LostPeers) else self.first
 
     @property
     def after(self) -> int:
@@ -223,20 +189,21 @@ class Life:
 
     @property
     def signature(self) -> tuple[object, ...] | None:
-        """What is equal in two lives that ended in the same way because of what they restored; None if nothing says
+        """What is equal in two lives that ended in the same way because of what they began from; None if nothing says
         that they did."""
         if self.resumed is None or not 0 <= self.after <= NEAR or isinstance(self.end, LostPeers):
             return None
+        restored = self.resumed > 0
         if self.end.exitcode < 0:
-            return self.end.exitcode, self.end.rank, self.after
+            return restored, self.end.exitcode, self.end.rank, self.after
         if _LOST_PEER.search(self.end.error) or _OUTSIDE.search(self.end.message):
             return None
-        return self.end.exitcode, self.end.error
+        return restored, self.end.exitcode, self.end.error
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The same failure after each of the `resumed` iterations, ascending in time."""
+    """The same failure after each of the `resumed` iterations, ascending in time; 0: after the beginning."""
 
     resumed: tuple[int, ...]
     completed: tuple[int, ...]
@@ -252,8 +219,62 @@ class HeldVersion:
     certified: bool = False
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """The decision after a failure. `reason`: one line for people, '' for a restart. `recurrence`: for status
+    recurring."""
+
+    restart: bool
+    status: Status
+    reason: str
+    recurrence: Recurrence | None = None
+
+    def what_comes(self, held: int | None, left: int | None) -> str:
+        """For people, after the cause. `held`: the newest iteration in this node's memory. `left`: restarts of
+        `--max-restarts`, after this one; None if progress decides."""
+        if not self.restart:
+            return "the job stops"
+        if left is not None:
+            return f"all workers restart ({left} restarts are left)"
+        if held is None:
+            return "all workers restart; this node has nothing in memory to resume from"
+        return f"all workers restart, and resume from memory (iteration {held} is there on this node)"
+
+
+def judge(
+    lives: Sequence[Life],
+    versions: Sequence[int | None],
+    remaining: int | None,
+    held: Callable[[], Collection[HeldVersion]] = tuple,
+) -> Verdict:
+    """Decide after the end of the last one of `lives`.
+
+    `versions`: as for `restores_so_far`, including this failure. `remaining`: restarts left of `--max-restarts`, None
+    if progress decides. `held`: what is left to go back to, asked for only where the advice needs it.
+    """
+    cause = lives[-1].end
+    if isinstance(cause, WorkerFailure) and cause.refused:
+        return Verdict(False, "refused", cause.message.strip() or cause.line())
+    if remaining is not None:
+        return Verdict(True, "failed", "") if remaining > 0 else Verdict(False, "failed", cause.line())
+    if found := recurring(lives):
+        return Verdict(False, "recurring", advice(found, held()), found)
+    early = len(lives) > 1 and all(life.before_anything for life in lives[-2:])
+    if early and cause.repeats(lives[-2].end):
+        why = "the job failed twice in the same way before the first iteration"
+        if isinstance(cause, LostPeers):
+            why = "the start hung twice"
+    elif restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
+        return Verdict(True, "failed", "")
+    else:
+        why = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
+        why += f" {RESTORES_OF_ONE_VERSION} times without a newer version"
+    remedy = "remove the cause and give the same command again, or set --max-restarts"
+    return Verdict(False, "stuck", f"stopped: {why}: {cause.line()}; {remedy}")
+
+
 def recurring(history: Sequence[Life]) -> Recurrence | None:
-    """Whether the last `LIVES` incarnations ended in the same way near their resume; None if not."""
+    """Whether the last `LIVES` incarnations ended in the same way near where they began; None if not."""
     last = history[-LIVES:]
     signatures = {life.signature for life in last}
     if len(last) < LIVES or len(signatures) > 1 or None in signatures:
@@ -275,7 +296,9 @@ def advice(found: Recurrence, held: Collection[HeldVersion]) -> str:
     best = max(older, key=lambda version: (version.certified, version.iteration), default=None)
     pairs = zip(found.resumed, found.completed, strict=True)
     lives = ", ".join(f"resumed at {resumed}, failed after {completed}" for resumed, completed in pairs)
-    if best is None:
+    if not first:
+        how = "remove the cause and give the same command again"
+    elif best is None:
         left = "; ".join(f"{version.iteration} in {version.tier}" for version in held) or "none"
         how = (
             f"no version older than iteration {first} is known here (left: {left}): load an older checkpoint of the "
@@ -288,5 +311,5 @@ def advice(found: Recurrence, held: Collection[HeldVersion]) -> str:
         how += best.tier
     return (
         f"stopped: {found.cause}; the same failure has ended {len(found.resumed)} incarnations in a row, each at most "
-        f"{NEAR} iterations after its resume ({lives}), so the restored state leads to it and no restart helps; {how}"
+        f"{NEAR} iterations after its begin ({lives}), so what it begins from leads to it and no restart helps; {how}"
     )

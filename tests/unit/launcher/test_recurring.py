@@ -41,7 +41,7 @@ POISONED = [nan(4, 6), nan(6, 8), nan(8, 10)]
     ("history", "expected"),
     [
         (POISONED, (4, 6, 8)),
-        ([nan(None, 4), *POISONED], (4, 6, 8)),
+        ([nan(0, 4), *POISONED], (4, 6, 8)),
         ([nan(4, 7, rank=1), nan(6, 9, rank=0), nan(9, 11, rank=3)], (4, 6, 9)),  # other ranks, within one iteration
         ([nan(4, 12), nan(7, 12), nan(11, 12)], (4, 7, 11)),  # at one iteration: its data, say
         ([Life(failed("AcceleratorError: CUDA error: device-side assert triggered"), *at)
@@ -49,9 +49,10 @@ POISONED = [nan(4, 6), nan(6, 8), nan(8, 10)]
         ([Life(failed("", exitcode=16), *at) for at in ((4, 6), (5, 6), (5, 6))], (4, 5, 5)),  # a status without words
         ([Life(killed(2), at, at + 2) for at in (4, 6, 8)], (4, 6, 8)),  # one rank, the same distance
         ([Life(killed(), 4, 90), *POISONED], (4, 6, 8)),
+        ([nan(0, 9), nan(0, 9), nan(0, 9)], (0, 0, 0)),  # nothing was restored: the data lead to it, or the script
     ],
     ids=["poisoned", "with the first life", "any rank", "one iteration", "assert on a device", "exit status", "signal",
-         "after another failure"],
+         "after another failure", "from the beginning"],
 )  # fmt: skip
 def test_the_same_failure_shortly_after_each_resume_is_recurring(
     history: list[Life], expected: tuple[int, ...]
@@ -66,7 +67,7 @@ def test_the_same_failure_shortly_after_each_resume_is_recurring(
     [
         [],
         POISONED[:2],
-        [nan(None, 4), *POISONED[:2]],  # the first life restored nothing
+        [nan(0, 4), *POISONED[:2]],  # the first life restored nothing
         [*POISONED[:2], nan(8, 8 + NEAR + 1)],  # it went far
         [*POISONED[:2], Life(failed("OSError: no space left"), 8, 10)],
         [*POISONED[:2], Life(failed(NAN, exitcode=2), 8, 10)],
@@ -119,7 +120,23 @@ def test_failures_after_various_numbers_of_iterations_come_by_chance(lives: tupl
 
 
 def test_versions_that_grow_are_progress_to_the_count_of_restores_which_is_why_lives_are_compared() -> None:
-    assert judge(failed(), [4, 6, 8, 10], None).restart
+    assert judge([nan(4, 6)], [4, 6, 8, 10], None).restart
+
+
+@pytest.mark.parametrize("begin", [9, 0], ids=["resumed", "from the beginning"])
+def test_an_error_at_one_iteration_of_each_start_is_recurring_also_where_no_newer_version_came(begin: int) -> None:
+    lives, versions = [nan(0, 9)], [begin or None]
+    while (verdict := judge(lives, versions, None, lambda: [HeldVersion(8, "memory")])).restart:
+        lives, versions = [*lives, nan(begin, 9)], [*versions, begin or None]
+    assert verdict.status == "recurring" and verdict.recurrence is not None
+    assert verdict.recurrence.resumed == (begin,) * LIVES, verdict.reason
+    how = f"before:{begin}, which restores iteration 8" if begin else "remove the cause and give the same command again"
+    assert how in verdict.reason
+
+
+def test_various_errors_after_one_version_are_bounded_by_its_restores() -> None:
+    lives = [Life(failed(f"RuntimeError: {word}"), 9, 9) for word in ("one", "two", "three", "four")]
+    assert [judge(lives[: n + 1], [9] * (n + 1), None).status for n in range(4)] == ["failed"] * 3 + ["stuck"]
 
 
 FOUND = Recurrence((4, 6, 8), (6, 8, 10), "rank 0 exited with status 1: RuntimeError: loss is NaN at iteration 11")
