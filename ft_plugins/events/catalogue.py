@@ -67,6 +67,8 @@ WORKERS_RESTARTED = EventType(
     clock=Field("float", "this node's monotonic clock when the first process was started", "s"),
     seen=Field("float", "the same clock when this node saw why they have to restart", "s"),
     ended=Field("float", "the same clock when the old processes had ended", "s"),
+    dumping=Field("float", "the same clock when the kernel was seen to write the core of one, if it did", "s",
+    optional=True),
 )  # fmt: skip
 RANKS_RESUMED = EventType(
     "ranks.resumed", NOTICE,

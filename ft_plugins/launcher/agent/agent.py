@@ -104,6 +104,7 @@ class ProgressAgent(LocalElasticAgent):
         self._failed = False  # a worker here failed, and does not only report that others were lost
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
+        self._dumping: float | None = None  # monotonic: the kernel was first seen to write the core of a worker
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
         folder = job.config.cycle_info_dir if job else None
         self._cycles = CycleFiles(Path(folder), job.name, os.environ) if job and folder else None
@@ -300,9 +301,9 @@ class ProgressAgent(LocalElasticAgent):
             seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
             self._events.emit(
                 catalogue.WORKERS_RESTARTED, restart=self.restarts, token=token, seconds=seconds, clock=clock,
-                seen=self._seen, ended=self._ended,
+                seen=self._seen, ended=self._ended, dumping=self._dumping,
             )  # fmt: skip
-        self._failed_at = None
+        self._failed_at = self._dumping = None
         handler = worker_group.spec.rdzv_handler
         if self._cycles and isinstance(handler, Rendezvous) and worker_group.group_rank == 0:
             self._cycles.begin(self.restarts, handler.members, handler.all_workers)
@@ -371,6 +372,7 @@ class ProgressAgent(LocalElasticAgent):
         after the interval, or as soon as a worker has ended."""
         self._exits.wait(self._interval)
         seen = time.monotonic()
+        self._say_dumping(seen)
         first = worker_failures.failed_workers(self._context())
         result = self._end_after(first) if first else super()._monitor_workers(worker_group)
         if self._watcher:
@@ -387,6 +389,14 @@ class ProgressAgent(LocalElasticAgent):
             if self._preload:
                 self._preload.turn()
         return result
+
+    def _say_dumping(self, now: float) -> None:
+        """Print once that a worker has crashed and that the kernel writes its core."""
+        if self._dumping is None and (crashed := worker_failures.dumping(self._context())):
+            self._dumping = now
+            rank = self._worker_group.workers[crashed[0]].global_rank
+            words = f"rank {rank} has crashed, and the kernel writes its core; nothing restarts before that is written"
+            say(f"{words} ('ulimit -c 0' before ft-run: no cores)", alarm=True, who="ft-run: ")
 
     def _new_departure(self) -> Departure | None:
         if self._watcher is None or self._job is None:

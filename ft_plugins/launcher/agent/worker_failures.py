@@ -45,6 +45,16 @@ def failed_workers(context: PContext) -> dict[int, int]:
     return failed
 
 
+def dumping(context: PContext) -> list[int]:
+    """The local ranks of workers that have crashed and whose cores the kernel writes now: they end when it has."""
+    found = []
+    for local_rank, pid in context.pids().items():
+        with suppress(OSError):
+            if b"\nCoreDumping:\t1" in Path(f"/proc/{pid}/status").read_bytes():
+                found.append(local_rank)
+    return found
+
+
 def read_report(path: str) -> dict[str, Any]:
     """The content of a worker's error file; {} if it is missing or incomplete."""
     try:

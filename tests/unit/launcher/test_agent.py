@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import select
 import signal
 import time
@@ -37,6 +38,7 @@ from ft_plugins.snapshot.segment.slots import Version, choose
 from harness.job_control import wait_until_gone
 
 WAIT = 90.0
+CORE_BYTES = 256 << 20
 SHAPE = Shape(nbytes=4096, small_nbytes=64, buckets=1, layout=1)
 fork = get_context("fork")
 numbers = itertools.count()
@@ -48,6 +50,7 @@ class Told:
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         self._heard = b""
+        self.cores = ""  # a folder for cores
 
     def say(self, who: str, *what: Any) -> None:
         os.write(self._writer, json.dumps([who, *what]).encode() + b"\n")
@@ -241,6 +244,19 @@ def fail_at_version_7(told: Told) -> None:
     raise RuntimeError("the loss is infinite")
 
 
+def crash_with_a_core(told: Told) -> int:
+    context = launch_context(os.environ)
+    if context.restart:
+        return context.restart
+    if context.rank == 0:
+        forever()
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    os.chdir(told.cores)
+    touched = b"core" * (CORE_BYTES // 4)  # what the kernel has to write
+    os.abort()
+    return len(touched)
+
+
 def fail_with_progress(told: Told) -> int:
     context = launch_context(os.environ)
     if context.restart == 6:
@@ -320,6 +336,23 @@ def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_
     assert re.fullmatch(r"ft-run: rank 1 \(pid \d+, node n\) was ended by SIGKILL; all workers restart.*", line), line
     [restart] = node.events("workers.restarted")
     assert (restart["restart"], restart["token"]) == (1, 2)
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_CORE)[1] != resource.RLIM_INFINITY, reason="no process here may write a core"
+)
+def test_a_rank_whose_core_is_written_is_named_meanwhile_and_that_time_is_noted(
+    node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node.told.cores = str(tmp_path)
+    outcome = node.run(crash_with_a_core)
+    for core in tmp_path.glob("core*"):
+        core.unlink()
+    assert (outcome.status, outcome.return_values) == ("succeeded", {0: 1, 1: 1})
+    [restart] = node.events("workers.restarted")
+    assert restart["dumping"] is not None and restart["dumping"] < restart["seen"], restart
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if "rank 1 has crashed, and the kernel writes its core" in line]) == 1
 
 
 def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node, torch_waits_for_an_hour: None) -> None:

@@ -9,14 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 WAIT = 240.0
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-[ENTRY] = [entry.value.partition(":")[0] for entry in entry_points(group="console_scripts", name="ft-run")]
+ENTRY = "ft_plugins.launcher.first_process"
 JOB_WITH_AN_ORPHAN = """
 import pathlib, subprocess, sys, time, types
 from ft_plugins.launcher import first_process
@@ -81,6 +80,10 @@ def is_ready(pid: int) -> bool:
     """Whether a SIGTERM to it is not dropped: it has a handler, or it has started what it passes signals on to."""
     [caught] = re.findall(r"^SigCgt:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1 or children(pid))
+
+
+def test_it_is_what_the_command_runs() -> None:
+    assert f'"ft-run = {ENTRY}:main"' in (Path(__file__).parents[3] / "setup.py").read_text()
 
 
 def test_a_signal_that_comes_before_torch_is_imported_ends_it(start: Callable[..., subprocess.Popen[str]]) -> None:
