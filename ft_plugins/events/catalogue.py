@@ -70,6 +70,18 @@ WORKERS_RESTARTED = EventType(
     dumping=Field("float", "the same clock when the kernel was seen to write the core of one, if it did", "s",
     optional=True),
 )  # fmt: skip
+RANKS_UNATTACHED = EventType(
+    "ranks.unattached", ALARM,
+    "The script has run for long, or has ended, and not all ranks of this node have attached: nothing is protected.",
+    "Have the script attach: a loop of your own by ft_plugins.attach(host), Megatron-LM by its pretrain, DeepSpeed by "
+    "deepspeed.initialize, Hugging Face's Trainer by train. If it does so later, nothing is to be done.",
+    seconds=Field("float", "since the ranks were started", "s"),
+)  # fmt: skip
+LOCK_REMOVED = EventType(
+    "lock.removed", NOTICE,
+    "Killed ranks had left the lock of a build of an extension, for which the next ones would have waited.",
+    path=Field("path", "the lock"),
+)  # fmt: skip
 RANKS_RESUMED = EventType(
     "ranks.resumed", NOTICE,
     "The ranks of this node have completed an iteration for the first time since they were started.",

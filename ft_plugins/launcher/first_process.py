@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from types import FrameType
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-_PASSED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
+_WATCHED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 
 
 def main() -> int:
@@ -24,33 +22,27 @@ def main() -> int:
     if os.getpid() == 1:
         _supervise()
     for number in _ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON | {signal.SIGCHLD})
+        signal.signal(number, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     from . import command  # imports torch
 
     return command.main()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    os.write(sys.stderr.fileno(), f"ft-run: ended by {signal.Signals(number).name} before the job started\n".encode())
+def _end(number: int, frame: object) -> None:
+    os.write(2, f"ft-run: ended by {signal.Signals(number).name} before the job started\n".encode())
     os._exit(128 + number)
 
 
 def _supervise() -> None:
     """Return in a child alone, and end as it does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGCHLD})  # a blocked signal is never dropped
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # a blocked signal is never dropped
     child = os.fork()
     while child:
-        came = signal.sigwaitinfo(_PASSED_ON | {signal.SIGCHLD})
-        if came.si_signo != signal.SIGCHLD:
-            if came.si_code <= 0:  # sent by a process: what a terminal sends comes to the child too
-                os.kill(child, came.si_signo)
-            continue
+        came = signal.sigwaitinfo(_WATCHED)
+        if came.si_signo != signal.SIGCHLD and came.si_code <= 0:  # by a process: a terminal's come to the child too
+            os.kill(child, came.si_signo)
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             if ended.si_pid == child:
                 os._exit(ended.si_status + (0 if ended.si_code == os.CLD_EXITED else 128))
 
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -113,32 +113,19 @@ class WorkerFailure:
         """The first line of the error, without numbers: ranks, ports, process ids, iterations."""
         return re.sub(r"\d+", "#", self.message.partition("\n")[0])
 
-    def repeats(self, other: WorkerFailure | LostPeers) -> bool:
-        """Whether this is the same failure as `other`: the same exit status and error. A signal is never the same,
-        because it may come from outside."""
-        same = isinstance(other, WorkerFailure) and (self.exitcode, self.error) == (other.exitcode, other.error)
-        return self.exitcode > 0 and same
-
 
 @dataclass(frozen=True)
 class LostPeers:
-    """Nodes that stopped responding to the SMPs, stopped ranks, or a hang."""
+    """Nodes that stopped responding to the SMPs, stopped ranks, or a hang. `refused`: `lost` says why no restart
+    helps."""
 
     lost: tuple[str, ...]
+    refused: bool = False
 
     def line(self) -> str:
         """One line for people."""
         names = ", ".join(self.lost)
-        return names if self.hang else f"{names} stopped responding"
-
-    @property
-    def hang(self) -> bool:
-        """Whether the ranks hung."""
-        return ", ".join(self.lost).startswith(HANG)
-
-    def repeats(self, other: WorkerFailure | LostPeers) -> bool:
-        """Whether both are hangs."""
-        return isinstance(other, LostPeers) and self.hang and other.hang
+        return names if self.refused or names.startswith(HANG) else f"{names} stopped responding"
 
 
 def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
@@ -178,9 +165,12 @@ class Life:
     first: bool = False
 
     @property
-    def before_anything(self) -> bool:
-        """Whether it hung before it had begun, or failed before the job's first iteration."""
-        return self.resumed is None if isinstance(self.end, LostPeers) else self.first
+    def early(self) -> tuple[object, ...] | None:
+        """What is equal in two lives that ended in the same way before the job's first iteration; None if nothing shows
+        that they did. A signal never does, because it may come from outside."""
+        if isinstance(self.end, LostPeers):
+            return (HANG,) if self.resumed is None and self.end.line().startswith(HANG) else None
+        return (self.end.exitcode, self.end.error) if self.first and self.end.exitcode > 0 else None
 
     @property
     def after(self) -> int:
@@ -193,21 +183,11 @@ class Life:
         that they did."""
         if self.resumed is None or not 0 <= self.after <= NEAR or isinstance(self.end, LostPeers):
             return None
-        restored = self.resumed > 0
         if self.end.exitcode < 0:
-            return restored, self.end.exitcode, self.end.rank, self.after
+            return self.resumed > 0, self.end.exitcode, self.end.rank, self.after
         if _LOST_PEER.search(self.end.error) or _OUTSIDE.search(self.end.message):
             return None
-        return restored, self.end.exitcode, self.end.error
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """The same failure after each of the `resumed` iterations, ascending in time; 0: after the beginning."""
-
-    resumed: tuple[int, ...]
-    completed: tuple[int, ...]
-    cause: str
+        return self.resumed > 0, self.end.exitcode, self.end.error
 
 
 @dataclass(frozen=True)
@@ -221,13 +201,13 @@ class HeldVersion:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision after a failure. `reason`: one line for people, '' for a restart. `recurrence`: for status
-    recurring."""
+    """The decision after a failure. `reason`: one line for people, '' for a restart. `recurring`: the lives that ended
+    in the same way, for that status."""
 
     restart: bool
     status: Status
     reason: str
-    recurrence: Recurrence | None = None
+    recurring: Sequence[Life] = ()
 
     def what_comes(self, held: int | None, left: int | None) -> str:
         """For people, after the cause. `held`: the newest iteration in this node's memory. `left`: restarts of
@@ -253,49 +233,40 @@ def judge(
     if progress decides. `held`: what is left to go back to, asked for only where the advice needs it.
     """
     cause = lives[-1].end
-    if isinstance(cause, WorkerFailure) and cause.refused:
-        return Verdict(False, "refused", cause.message.strip() or cause.line())
+    if cause.refused:
+        return Verdict(False, "refused", isinstance(cause, WorkerFailure) and cause.message.strip() or cause.line())
     if remaining is not None:
         return Verdict(True, "failed", "") if remaining > 0 else Verdict(False, "failed", cause.line())
     if found := recurring(lives):
         return Verdict(False, "recurring", advice(found, held()), found)
-    early = len(lives) > 1 and all(life.before_anything for life in lives[-2:])
-    if early and cause.repeats(lives[-2].end):
-        why = "the job failed twice in the same way before the first iteration"
-        if isinstance(cause, LostPeers):
-            why = "the start hung twice"
+    if len(lives) > 1 and lives[-1].early and lives[-1].early == lives[-2].early:
+        who = "the start hung" if lives[-1].early == (HANG,) else "the job failed"
+        why = f"{who} twice in the same way before the first iteration"
     elif restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
         return Verdict(True, "failed", "")
     else:
-        why = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
-        why += f" {RESTORES_OF_ONE_VERSION} times without a newer version"
-    remedy = "remove the cause and give the same command again, or set --max-restarts"
-    return Verdict(False, "stuck", f"stopped: {why}: {cause.line()}; {remedy}")
+        what = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
+        why = f"{what} {RESTORES_OF_ONE_VERSION} times without a newer version"
+    how = "remove the cause and give the same command again, or set --max-restarts"
+    return Verdict(False, "stuck", f"stopped: {why}: {cause.line()}; {how}")
 
 
-def recurring(history: Sequence[Life]) -> Recurrence | None:
-    """Whether the last `LIVES` incarnations ended in the same way near where they began; None if not."""
+def recurring(history: Sequence[Life]) -> Sequence[Life]:
+    """The last `LIVES` incarnations, if they ended in the same way near where they began; else none."""
     last = history[-LIVES:]
     signatures = {life.signature for life in last}
     if len(last) < LIVES or len(signatures) > 1 or None in signatures:
-        return None
+        return ()
     after, at = [life.after for life in last], {life.completed for life in last}
-    if max(after) - min(after) > 1 and len(at) > 1:
-        return None
-    return Recurrence(
-        tuple(life.resumed for life in last if life.resumed is not None),
-        tuple(life.completed for life in last),
-        last[-1].end.line(),
-    )
+    return last if max(after) - min(after) <= 1 or len(at) == 1 else ()
 
 
-def advice(found: Recurrence, held: Collection[HeldVersion]) -> str:
+def advice(same: Sequence[Life], held: Collection[HeldVersion]) -> str:
     """One line for people: what happened, and which version to go back to, one older than all that led to it."""
-    first = min(found.resumed)
+    first = min(life.resumed or 0 for life in same)
     older = [version for version in held if version.iteration < first]
     best = max(older, key=lambda version: (version.certified, version.iteration), default=None)
-    pairs = zip(found.resumed, found.completed, strict=True)
-    lives = ", ".join(f"resumed at {resumed}, failed after {completed}" for resumed, completed in pairs)
+    lives = ", ".join(f"resumed at {life.resumed}, failed after {life.completed}" for life in same)
     if not first:
         how = "remove the cause and give the same command again"
     elif best is None:
@@ -310,6 +281,6 @@ def advice(found: Recurrence, held: Collection[HeldVersion]) -> str:
         how = f"give the same command with --ftp-resume before:{bound}, which restores {word} {best.iteration} from "
         how += best.tier
     return (
-        f"stopped: {found.cause}; the same failure has ended {len(found.resumed)} incarnations in a row, each at most "
+        f"stopped: {same[-1].end.line()}; the same failure has ended {len(same)} incarnations in a row, each at most "
         f"{NEAR} iterations after its begin ({lives}), so what it begins from leads to it and no restart helps; {how}"
     )
