@@ -80,7 +80,7 @@ RANKS_UNATTACHED = EventType(
 LOCK_REMOVED = EventType(
     "lock.removed", NOTICE,
     "Killed ranks had left the lock of a build of an extension, for which the next ones would have waited.",
-    path=Field("path", "the lock"),
+    path=Field("str", "the lock"),
 )  # fmt: skip
 RANKS_RESUMED = EventType(
     "ranks.resumed", NOTICE,
@@ -127,10 +127,10 @@ WORKERS_KILLED = EventType(
 )  # fmt: skip
 FAILURE_RECURRED = EventType(
     "failure.recurred", ALARM,
-    "The same failure ended the job shortly after each of the last resumes, so the restored state leads to it; the job "
-    "has stopped with a status that is not to be requeued.",
+    "The same failure ended the job shortly after each of the last starts, so what they began from leads to it; the "
+    "job has stopped with a status that is not to be requeued.",
     "Find the cause in the error, then start with the --ftp-resume that the reason names.",
-    resumed=Field("list", "iterations from which it was resumed"),
+    resumed=Field("list", "iterations from which it was resumed; 0: the beginning"),
     completed=Field("list", "the last iteration completed after each of them"), reason=_REASON,
 )  # fmt: skip
 ROUND_LOST = EventType(

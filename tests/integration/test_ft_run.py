@@ -80,10 +80,11 @@ class FtRun:
     """
 
     def __init__(
-        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None, **environment: str
-    ) -> None:
+        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None,
+        launcher: tuple[str, ...] = ("-m", "ft_plugins.launcher.command"), **environment: str,
+    ) -> None:  # fmt: skip
         self.output = ""
-        command = [sys.executable, "-m", "ft_plugins.launcher.command", *words]
+        command = [sys.executable, *launcher, *words]
         self.process = subprocess.Popen(
             ["bash", "-c", f"{shlex.join(command)}; exit $?"] if shell else command,
             cwd=folder,
