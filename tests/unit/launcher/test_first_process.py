@@ -87,7 +87,7 @@ def test_it_is_what_the_command_runs() -> None:
 
 
 def test_a_signal_that_comes_before_torch_is_imported_ends_it(start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start("-m", ENTRY, "--nproc-per-node", "1", "train.py")
+    process = start("-c", f"import sys, {ENTRY} as entry; sys.exit(entry.main())", "--nproc-per-node", "1", "train.py")
     first = first_child(process.pid)
     deadline = time.monotonic() + WAIT
     while not (Path(f"/proc/{first}/cmdline").read_text().startswith(sys.executable) and is_ready(first)):
