@@ -45,7 +45,7 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": [
-            "ft-run = ft_plugins.launcher.command:main",
+            "ft-run = ft_plugins.launcher.first_process:main",
             "ft-plugins = ft_plugins.cli:main",
         ],
         "torchrun.handlers": ["ft_plugins = ft_plugins.launcher.plugin:torchrun_handler"],

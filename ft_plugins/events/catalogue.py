@@ -67,6 +67,20 @@ WORKERS_RESTARTED = EventType(
     clock=Field("float", "this node's monotonic clock when the first process was started", "s"),
     seen=Field("float", "the same clock when this node saw why they have to restart", "s"),
     ended=Field("float", "the same clock when the old processes had ended", "s"),
+    dumping=Field("float", "the same clock when the kernel was seen to write the core of one, if it did", "s",
+    optional=True),
+)  # fmt: skip
+RANKS_UNATTACHED = EventType(
+    "ranks.unattached", ALARM,
+    "The script has run for long, or has ended, and not all ranks of this node have attached: nothing is protected.",
+    "Have the script attach: a loop of your own by ft_plugins.attach(host), Megatron-LM by its pretrain, DeepSpeed by "
+    "deepspeed.initialize, Hugging Face's Trainer by train. If it does so later, nothing is to be done.",
+    seconds=Field("float", "since the ranks were started", "s"),
+)  # fmt: skip
+LOCK_REMOVED = EventType(
+    "lock.removed", NOTICE,
+    "Killed ranks had left the lock of a build of an extension, for which the next ones would have waited.",
+    path=Field("str", "the lock"),
 )  # fmt: skip
 RANKS_RESUMED = EventType(
     "ranks.resumed", NOTICE,
@@ -113,10 +127,10 @@ WORKERS_KILLED = EventType(
 )  # fmt: skip
 FAILURE_RECURRED = EventType(
     "failure.recurred", ALARM,
-    "The same failure ended the job shortly after each of the last resumes, so the restored state leads to it; the job "
-    "has stopped with a status that is not to be requeued.",
+    "The same failure ended the job shortly after each of the last starts, so what they began from leads to it; the "
+    "job has stopped with a status that is not to be requeued.",
     "Find the cause in the error, then start with the --ftp-resume that the reason names.",
-    resumed=Field("list", "iterations from which it was resumed"),
+    resumed=Field("list", "iterations from which it was resumed; 0: the beginning"),
     completed=Field("list", "the last iteration completed after each of them"), reason=_REASON,
 )  # fmt: skip
 ROUND_LOST = EventType(

@@ -42,6 +42,8 @@ _RESTARTS = "All ranks restart from the newest version that all of them can have
 _TRAINS_ON = "Training goes on."
 DOES: Mapping[EventType, str] = {
     catalogue.WORKERS_KILLED: _RESTARTS + " It waits for nodes that are missing.",
+    catalogue.RANKS_UNATTACHED: _TRAINS_ON + " A failure costs all of it. With `--ftp-require-protection` it ends with "
+    "status 78.",
     catalogue.FAILURE_RECURRED: "It has ended with status 78; what is in memory is kept.",
     catalogue.DRAIN_FAILED: _TRAINS_ON,
     catalogue.NODE_REJECTED: "The node takes no part, and its `ft-run` ends with status 78; a spare takes its place. "

@@ -26,13 +26,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ..base import faults, files, stamps
 from ..config import LaunchContext, launch_context
 from ..errors import EXIT_REFUSED, FtError, ProtocolError, ReplicaError
-from ..smp.watch import liveness
+from ..smp.watch import liveness, stacks
 from . import hooks
 from .preload import preloader
 from .preload.new_process import bind_to_agent
@@ -54,6 +55,8 @@ def enter(context: LaunchContext) -> None:
     if context.config is not None:
         faults.arm(context.config.faults, rank=context.rank, restart=context.restart)
     if context.run_dir is not None:
+        with suppress(OSError):  # without room for the file it is not asked for stacks
+            stacks.listen(context.run_dir, context.rank)
         stamps.follow_groups(importlib.import_module("torch.distributed"))
         stamps.afterwards(collect_seldom())
 

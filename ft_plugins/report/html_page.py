@@ -18,8 +18,8 @@ from .goodput import PARTS, Goodput, goodput, trained, words_of
 from .recovery_phases import WORDS, RecoveryPhases, recovery_phases
 
 _COLOURS = dict(zip(PARTS, (
-    "#0b6fb8", "#d98e04", "#c0508f", "#c8322b", "#b5651d", "#8a5ab3", "#5d3a8e", "#e0574f", "#8c6d1f", "#d4a017",
-    "#17a2b8", "#4d5fc1", "#3aa0e0", "#008f7a", "#6a8f00", "#2c8a4b", "#8b1e1e", "#4a545c", "#9aa6af",
+    "#0b6fb8", "#d98e04", "#c0508f", "#c8322b", "#b5651d", "#8a5ab3", "#5d3a8e", "#e0574f", "#a03a63", "#8c6d1f",
+    "#d4a017", "#17a2b8", "#4d5fc1", "#3aa0e0", "#008f7a", "#6a8f00", "#2c8a4b", "#8b1e1e", "#4a545c", "#9aa6af",
 ), strict=True))  # fmt: skip
 _GREEN, _RED = "#2c8a4b", "#c8322b"
 _WIDTH = 960.0  # of a picture, in its own units

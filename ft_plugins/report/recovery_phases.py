@@ -1,6 +1,7 @@
 """Where the time of each restart went, from the failure to the next completed iteration. Pure.
 
     detect     the failure -> an agent saw it                     known where a test or a benchmark caused the failure
+    dump       the kernel writes the core of a rank, which ends when that is written
     end        -> the old processes of the node had ended, and it was decided to restart
     agree      -> a new round was agreed on with the other nodes, the old incarnation fenced
     start      -> the last new process ran
@@ -31,10 +32,11 @@ from ..events import Event, catalogue
 
 _STEPS = {"start": "began", "imports": "joining", "build": "built", "load": "restored", "iteration": "completed"}
 _CLOCKS = {"seen", "ended", "clock"}  # of a restart; older events have none
-PHASES = ("attempts", "detect", "end", "agree", "start", "imports", "groups", "build", "load", "iteration")
+PHASES = ("attempts", "detect", "dump", "end", "agree", "start", "imports", "groups", "build", "load", "iteration")
 WORDS = {
     "attempts": "earlier attempts",
     "detect": "detect the failure",
+    "dump": "write a core",
     "end": "end old processes",
     "agree": "agree on a round",
     "start": "start processes",
@@ -120,7 +122,9 @@ def _recovery(starts: Sequence[Event], resumed: Event, failure: float | None) ->
     ends = [("end", last.fields["ended"]), ("agree", last.fields["clock"])]
     ends += [(phase, fields.get(step)) for phase, step in _STEPS.items()]
     phases = _phases(last.fields["seen"], ends)
-    phases["detect"] = None if failure is None else max(0.0, seen - failure)
+    dumping = first.fields.get("dumping")
+    phases["dump"] = dumped = None if dumping is None else max(0.0, first.fields["seen"] - dumping)
+    phases["detect"] = None if failure is None else max(0.0, seen - failure - (dumped or 0.0))
     phases["attempts"] = last.fields["seen"] - first.fields["seen"] if len(starts) > 1 else None
     phases["groups"], build = None, phases["build"]
     if phases["imports"] is not None and build is not None:
@@ -150,7 +154,7 @@ def phase_lines(recoveries: Sequence[RecoveryPhases]) -> list[str]:
     rows = [("seconds, by restart", [str(one.restart) for one in shown])]
     for name, words in WORDS.items():
         values = [one.phases[name] for one in shown]
-        if name != "attempts" or any(value is not None for value in values):
+        if name not in ("attempts", "dump") or any(value is not None for value in values):
             rows.append((words, [_seconds(value) for value in values]))
     unknown = any(one.phases["detect"] is None for one in shown)
     total = "total, from detection" if unknown else "total"

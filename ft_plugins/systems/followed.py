@@ -51,7 +51,8 @@ class ProgressReport:
                 context.token, limit, topology.coords(host.rank).pp, topology.world_size, context.local_world_size
             )
             self.words = ProgressWriter(path_of(run_dir.parent.name, run_dir.name, host.rank), facts)
-            self._deafen = stacks.listen(run_dir, host.rank)
+            if context.agent_pid is None:  # else it has listened from its beginning
+                self._deafen = stacks.listen(run_dir, host.rank)
         except (OSError, ValueError) as error:
             events.emit(catalogue.PROGRESS_UNWATCHED, reason=str(error))
         if topology.tp > 1 or topology.cp > 1 or topology.ep > 1:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.events import Event, read
+from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.serve.leftovers import sweep
 
 POISONED, LAST = 6, 14  # the iteration that poisons the state; the last one
@@ -33,6 +35,8 @@ for step in ft_plugins.attach(ft_plugins.TorchHost(net, optimizer)).iterations({
     while step == 5 and not any(pathlib.Path("ck").glob("*/v*-*/manifest.json")):
         assert time.monotonic() < deadline, "no checkpoint was written"
         time.sleep(0.02)
+    if step == 10 and "--bad-record" in sys.argv:
+        raise ValueError("record 10 cannot be read")
     loss = net(torch.full((3, 4), float(step))).square().mean()
     if net.poison and step >= first + 2:  # each life commits two more versions
         loss = loss * float("nan")
@@ -74,9 +78,8 @@ class Job:
 
 @pytest.fixture
 def job(own_environment: Path) -> Iterator[Job]:
-    folder = own_environment / "p"
-    folder.mkdir(mode=0o700)
-    yield Job(folder, f"poison-{os.getpid()}")
+    folder = Path(tempfile.mkdtemp(dir=own_environment))
+    yield Job(folder, f"poison-{os.getpid()}-{folder.name}")
     sweep(folder / "run" / "ft_plugins", 0)
 
 
@@ -109,3 +112,15 @@ def test_a_poisoned_job_ends_with_a_verdict_and_goes_on_from_before_it_as_a_clea
     clean.folder.mkdir(mode=0o700)
     status, output = clean.run(own=("--cured",))
     assert status == 0 and weights(output) == after, "bit for bit"
+
+
+@pytest.mark.timeout(1500)
+def test_an_error_at_one_iteration_of_each_start_ends_with_the_same_verdict_without_newer_versions(job: Job) -> None:
+    status, output = job.run(own=("--cured", "--bad-record"))
+    [verdict] = job.events("failure.recurred")
+    assert status == EXIT_REFUSED, output[-3000:]
+    assert (verdict.fields["resumed"], verdict.fields["completed"]) == ([9, 9, 9], [9, 9, 9])
+    assert re.search(r"record 10 cannot be read.*--ftp-resume before:9, which restores iteration 8 from memory", output)
+    assert [event.fields["status"] for event in job.events("job.ended")] == ["recurring"]
+    with Client(next(job.folder.glob(f"run/ft_plugins/{job.name}/*"))) as client:  # what it keeps for the next start
+        client.end()

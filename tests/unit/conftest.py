@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -52,6 +53,28 @@ def job() -> Iterator[str]:
     for path in left:
         path.unlink()
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def run_python() -> Iterator[Callable[[str], tuple[int, int]]]:
+    """Run scripts, each in a session of its own, until they print a line; returns pid and start time."""
+    started: list[subprocess.Popen[bytes]] = []
+    python = os.path.realpath("/proc/self/exe")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def run(script: str) -> tuple[int, int]:
+        process = subprocess.Popen(
+            [python, "-c", script], stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process.pid, liveness.started(process.pid)
+
+    yield run
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ...config import worker_environment
 from ...errors import ConfigError, ProtectionError
 from ...events import Events, catalogue, say
+from ...smp.watch import stacks
+from ...smp.watch.hang import HANG
 from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from .. import job_identity
 from ..preload.parent import parent_of
@@ -44,12 +46,13 @@ from ..rendezvous import endpoint
 from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
 from ..rounds.round_store import store_on
-from . import left_traces, worker_failures
+from . import build_locks, left_traces, worker_failures
 from .agent_channel import AgentChannel
 from .cycle_files import CycleFiles
 from .draining import Departure, longest_wait
-from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
+from .restarts import Life, LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .signals import SignalStop
+from .start_watch import HUNG, UNATTACHED, StartWatch
 from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
 
@@ -98,13 +101,13 @@ class ProgressAgent(LocalElasticAgent):
         self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
         self._versions: list[int | None] = []  # the newest restorable iteration at each failure
         self._lives: list[Life] = []  # how each incarnation under this ft-run ended
-        self._before: WorkerFailure | None = None  # the last failure, if it came before any version or iteration
         self._first_token = 0  # the first one under this ft-run
         self._token = 0  # of the running incarnation
         self._opened = False  # a rank has opened a lineage under this ft-run
         self._failed = False  # a worker here failed, and does not only report that others were lost
         self._failed_at: float | None = None  # monotonic; of a failure before the restart that follows it
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
+        self._dumping: float | None = None  # monotonic: the kernel was first seen to write the core of a worker
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
         folder = job.config.cycle_info_dir if job else None
         self._cycles = CycleFiles(Path(folder), job.name, os.environ) if job and folder else None
@@ -112,6 +115,7 @@ class ProgressAgent(LocalElasticAgent):
         alive = handler.num_nodes_waiting if isinstance(handler, Rendezvous) else lambda: 0  # torch's have a thread
         self._preload = parent_of(job, spec, events, alive)
         self._departure = self._new_departure()
+        self._start = StartWatch()
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
@@ -288,6 +292,11 @@ class ProgressAgent(LocalElasticAgent):
         self._departure = self._new_departure()
         if self._preload:
             self._preload.wait()
+        if self.restarts and self._job:
+            since = 0.0 if self._lives and self._lives[-1].early == (HANG,) else self._started_at
+            ended = time.time() - (time.monotonic() - self._ended)
+            for path in build_locks.remove_stale(self._job.run_dir, since, ended):
+                self._events.emit(catalogue.LOCK_REMOVED, path=str(path))
         clock, self._started_at = time.monotonic(), time.time()
         self._oom_kills = left_traces.oom_kills()
         with (
@@ -302,9 +311,11 @@ class ProgressAgent(LocalElasticAgent):
             seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
             self._events.emit(
                 catalogue.WORKERS_RESTARTED, restart=self.restarts, token=token, seconds=seconds, clock=clock,
-                seen=self._seen, ended=self._ended,
+                seen=self._seen, ended=self._ended, dumping=self._dumping,
             )  # fmt: skip
-        self._failed_at = None
+        self._failed_at = self._dumping = None
+        pids = {worker.global_rank: context.pids()[worker.local_rank] for worker in worker_group.workers}
+        self._start.begin(pids, worker_group.group_world_size != 1)
         handler = worker_group.spec.rdzv_handler
         if self._cycles and isinstance(handler, Rendezvous) and worker_group.group_rank == 0:
             self._cycles.begin(self.restarts, handler.members, handler.all_workers)
@@ -377,6 +388,13 @@ class ProgressAgent(LocalElasticAgent):
         after the interval, or as soon as a worker has ended."""
         self._exits.wait(self._interval)
         seen = time.monotonic()
+        with suppress(OSError):
+            if self._dumping is None and (crashed := worker_failures.dumping(self._context())) is not None:
+                self._dumping = seen
+                say(
+                    f"rank {self._worker_group.workers[crashed].global_rank} has crashed, and the kernel writes its "
+                    "core; nothing restarts before that is written ('ulimit -c 0': no cores)", True, "ft-run: ",
+                )  # fmt: skip
         first = worker_failures.failed_workers(self._context())
         result = self._end_after(first) if first else super()._monitor_workers(worker_group)
         if self._watcher:
@@ -387,7 +405,11 @@ class ProgressAgent(LocalElasticAgent):
             self._failed_at = self._seen = seen
             self._decide(result)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
-            return self._restart_without(lost)
+            return self._restart_without(LostPeers(tuple(lost)))
+        elif self._watcher and self._job and self._job.config.capture and (over := self._look_at_start(
+            self._job, self._watcher, result.state == WorkerState.SUCCEEDED
+        )):  # fmt: skip
+            return over
         elif result.state == WorkerState.HEALTHY:
             self._leave_if_drained()
             if self._preload:
@@ -415,15 +437,45 @@ class ProgressAgent(LocalElasticAgent):
             handler.depart()
             raise NodeDrained(step.leave)
 
-    def _restart_without(self, lost: list[str]) -> RunResult:
+    def _restart_without(self, cause: LostPeers) -> RunResult:
         """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
         self._failed_at = self._seen = time.monotonic()
         for pid in self._context().pids().values():
             worker_failures.signal_group(pid, signal.SIGKILL)
-        cause = LostPeers(tuple(lost))
         next_step = self._give_verdict(cause)
-        self._events.emit(catalogue.WORKERS_KILLED, lost=lost, reason=f"{cause.line()}; {next_step}")
+        self._events.emit(catalogue.WORKERS_KILLED, lost=list(cause.lost), reason=f"{cause.line()}; {next_step}")
         return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _look_at_start(self, job: Job, watcher: Watcher, succeeded: bool) -> RunResult | None:
+        """Look at ranks that have not attached, or have ended without. Returns what that ends them with."""
+        with suppress(ProtectionError):  # the SMP is being replaced: at the next look
+            verdict = self._start.look(lambda: watcher.progress(self._token) is not None, succeeded)
+            if verdict == HUNG and job.config.hang_seconds != 0:
+                return self._restart_without(LostPeers((self._hang_of_start(job),)))
+            if verdict == UNATTACHED:
+                self._events.emit(catalogue.RANKS_UNATTACHED, seconds=round(time.time() - self._started_at, 1))
+                if job.config.require_protection:
+                    return self._restart_without(LostPeers((
+                        f"--ftp-require-protection: {catalogue.RANKS_UNATTACHED.what} "
+                        f"{catalogue.RANKS_UNATTACHED.action}",
+                    ), refused=True))  # fmt: skip
+        return None
+
+    def _hang_of_start(self, job: Job) -> str:
+        """Write stacks and report it. Returns what is said of it."""
+        start, ranks, folder = self._start, sorted(self._start.processes), Path()
+        with suppress(OSError):
+            folder = stacks.dump(job.run_dir, self._token, start.processes)
+        places = [(rank, stacks.place(folder / f"rank{rank}.txt")) for rank in ranks[:4]]
+        said = "; ".join([
+            f"the start on node {job.node}: no rank has used a processor for {start.idle:.0f} s",
+            *(f"rank {rank} stands in {place}" for rank, place in places if place),
+        ])  # fmt: skip
+        self._events.emit(
+            catalogue.JOB_HUNG, about=ranks[0], culprit=job.node, iteration=0, phase="starting", even=True, ranks=ranks,
+            seconds=round(start.idle, 1), stacks=str(folder), reason=f"{said}; stacks in {folder}",
+        )  # fmt: skip
+        return f"{HANG}{said}"
 
     def _end_after(self, failed: dict[int, int]) -> RunResult:
         """Kill the remaining workers and their children; the result lists the failures of `failed` only."""
@@ -472,34 +524,30 @@ class ProgressAgent(LocalElasticAgent):
 
     def _give_verdict(self, cause: WorkerFailure | LostPeers) -> str:
         """Decide, and set torch's restart counter accordingly. Returns what comes now, for people."""
-        before, self._before = self._before, None
+        self._lives.append(Life(cause))
         try:
-            if not self._bounded and not (isinstance(cause, WorkerFailure) and cause.refused):
+            if not self._bounded and not cause.refused:
                 self._versions.append(self._watcher.newest() if self._watcher else None)
-                if isinstance(cause, WorkerFailure) and self._nothing_begun():
-                    self._before = cause
-            remaining = self._remaining_restarts if self._bounded else None
-            self.verdict = judge(cause, self._versions, remaining, before if self._before else None)
-            if self._watcher and not self._bounded:
-                self._stop_if_recurring(cause, self._watcher)
+                resumed, completed = (self._watcher and self._watcher.progress(self._token)) or (None, 0)
+                self._lives[-1] = Life(
+                    cause, resumed, completed, first=isinstance(cause, WorkerFailure) and self._nothing_begun()
+                )
+            self.verdict = judge(
+                self._lives, self._versions, self._remaining_restarts if self._bounded else None,
+                self._watcher.held if self._watcher else list,
+            )  # fmt: skip
         except ProtectionError as error:
             self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
+        if same := self.verdict.recurring:
+            self._events.emit(
+                catalogue.FAILURE_RECURRED, resumed=[life.resumed for life in same],
+                completed=[life.completed for life in same], reason=self.verdict.reason,
+            )  # fmt: skip
         if not self.verdict.restart:
             self._remaining_restarts = 0
-        held = self._versions[-1] if self._versions else None
-        return self.verdict.what_comes(held, self._remaining_restarts - 1 if self._bounded else None)
-
-    def _stop_if_recurring(self, cause: WorkerFailure | LostPeers, watcher: Watcher) -> None:
-        """End a job that would be restarted only to fail again because of what it restores. Raises ProtectionError."""
-        progress = watcher.progress(self._token)
-        self._lives.append(Life(cause) if progress is None else Life(cause, *progress))
-        found = recurring(self._lives)
-        if found is not None and self.verdict.restart:
-            self.verdict = Verdict(False, "recurring", advice(found, watcher.held()))
-            self._events.emit(
-                catalogue.FAILURE_RECURRED, resumed=list(found.resumed), completed=list(found.completed),
-                reason=self.verdict.reason,
-            )  # fmt: skip
+        return self.verdict.what_comes(
+            self._versions[-1] if self._versions else None, self._remaining_restarts - 1 if self._bounded else None
+        )
 
     def _context(self) -> PContext:
         if self._pcontext is None:

@@ -1,18 +1,22 @@
 """Decide whether a failed job is restarted: bounded by progress, not by a count. Pure.
 
-Invariant: a job that makes progress is always restarted, unless the same failure follows every resume (`Recurrence`).
-One that does not is stopped after three restores of the same version, or when it fails twice in the same way before its
-first iteration; the reason names the rank and the error. A failure that a restart cannot cure stops it at once.
+Invariant: a job that makes progress is always restarted, unless the same failure follows every start. `judge` is the
+one rule; of what holds, the first decides, and the reason names the rank and the error:
 
-A job that fails in the same way shortly after every resume is not restarted either (`Recurrence`). Each such
-incarnation may commit newer versions, so that the job seems to make progress, but the versions hold what leads to the
-failure: a NaN, a bad learning rate, data that cannot be read. Only a failure that the restored state can explain is
-one. Lost nodes, errors that report a lost peer, a file system or a device, and failures far from the resume are not.
-The state leads to its failure always after the same number of iterations, which is known to within one, or always at
-the same one; others come by chance. A signal may come from outside, so it must strike the same rank after exactly the
-same number.
+    a failure that a restart cannot cure                              refused
+    `--max-restarts`, if given, is used up                            failed
+    the last LIVES starts ended in the same way, near their begin     recurring: the state, or the data, leads to it
+    two starts ended in the same way before the first iteration       stuck
+    RESTORES_OF_ONE_VERSION restores of one version, no newer one     stuck
 
-In: how workers ended, and the newest restorable version at each failure. Out: a `Verdict`.
+Starts that end in the same way may each commit newer versions, so that the job seems to make progress, but the versions
+hold what leads to the failure: a NaN, a bad learning rate, data that cannot be read. Only a failure that what a start
+began from can explain is one: lost nodes, errors that report a lost peer, a file system or a device, and failures far
+from the begin are not. The state leads to its failure always after the same number of iterations, which is known to
+within one, or always at the same one; others come by chance. A signal may come from outside, so it must strike the same
+rank after exactly the same number.
+
+In: how each incarnation began and ended, and the newest restorable version at each failure. Out: a `Verdict`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import errno
 import os
 import re
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,22 +113,19 @@ class WorkerFailure:
         """The first line of the error, without numbers: ranks, ports, process ids, iterations."""
         return re.sub(r"\d+", "#", self.message.partition("\n")[0])
 
-    def repeats(self, other: WorkerFailure) -> bool:
-        """Whether this is the same failure as `other`: the same exit status and error. A signal is never the same,
-        because it may come from outside."""
-        return self.exitcode > 0 and (self.exitcode, self.error) == (other.exitcode, other.error)
-
 
 @dataclass(frozen=True)
 class LostPeers:
-    """Nodes that stopped responding to the SMPs, stopped ranks, or a hang."""
+    """Nodes that stopped responding to the SMPs, stopped ranks, or a hang. `refused`: `lost` says why no restart
+    helps."""
 
     lost: tuple[str, ...]
+    refused: bool = False
 
     def line(self) -> str:
         """One line for people."""
         names = ", ".join(self.lost)
-        return names if names.startswith(HANG) else f"{names} stopped responding"
+        return names if self.refused or names.startswith(HANG) else f"{names} stopped responding"
 
 
 def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
@@ -153,12 +154,60 @@ def restores_so_far(versions: Sequence[int | None]) -> int:
 
 
 @dataclass(frozen=True)
+class Life:
+    """How one incarnation began and ended. `resumed`: the iteration that it restored, 0 if it began from the beginning,
+    None if it ended before it had begun; `completed`: the last one that all ranks of this node have completed. `first`:
+    it is certain that no node of the job had completed an iteration, or had a version."""
+
+    end: WorkerFailure | LostPeers
+    resumed: int | None = None
+    completed: int = 0
+    first: bool = False
+
+    @property
+    def early(self) -> tuple[object, ...] | None:
+        """What is equal in two lives that ended in the same way before the job's first iteration; None if nothing shows
+        that they did. A signal never does, because it may come from outside."""
+        if isinstance(self.end, LostPeers):
+            return (HANG,) if self.resumed is None and self.end.line().startswith(HANG) else None
+        return (self.end.exitcode, self.end.error) if self.first and self.end.exitcode > 0 else None
+
+    @property
+    def after(self) -> int:
+        """How many iterations it has completed."""
+        return self.completed - (self.resumed or 0)
+
+    @property
+    def signature(self) -> tuple[object, ...] | None:
+        """What is equal in two lives that ended in the same way because of what they began from; None if nothing says
+        that they did."""
+        if self.resumed is None or not 0 <= self.after <= NEAR or isinstance(self.end, LostPeers):
+            return None
+        if self.end.exitcode < 0:
+            return self.resumed > 0, self.end.exitcode, self.end.rank, self.after
+        if _LOST_PEER.search(self.end.error) or _OUTSIDE.search(self.end.message):
+            return None
+        return self.resumed > 0, self.end.exitcode, self.end.error
+
+
+@dataclass(frozen=True)
+class HeldVersion:
+    """A version that is left, in memory here or in storage."""
+
+    iteration: int
+    tier: str
+    certified: bool = False
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """The decision after a failure. `reason`: one line for people, '' for a restart."""
+    """The decision after a failure. `reason`: one line for people, '' for a restart. `recurring`: the lives that ended
+    in the same way, for that status."""
 
     restart: bool
     status: Status
     reason: str
+    recurring: Sequence[Life] = ()
 
     def what_comes(self, held: int | None, left: int | None) -> str:
         """For people, after the cause. `held`: the newest iteration in this node's memory. `left`: restarts of
@@ -173,109 +222,54 @@ class Verdict:
 
 
 def judge(
-    cause: WorkerFailure | LostPeers,
+    lives: Sequence[Life],
     versions: Sequence[int | None],
     remaining: int | None,
-    before: WorkerFailure | None = None,
+    held: Callable[[], Collection[HeldVersion]] = tuple,
 ) -> Verdict:
-    """Decide after a failure with this `cause`.
+    """Decide after the end of the last one of `lives`.
 
     `versions`: as for `restores_so_far`, including this failure. `remaining`: restarts left of `--max-restarts`, None
-    if progress decides. `before`: the cause of the previous failure, if the job had neither a version nor an iteration
-    at both.
+    if progress decides. `held`: what is left to go back to, asked for only where the advice needs it.
     """
-    if isinstance(cause, WorkerFailure) and cause.refused:
-        return Verdict(False, "refused", cause.message.strip() or cause.line())
+    cause = lives[-1].end
+    if cause.refused:
+        return Verdict(False, "refused", isinstance(cause, WorkerFailure) and cause.message.strip() or cause.line())
     if remaining is not None:
         return Verdict(True, "failed", "") if remaining > 0 else Verdict(False, "failed", cause.line())
-    if before is not None and isinstance(cause, WorkerFailure) and cause.repeats(before):
-        reason = (
-            f"stopped: the job failed twice in the same way before the first iteration: {cause.line()}; "
-            "remove the cause and give the same command again, or set --max-restarts"
-        )
-        return Verdict(False, "stuck", reason)
-    if restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
+    if found := recurring(lives):
+        return Verdict(False, "recurring", advice(found, held()), found)
+    if len(lives) > 1 and lives[-1].early and lives[-1].early == lives[-2].early:
+        who = "the start hung" if lives[-1].early == (HANG,) else "the job failed"
+        why = f"{who} twice in the same way before the first iteration"
+    elif restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
         return Verdict(True, "failed", "")
-    restored = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
-    reason = (
-        f"stopped: {restored} {RESTORES_OF_ONE_VERSION} times without a newer version: {cause.line()}; "
-        "remove the cause and give the same command again, or set --max-restarts"
-    )
-    return Verdict(False, "stuck", reason)
+    else:
+        what = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
+        why = f"{what} {RESTORES_OF_ONE_VERSION} times without a newer version"
+    how = "remove the cause and give the same command again, or set --max-restarts"
+    return Verdict(False, "stuck", f"stopped: {why}: {cause.line()}; {how}")
 
 
-# ---- the same failure after every resume ----
-
-
-@dataclass(frozen=True)
-class Life:
-    """How one incarnation began and ended. `resumed`: the iteration that it restored, `completed`: the last one that
-    all ranks of this node have completed; None if it began from the beginning, or ended before it had begun."""
-
-    end: WorkerFailure | LostPeers
-    resumed: int | None = None
-    completed: int = 0
-
-    @property
-    def after(self) -> int:
-        """How many iterations it has completed."""
-        return self.completed - (self.resumed or 0)
-
-    @property
-    def signature(self) -> tuple[object, ...] | None:
-        """What is equal in two lives that ended in the same way because of what they restored; None if nothing says
-        that they did."""
-        if self.resumed is None or not 0 <= self.after <= NEAR or isinstance(self.end, LostPeers):
-            return None
-        if self.end.exitcode < 0:
-            return self.end.exitcode, self.end.rank, self.after
-        if _LOST_PEER.search(self.end.error) or _OUTSIDE.search(self.end.message):
-            return None
-        return self.end.exitcode, self.end.error
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """The same failure after each of the `resumed` iterations, ascending in time."""
-
-    resumed: tuple[int, ...]
-    completed: tuple[int, ...]
-    cause: str
-
-
-@dataclass(frozen=True)
-class HeldVersion:
-    """A version that is left, in memory here or in storage."""
-
-    iteration: int
-    tier: str
-    certified: bool = False
-
-
-def recurring(history: Sequence[Life]) -> Recurrence | None:
-    """Whether the last `LIVES` incarnations ended in the same way near their resume; None if not."""
+def recurring(history: Sequence[Life]) -> Sequence[Life]:
+    """The last `LIVES` incarnations, if they ended in the same way near where they began; else none."""
     last = history[-LIVES:]
     signatures = {life.signature for life in last}
     if len(last) < LIVES or len(signatures) > 1 or None in signatures:
-        return None
+        return ()
     after, at = [life.after for life in last], {life.completed for life in last}
-    if max(after) - min(after) > 1 and len(at) > 1:
-        return None
-    return Recurrence(
-        tuple(life.resumed for life in last if life.resumed is not None),
-        tuple(life.completed for life in last),
-        last[-1].end.line(),
-    )
+    return last if max(after) - min(after) <= 1 or len(at) == 1 else ()
 
 
-def advice(found: Recurrence, held: Collection[HeldVersion]) -> str:
+def advice(same: Sequence[Life], held: Collection[HeldVersion]) -> str:
     """One line for people: what happened, and which version to go back to, one older than all that led to it."""
-    first = min(found.resumed)
+    first = min(life.resumed or 0 for life in same)
     older = [version for version in held if version.iteration < first]
     best = max(older, key=lambda version: (version.certified, version.iteration), default=None)
-    pairs = zip(found.resumed, found.completed, strict=True)
-    lives = ", ".join(f"resumed at {resumed}, failed after {completed}" for resumed, completed in pairs)
-    if best is None:
+    lives = ", ".join(f"resumed at {life.resumed}, failed after {life.completed}" for life in same)
+    if not first:
+        how = "remove the cause and give the same command again"
+    elif best is None:
         left = "; ".join(f"{version.iteration} in {version.tier}" for version in held) or "none"
         how = (
             f"no version older than iteration {first} is known here (left: {left}): load an older checkpoint of the "
@@ -287,6 +281,6 @@ def advice(found: Recurrence, held: Collection[HeldVersion]) -> str:
         how = f"give the same command with --ftp-resume before:{bound}, which restores {word} {best.iteration} from "
         how += best.tier
     return (
-        f"stopped: {found.cause}; the same failure has ended {len(found.resumed)} incarnations in a row, each at most "
-        f"{NEAR} iterations after its resume ({lives}), so the restored state leads to it and no restart helps; {how}"
+        f"stopped: {same[-1].end.line()}; the same failure has ended {len(same)} incarnations in a row, each at most "
+        f"{NEAR} iterations after its begin ({lives}), so what it begins from leads to it and no restart helps; {how}"
     )

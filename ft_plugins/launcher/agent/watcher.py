@@ -126,7 +126,7 @@ class Watcher:
         tier = self._request("status", lambda client: client.status())["node_tier"]
         return bool(tier["losses"] and tier["committed"])
 
-    def progress(self, token: int) -> tuple[int | None, int] | None:
+    def progress(self, token: int) -> tuple[int, int] | None:
         """See `smp.serve.status.progress_of`. Raises ProtectionError."""
         return self._request("status", lambda client: progress_of(client.status(), token))
 

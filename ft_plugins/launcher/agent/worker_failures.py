@@ -45,6 +45,13 @@ def failed_workers(context: PContext) -> dict[int, int]:
     return failed
 
 
+def dumping(context: PContext) -> int | None:
+    """The local rank of a worker that has crashed and whose core the kernel writes now: it ends when that is written.
+    Raises OSError if one was reaped."""
+    status = {local: Path(f"/proc/{pid}/status").read_bytes() for local, pid in context.pids().items()}
+    return next((local for local, text in status.items() if b"\nCoreDumping:\t1" in text), None)
+
+
 def read_report(path: str) -> dict[str, Any]:
     """The content of a worker's error file; {} if it is missing or incomplete."""
     try:

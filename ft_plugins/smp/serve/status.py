@@ -89,14 +89,14 @@ def any_failed(segments: Iterable[Segment]) -> bool:
     return any(liveness.started(pid) != began for pid, began in owners)
 
 
-def progress_of(status: Mapping[str, Any], token: int) -> tuple[int | None, int] | None:
-    """From which iteration the incarnation `token` was resumed (None: from the beginning), and the last one that all of
+def progress_of(status: Mapping[str, Any], token: int) -> tuple[int, int] | None:
+    """From which iteration the incarnation `token` was resumed (0: from the beginning), and the last one that all of
     its ranks here have completed. None before all of them have opened its lineage. By an SMP's `status`."""
     attached = [segment for segment in status["segments"] if segment["attached"]]
     base = status["history"]["base"]
     if not attached or base is None or any(segment["lineage_token"] != token for segment in attached):
         return None
-    return base or None, max(base, min(segment["completed"] for segment in attached))
+    return base, max(base, min(segment["completed"] for segment in attached))
 
 
 def leaves_at(status: Mapping[str, Any]) -> tuple[int | None, int]:

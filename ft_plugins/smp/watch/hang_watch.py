@@ -21,7 +21,6 @@ lost ranks, and WAITING_FILE, for the agent.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -38,11 +37,10 @@ from .hang import HANG, HangVerdict, Signs, SlowRank, Stall, culprits, judge, sl
 
 LOOK_SECONDS = 5.0  # between two looks
 _SIGN_SECONDS = 1.0  # for all ranks to write their stacks
-_TICKS = os.sysconf("SC_CLK_TCK")
 PAUSED_SECONDS = 5.0  # between two looks: this process did not run
 TOGETHER_SECONDS = 2.0  # on several nodes, from the announcement on: the first to restart ends the ranks of all
-_STACK_SECONDS = 2.0  # for that of a rank that goes on; less than PAUSED_SECONDS
 WAITING_FILE = "waiting.json"  # in the run directory
+_STACK_SECONDS = 2.0  # for that of a rank that goes on; less than PAUSED_SECONDS
 _COMPARE_SECONDS = 2.0  # between two comparisons of ranks
 
 
@@ -75,8 +73,7 @@ class SignsOfWork:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        table = _processes()
-        seen = {rank.rank: _of_tree(table, processes[rank.rank][0]) for rank in ranks}
+        seen = liveness.use_of_trees({rank.rank: processes[rank.rank][0] for rank in ranks})
         busy = {
             number: (used - self._seen[number].used) / (now - self._seen[number].at) if number in self._seen else 1.0
             for number, (used, _) in seen.items()
@@ -91,31 +88,6 @@ class SignsOfWork:
             self._seen[number] = _Seen(now, used, stack or (before.stack if before else ""))
             if works(rank, Signs(busy[number] if before else 0.0, blocked, moved)):
                 self.worked[number] = now
-
-
-def _processes() -> dict[int, tuple[int, float, bool]]:
-    """By process id: the parent, seconds of processors used, whether it waits for a device or a file system."""
-    found = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with suppress(OSError, ValueError, IndexError):
-                fields = Path(entry.path, "stat").read_bytes().rsplit(b")", 1)[1].split()
-                used = (int(fields[11]) + int(fields[12])) / _TICKS
-                found[int(entry.name)] = int(fields[1]), used, fields[0] == b"D"
-    return found
-
-
-def _of_tree(table: dict[int, tuple[int, float, bool]], root: int) -> tuple[float, bool]:
-    """Seconds of processors used by `root` and its descendants, and whether one of them is blocked."""
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _, _) in table.items():
-        children.setdefault(parent, []).append(pid)
-    used, blocked, left = 0.0, False, [root] if root in table else []
-    while left:
-        pid = left.pop()
-        used, blocked = used + table[pid][1], blocked or table[pid][2]
-        left += children.get(pid, [])
-    return used, blocked
 
 
 class Tree(Protocol):

@@ -112,7 +112,10 @@ def _running(facts: JobFacts) -> JobState:
         return JobState(State.STARTING, "a training process has died: the ranks start again")
     if facts.trains:
         return JobState(State.TRAINING, "all ranks of this node train")
-    return JobState(State.STARTING, "the ranks start" + (f", restart {facts.restarts}" if facts.restarts else ""))
+    return JobState(
+        State.STARTING, "the ranks start" + (f", restart {facts.restarts}" if facts.restarts else ""),
+        "do what the last alarm says" if facts.alarm else NOTHING,
+    )  # fmt: skip
 
 
 def _gone(facts: JobFacts) -> JobState:

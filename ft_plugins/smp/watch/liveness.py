@@ -12,7 +12,7 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,6 +54,25 @@ def is_stopped(pid: int, began: int) -> bool:
     except OSError:
         return False
     return start == began and state in b"Tt"
+
+
+def use_of_trees(roots: Mapping[int, int]) -> dict[int, tuple[float, bool]]:
+    """For each process of `roots`, by rank: seconds of processors that it and its descendants have used, and whether
+    one of them waits for a device or a file system."""
+    table, ticks = {}, os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(entry, "stat").read_bytes().rsplit(b")", 1)[1].split()
+            table[int(entry.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / ticks, fields[0] == b"D"
+    found = {}
+    for rank, root in roots.items():
+        members, known = {root}, 0
+        while known < len(members):
+            known = len(members)
+            members |= {pid for pid, (parent, _, _) in table.items() if parent in members}
+        tree = [table[pid] for pid in members if pid in table]
+        found[rank] = sum((used for _, used, _ in tree), 0.0), any(blocked for _, _, blocked in tree)
+    return found
 
 
 def _stat(pid: int) -> tuple[bytes, int]:

@@ -67,6 +67,7 @@ class SegmentFile:
             if stat.st_size < PAGE:
                 raise SegmentError(f"segment {path} has {stat.st_size} bytes: not a segment")
             self._map = mmap.mmap(fd, stat.st_size, flags=mmap.MAP_SHARED)
+            self._map.madvise(mmap.MADV_DONTDUMP)  # a core with it would take the longer, and hold the job's state
         finally:
             os.close(fd)
         self._file = stat.st_dev, stat.st_ino

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import select
 import signal
 import time
@@ -19,10 +20,12 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.launcher.api import LaunchConfig
+from torch.utils.file_baton import FileBaton
 
 from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
 from ft_plugins.errors import BudgetError, BusyError
+from ft_plugins.launcher.agent import start_watch
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import Outcome, launch
 from ft_plugins.smp.serve.client import Client
@@ -37,6 +40,7 @@ from ft_plugins.snapshot.segment.slots import Version, choose
 from harness.job_control import wait_until_gone
 
 WAIT = 90.0
+CORE_BYTES = 256 << 20
 SHAPE = Shape(nbytes=4096, small_nbytes=64, buckets=1, layout=1)
 fork = get_context("fork")
 numbers = itertools.count()
@@ -48,6 +52,7 @@ class Told:
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         self._heard = b""
+        self.cores = ""  # a folder for cores
 
     def say(self, who: str, *what: Any) -> None:
         os.write(self._writer, json.dumps([who, *what]).encode() + b"\n")
@@ -241,6 +246,39 @@ def fail_at_version_7(told: Told) -> None:
     raise RuntimeError("the loss is infinite")
 
 
+def crash_with_a_core(told: Told) -> int:
+    context = launch_context(os.environ)
+    if context.restart:
+        return context.restart
+    if context.rank == 0:
+        forever()
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    os.chdir(told.cores)
+    touched = b"core" * (CORE_BYTES // 4)  # what the kernel has to write
+    os.abort()
+    return len(touched)
+
+
+def end_without_attaching(told: Told) -> int:
+    return launch_context(os.environ).restart
+
+
+def wait_for_ever(told: Told) -> None:
+    forever()
+
+
+def killed_in_a_build(told: Told) -> bool:
+    context, lock = launch_context(os.environ), Path(os.environ["TORCH_EXTENSIONS_DIR"], "py311_cpu", "ext", "lock")
+    if context.restart:
+        return lock.exists()
+    if context.rank == 0:
+        forever()
+    lock.parent.mkdir(parents=True)
+    assert FileBaton(str(lock)).try_acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
 def fail_with_progress(told: Told) -> int:
     context = launch_context(os.environ)
     if context.restart == 6:
@@ -320,6 +358,60 @@ def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_
     assert re.fullmatch(r"ft-run: rank 1 \(pid \d+, node n\) was ended by SIGKILL; all workers restart.*", line), line
     [restart] = node.events("workers.restarted")
     assert (restart["restart"], restart["token"]) == (1, 2)
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_CORE)[1] != resource.RLIM_INFINITY, reason="no process here may write a core"
+)
+def test_a_rank_whose_core_is_written_is_named_meanwhile_and_that_time_is_noted(
+    node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node.told.cores = str(tmp_path)
+    outcome = node.run(crash_with_a_core)
+    for core in tmp_path.glob("core*"):
+        core.unlink()
+    assert (outcome.status, outcome.return_values) == ("succeeded", {0: 1, 1: 1})
+    [restart] = node.events("workers.restarted")
+    assert restart["dumping"] is not None and restart["dumping"] < restart["seen"], restart
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if "rank 1 has crashed, and the kernel writes its core" in line]) == 1
+
+
+def test_the_lock_that_a_rank_held_which_was_killed_in_a_build_is_gone_when_ranks_start_again(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    outcome = node.run(killed_in_a_build)
+    assert (outcome.status, outcome.return_values) == ("succeeded", {0: False, 1: False})
+    assert [event["path"] for event in node.events("lock.removed")] == [str(tmp_path / "py311_cpu" / "ext" / "lock")]
+
+
+def test_a_start_in_which_all_ranks_wait_begins_again_once_and_if_it_hangs_again_the_job_ends(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("LOOK_SECONDS", 0.5), ("UNKNOWN_SECONDS", 3.0)):
+        monkeypatch.setattr(start_watch, name, seconds)
+    outcome = node.run(wait_for_ever)
+    assert (outcome.status, outcome.restarts) == ("stuck", 1)
+    assert "stopped: the start hung twice in the same way before the first iteration" in outcome.reason
+    for event in node.events("job.hung"):
+        assert (event["ranks"], event["iteration"], event["phase"]) == ([0, 1], 0, "starting")
+        assert all(f"rank {rank} stands in " in event["reason"] for rank in (0, 1)), event["reason"]
+        assert "in forever" in (Path(event["stacks"]) / "rank0.txt").read_text()
+    assert len(node.events("job.hung")) == 2
+
+
+@pytest.mark.parametrize(("required", "status"), [(False, "succeeded"), (True, "refused")])
+def test_ranks_that_end_without_having_attached_are_an_alarm_and_an_error_where_protection_is_required(
+    node: Node, required: bool, status: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--ftp-require-protection"] * required
+    node.job = replace(node.job, config=Config.from_flags([*node.job.config.flags(), *words])[0])
+    outcome = node.run(end_without_attaching)
+    assert (outcome.status, outcome.restarts) == (status, 0)
+    assert len(node.events("ranks.unattached")) == 1
+    assert "ft_plugins.attach(host)" in capfd.readouterr().err
+    assert ("--ftp-require-protection" in outcome.reason) is required
 
 
 def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node, torch_waits_for_an_hour: None) -> None:

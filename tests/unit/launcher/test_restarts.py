@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.launcher.agent.restarts import (
     RESTORES_OF_ONE_VERSION,
+    Life,
     LostPeers,
     Verdict,
     WorkerFailure,
@@ -25,9 +26,20 @@ def failure(rank: int, exitcode: int = 1, message: str = "RuntimeError: boom", t
     return WorkerFailure(rank=rank, local_rank=rank, pid=100 + rank, exitcode=exitcode, message=message, time=time)
 
 
+def judged(
+    cause: WorkerFailure | LostPeers,
+    versions: list[int | None],
+    remaining: int | None = None,
+    before: WorkerFailure | LostPeers | None = None,
+) -> Verdict:
+    """The verdict on `cause`; with `before`, the failure before it, neither came after an iteration of the job."""
+    earlier = [] if before is None else [Life(before, first=True)]
+    return judge([*earlier, Life(cause, first=before is not None)], versions, remaining)
+
+
 def decisions(versions: list[int | None]) -> list[bool]:
     """Whether the job is restarted, at each failure of a story."""
-    return [judge(failure(0), versions[: n + 1], None).restart for n in range(len(versions))]
+    return [judged(failure(0), versions[: n + 1]).restart for n in range(len(versions))]
 
 
 def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> None:
@@ -60,7 +72,7 @@ def test_a_first_version_is_progress_from_the_beginning() -> None:
 
 
 def test_of_all_versions_the_last_one_is_named() -> None:
-    assert "iteration 7 was restored 3 times" in judge(failure(0), [7, 7, 7, 5, 7], None).reason
+    assert "iteration 7 was restored 3 times" in judged(failure(0), [7, 7, 7, 5, 7], None).reason
 
 
 def test_a_job_that_gets_further_is_restarted_for_ever() -> None:
@@ -91,7 +103,7 @@ def test_after_memory_was_lost_once_each_new_version_on_the_way_up_is_progress()
 @given(st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=60))
 def test_no_version_is_restored_more_than_three_times_since_the_newest_was_seen(versions: list[int | None]) -> None:
     for n in range(len(versions)):
-        if not judge(failure(0), versions[: n + 1], None).restart:
+        if not judged(failure(0), versions[: n + 1], None).restart:
             assert restores_so_far(versions[: n + 1]) == RESTORES_OF_ONE_VERSION
             return
     newest = [version or 0 for version in versions]
@@ -99,12 +111,12 @@ def test_no_version_is_restored_more_than_three_times_since_the_newest_was_seen(
 
 
 def test_the_reason_for_stopping_names_rank_error_version_and_remedy() -> None:
-    assert "the beginning was tried again 3 times" in judge(failure(0), [5, None] * 4, None).reason, "memory was lost"
-    verdict = judge(failure(3, -signal.SIGSEGV, "Signal 11 (SIGSEGV) received by PID 5"), [7] * 4, None)
+    assert "the beginning was tried again 3 times" in judged(failure(0), [5, None] * 4, None).reason, "memory was lost"
+    verdict = judged(failure(3, -signal.SIGSEGV, "Signal 11 (SIGSEGV) received by PID 5"), [7] * 4, None)
     assert (verdict.restart, verdict.status) == (False, "stuck")
     for part in ("rank 3", "SIGSEGV", "iteration 7", "3 times", "--max-restarts"):
         assert part in verdict.reason
-    assert "beginning" in judge(failure(0), [None] * 4, None).reason
+    assert "beginning" in judged(failure(0), [None] * 4, None).reason
 
 
 MISSING = failure(0, 1, "FileNotFoundError: data.bin")
@@ -120,17 +132,28 @@ MISSING = failure(0, 1, "FileNotFoundError: data.bin")
     ids=["the same rank", "another rank", "another traceback"],
 )
 def test_the_same_error_twice_before_the_first_iteration_ends_the_job_and_is_named(second: WorkerFailure) -> None:
-    assert judge(MISSING, [None], None).restart
-    verdict = judge(second, [None, None], None, before=MISSING)
+    assert judged(MISSING, [None], None).restart
+    verdict = judged(second, [None, None], None, before=MISSING)
     assert (verdict.restart, verdict.status) == (False, "stuck")
     for part in ("twice in the same way before the first iteration", "FileNotFoundError: data.bin", "same command"):
         assert part in verdict.reason
 
 
+def test_a_start_that_hangs_twice_before_it_has_begun_ends_the_job() -> None:
+    hang = LostPeers((f"{HANG}the start on node a",))
+    assert judged(hang, [7]).restart, "once"
+    verdict = judged(hang, [7, 7], before=hang)
+    assert (verdict.restart, verdict.status) == (False, "stuck")
+    assert "the start hung twice" in verdict.reason and "hang of the start on node a" in verdict.reason
+    assert judge([Life(hang), Life(hang, 7, 7)], [7, 7], None).restart, "that is a hang in an iteration"
+    lost = LostPeers(("node b",))
+    assert judged(hang, [7, 7], before=lost).restart and judged(lost, [7, 7], before=hang).restart
+
+
 def test_ranks_ports_and_process_ids_in_an_error_make_no_other_error_of_it() -> None:
     first = failure(0, 1, "ValueError: rank 0: port 29500, pid 77")
     second = failure(5, 1, "ValueError: rank 5: port 41, pid 8")
-    assert not judge(second, [None, None], None, before=first).restart
+    assert not judged(second, [None, None], None, before=first).restart
 
 
 @pytest.mark.parametrize(
@@ -146,14 +169,14 @@ def test_ranks_ports_and_process_ids_in_an_error_make_no_other_error_of_it() -> 
 def test_another_error_before_the_first_iteration_is_tried_as_often_as_any_version(
     first: WorkerFailure | None, second: WorkerFailure | LostPeers
 ) -> None:
-    assert judge(second, [None, None], None, before=first).restart
-    assert not judge(second, [None] * 4, None, before=first).restart
+    assert judged(second, [None, None], None, before=first).restart
+    assert not judged(second, [None] * 4, None, before=first).restart
 
 
 def test_an_explicit_count_is_torchs() -> None:
-    assert judge(failure(0), [], 2).restart
-    assert judge(failure(0), [], 2, before=failure(0)).restart
-    verdict = judge(failure(1), [], 0)
+    assert judged(failure(0), [], 2).restart
+    assert judged(failure(0), [], 2, before=failure(0)).restart
+    verdict = judged(failure(1), [], 0)
     assert (verdict.restart, verdict.status) == (False, "failed")
     assert verdict.reason == "rank 1 exited with status 1: RuntimeError: boom"
 
@@ -161,7 +184,7 @@ def test_an_explicit_count_is_torchs() -> None:
 def test_what_no_restart_can_cure_is_never_restarted() -> None:
     refusal = failure(2, EXIT_REFUSED, "ft_plugins: rank 2: no such key")
     for remaining in (None, 0, 5):
-        verdict = judge(refusal, [1], remaining)
+        verdict = judged(refusal, [1], remaining)
         assert (verdict.restart, verdict.status, verdict.reason) == (
             False,
             "refused",

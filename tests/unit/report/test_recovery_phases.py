@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from ft_plugins.events import Event
-from ft_plugins.report.recovery_phases import PHASES, recovery_phases
+from ft_plugins.report.recovery_phases import PHASES, phase_lines, recovery_phases
 
 BOOTED = 1_000_000.0  # when the monotonic clock was 0: seconds since the epoch
 STEPS = {"began": 13.5, "joining": 15.5, "grouped": 0.25, "built": 16.5, "restored": 17.0, "completed": 18.0}
 
 
-def restarted(seen: float, ended: float, clock: float, *, node: str = "n0", token: int = 2, restart: int = 1) -> Event:
-    fields = {"restart": restart, "token": token, "clock": clock, "seen": seen, "ended": ended}
+def restarted(
+    seen: float, ended: float, clock: float, *, node: str = "n0", token: int = 2, restart: int = 1, **more: Any
+) -> Event:
+    fields = {"restart": restart, "token": token, "clock": clock, "seen": seen, "ended": ended, **more}
     return Event("workers.restarted", BOOTED + clock + 0.3, node, fields=fields)
 
 
@@ -30,8 +32,8 @@ def killed(at: float, node: str = "n0") -> Event:
 def test_the_phases_are_disjoint_and_their_sum_is_the_time_from_kill_to_iteration() -> None:
     [one] = recovery_phases([killed(11.0), restarted(11.25, 11.5, 13.0), resumed()])
     assert one.phases == pytest.approx({
-        "attempts": None, "detect": 0.25, "end": 0.25, "agree": 1.5, "start": 0.5, "imports": 2.0, "groups": 0.25,
-        "build": 0.75, "load": 0.5, "iteration": 1.0,
+        "attempts": None, "detect": 0.25, "dump": None, "end": 0.25, "agree": 1.5, "start": 0.5, "imports": 2.0,
+        "groups": 0.25, "build": 0.75, "load": 0.5, "iteration": 1.0,
     })  # fmt: skip
     assert one.total == pytest.approx(18.0 - 11.0)
     assert (one.restart, one.iteration, one.lineage, one.ranks) == (1, 8, 2, 4)
@@ -51,6 +53,17 @@ def test_a_step_that_was_not_noted_adds_its_time_to_the_next_phase(
     assert [phases[name] for name in unknown] == [None, None]
     assert (phases[longer] or 0.0) > (complete[longer] or 0.0)
     assert one.total == pytest.approx(whole.total) == pytest.approx(18.0 - 11.25)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_while_a_core_is_written_the_job_waits_for_it_whether_the_time_of_the_failure_is_known_or_not(
+    known: bool,
+) -> None:
+    events = [restarted(11.25, 11.5, 13.0, dumping=7.5), resumed()]
+    [one] = recovery_phases([killed(7.25), *events] if known else events)
+    assert (one.phases["detect"], one.phases["dump"]) == (0.25 if known else None, 3.75)
+    assert one.total == pytest.approx(18.0 - (7.25 if known else 7.5))
+    assert any(line.split() == ["write", "a", "core", "3.75"] for line in phase_lines([one]))
 
 
 def test_a_process_that_stood_by_began_before_and_its_start_took_no_time() -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-from ft_plugins.smp.watch import liveness
 
 
 @pytest.fixture
@@ -22,28 +19,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.communicate()
-
-
-@pytest.fixture
-def run_python() -> Iterator[Callable[[str], tuple[int, int]]]:
-    """Run scripts, each in a session of its own, until they print a line; returns pid and start time."""
-    started: list[subprocess.Popen[bytes]] = []
-    python = os.path.realpath("/proc/self/exe")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    def run(script: str) -> tuple[int, int]:
-        process = subprocess.Popen(
-            [python, "-c", script], stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()
-        return process.pid, liveness.started(process.pid)
-
-    yield run
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 class Trainer:

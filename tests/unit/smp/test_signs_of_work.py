@@ -9,7 +9,7 @@ import pytest
 
 from ft_plugins.model.progress import WorkPhase
 from ft_plugins.smp.watch import hang_watch, liveness
-from ft_plugins.smp.watch.hang_watch import SignsOfWork, _of_tree, _processes
+from ft_plugins.smp.watch.hang_watch import SignsOfWork
 from ft_plugins.snapshot.segment.progress_words import RankProgress
 from harness.job_control import wait_until
 
@@ -66,7 +66,7 @@ def test_a_rank_that_sleeps_and_one_that_polls_in_a_collective_are_not(
     process, looked = start(what), 0
 
     def used() -> float:
-        return _of_tree(_processes(), process[0])[0]
+        return liveness.use_of_trees({0: process[0]})[0][0]
 
     if what is SPINS:  # it is past the line that printed
         began = used()

@@ -111,7 +111,7 @@ def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
     ("base", "segments", "expected"),
     [
         (6, [(7, 8), (7, 9)], (6, 8)),  # the least advanced rank
-        (0, [(7, 3)], (None, 3)),  # from the beginning
+        (0, [(7, 3)], (0, 3)),  # from the beginning
         (13, [(7, 0)], (13, 13)),  # the framework's own checkpoint, before the first iteration is completed
         (6, [(7, 8), (6, 8)], None),  # a rank has not opened the lineage of this incarnation
         (None, [(7, 8)], None),
@@ -119,7 +119,7 @@ def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
     ],
 )
 def test_how_far_an_incarnation_came_from_where(
-    base: int | None, segments: list[tuple[int, int]], expected: tuple[int | None, int] | None
+    base: int | None, segments: list[tuple[int, int]], expected: tuple[int, int] | None
 ) -> None:
     known = [{"attached": True, "lineage_token": token, "completed": done} for token, done in segments]
     left = {"attached": False, "lineage_token": 2, "completed": 99}  # of an earlier, larger incarnation

@@ -69,6 +69,12 @@ def test_a_new_segment_is_private_resident_and_empty(segment_path: Path) -> None
     assert not segment_path.with_name(segment_path.name + ".new").exists()
 
 
+def test_a_core_of_its_process_leaves_a_mapped_segment_out(segment: Segment) -> None:
+    entry = Path("/proc/self/smaps").read_text().split(str(segment.path), 1)[1]
+    flags = next(line.split() for line in entry.splitlines() if line.startswith("VmFlags:"))
+    assert "dd" in flags, "MADV_DONTDUMP"
+
+
 def test_the_file_is_private_even_where_someone_left_a_half_made_one_open_to_all(segment_path: Path) -> None:
     building = segment_path.with_name(segment_path.name + ".new")
     building.write_bytes(b"theirs")
