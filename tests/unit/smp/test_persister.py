@@ -733,6 +733,23 @@ def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float
     return found
 
 
+def test_whatever_the_umask_files_and_folders_of_a_node_and_of_checkpoints_are_their_owners_alone(
+    node: SmpNode, storage: Storage, base: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        for rank in smp(node, replace(storage, folder=str(Path(storage.folder) / "deep"))):
+            rank.capture(10)
+    finally:
+        os.umask(before)
+    folder = Path(storage.folder) / "deep" / node.job
+    until(lambda: complete(folder) == ["v1-10"])
+    made = [Path(storage.folder), *Path(storage.folder).rglob("*"), *node.run_dir.rglob("*")]
+    assert {folder / "v1-10" / "manifest.json", node.run_dir / "smp.log"} <= set(made)
+    wrong = {str(path): f"{path.lstat().st_mode:o}" for path in made if path.lstat().st_mode & 0o077}
+    assert not wrong
+
+
 POINTS = ["persist.rank.before@rank=1", "persist.write@rank=1", "persist.file@rank=0", "persist.file@rank=1"]
 POINTS += ["persist.rename@rank=1", "persist.manifest.before", "persist.manifest.after"]
 
