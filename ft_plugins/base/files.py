@@ -73,8 +73,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An opener for `open`: a file that is created is its owner's alone, whatever the umask."""
-    return os.open(path, flags, 0o600)
+    """An opener for `open`: a file that is created is its owner's alone, whatever the umask. No link is followed, and
+    no pipe waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def make_private(folder: Path) -> None:

@@ -25,7 +25,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -150,8 +150,12 @@ class _Preloader:
             raise _Refused("torch is not in a folder of installed packages")
         sys.argv = [self._script, *self._arguments]
         for statement in what_to_import.in_order(named, record.names, found, self._installed):
-            known = not statement.names and statement.module in sys.modules
-            if not known and (reason := self._import(statement, variables)):
+            if not statement.names and statement.module in sys.modules:
+                continue
+            ours = statement.module in what_to_import.BASE or sys.version_info < (3, 11)  # which does not read specs
+            with nullcontext() if ours else traces.put_off():
+                reason = self._import(statement, variables)
+            if reason:
                 found.setdefault(statement.unit, reason.encode(errors="backslashreplace").decode())  # paths
         if found != self._left:
             self._start_again(found)

@@ -77,9 +77,7 @@ def incomplete(rules: Rules, number: int, waiting: int, names: Sequence[str]) ->
 class WaitReport:
     """One wait of one node for a round."""
 
-    def __init__(
-        self, rules: Rules, patience: float, command: str, trouble: Callable[[], str] = lambda: ""
-    ) -> None:
+    def __init__(self, rules: Rules, patience: float, command: str, trouble: Callable[[], str] = lambda: "") -> None:
         """`patience`: seconds before the first report. `command` starts another node. `trouble`: why others may not
         find this one."""
         self._rules = rules
