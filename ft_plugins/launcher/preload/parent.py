@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as torch_processes
 
+from ...base import files
 from ...config import worker_environment
 from ...events import Events, catalogue, say
 from ...model import imported
@@ -109,7 +110,10 @@ class PreloadedParent:
             config = worker_environment(self._job.config, self._job.run_dir, 0, 0)["FTP_CONFIG"]
             order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config, left, starts)
             environment |= {preloader.NVML: "1", preloader.VARIABLE: json.dumps(vars(order))}
-            outputs = [self._output(name) for name in ("preload-out.log", "preload-err.log")]
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            outputs = [
+                files.private(str(self._job.run_dir / name), flags) for name in ("preload-out.log", "preload-err.log")
+            ]
             try:
                 self._process = subprocess.Popen(
                     self._command, env=environment, stdout=outputs[0], stderr=outputs[1],
@@ -120,10 +124,6 @@ class PreloadedParent:
                 theirs.close()
                 for output in outputs:
                     os.close(output)
-
-    def _output(self, name: str) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self._job.run_dir / name, flags, 0o600)
 
     def wait(self) -> None:
         """Wait until ranks can be forked, or never can."""

@@ -198,8 +198,9 @@ def put_off() -> Iterator[None]:
     """An import ahead. What it changes of the environment, the filters of warnings and the functions that are called at
     exit is undone, and happens when the rank imports one of its modules. What it uses of an earlier one that waits
     happens too, and then waits with it."""
-    modules = list(sys.modules.items())
-    known = {name for name, each in modules if not isinstance(getattr(each, "__spec__", None), WaitingSpec)}
+    known = {
+        name for name, each in list(sys.modules.items()) if not isinstance(getattr(each, "__spec__", None), WaitingSpec)
+    }
     environment, filters = dict(os.environ), list(warnings.filters)
     calls: list[Callable[[], object]] = []
     at_exit: Any = atexit.register
@@ -215,8 +216,11 @@ def put_off() -> Iterator[None]:
         yield
     finally:
         atexit.register = at_exit
-    specs = {name: getattr(each, "__spec__", None) for name, each in sys.modules.items() if name not in known}
-    new = {name: spec for name, spec in specs.items() if type(spec) is ModuleSpec}
+    new = {
+        name: spec
+        for name, each in list(sys.modules.items())
+        if name not in known and type(spec := getattr(each, "__spec__", None)) is ModuleSpec
+    }
     changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     added = [each for each in warnings.filters if each not in filters]
     if not new or not (changed or added or calls):
