@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the default tier of the tests, or with --all every test (tests/README.md), after setting the project up if
-# needed. Other arguments go to pytest; `-n 0` runs in one process. Fails if anything is left behind in /dev/shm.
+# needed. Other arguments go to pytest; `-n 0` runs in one process. Fails if they leave anything behind in /dev/shm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
@@ -9,13 +9,4 @@ workers=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # one more than cores: unit tes
 # One thread per rank: a test runs many ranks on few cores. Nothing here compiles.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONUNBUFFERED=1
 
-segments() { find /dev/shm -maxdepth 1 -name 'ftp-*' | sort; }
-before=$(segments)
-code=0
-.venv/bin/python -m pytest -n "$workers" --maxprocesses 8 "$@" </dev/null || code=$?
-left=$(comm -13 <(printf '%s\n' "$before") <(segments))
-if [ -n "$left" ]; then
-    printf 'FAILED: the tests left segments behind in /dev/shm:\n%s\n' "$left"
-    code=1
-fi
-exit "$code"
+exec bash tests/apart.sh .venv/bin/python -m pytest -n "$workers" --maxprocesses 8 "$@" </dev/null
