@@ -10,13 +10,4 @@ workers=$(($(env -u OMP_NUM_THREADS nproc) + 1)) # one more than cores: unit tes
 # One thread per rank: a test runs many ranks on few cores. Nothing here compiles.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 PYTHONUNBUFFERED=1
 
-segments() { find /dev/shm -maxdepth 1 -name 'ftp-*' | sort; }
-before=$(segments)
-code=0
-.venv/bin/python -m pytest -n "$workers" --maxprocesses 8 "$@" </dev/null || code=$?
-left=$(comm -13 <(printf '%s\n' "$before") <(segments))
-if [ -n "$left" ]; then
-    printf 'FAILED: the tests left segments behind in /dev/shm:\n%s\n' "$left"
-    code=1
-fi
-exit "$code"
+exec bash tests/apart.sh .venv/bin/python -m pytest -n "$workers" --maxprocesses 8 "$@" </dev/null

@@ -1,4 +1,4 @@
-"""Write files atomically: under a temporary name, for their owner alone (0600), then renamed.
+"""Write files atomically: under a temporary name, for their owner alone (0600), then renamed. Folders are 0700.
 
 A reader of `path` sees the old file or the complete new one. A durable write guarantees that after a crash too: content
 is synced before the rename, and the folder's entry after it. A left-over `<path>.new` is replaced.
@@ -70,6 +70,19 @@ def write(path: Path, content: bytes | str, *, durable: bool = False, shared: bo
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` as JSON; not durable."""
     write(path, json.dumps(value))
+
+
+def private(path: str, flags: int) -> int:
+    """An opener for `open`: a file that is created is its owner's alone, whatever the umask. No link is followed, and
+    no pipe waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder if it does not exist, and those above it, for their owner alone. Raises OSError."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

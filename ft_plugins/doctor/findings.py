@@ -126,6 +126,15 @@ def _names(job: DoctorJob, facts: HostFacts) -> Iterator[NodeFinding]:
             "name the device between the nodes by --ftp-interface and GLOO_SOCKET_IFNAME, or correct /etc/hosts",
         )  # fmt: skip
 
+    first = {each.name: each.addresses[0] for each in (*facts.own_names, *facts.endpoints) if each.addresses}
+    kinds = {":" in address for address in first.values() if not only_local(address)}
+    if len(kinds) > 1 < job.nodes and "GLOO_SOCKET_IFNAME" not in facts.environment:
+        yield NodeFinding(
+            Grade.WARNING, "; ".join(f"{name} resolves to {address}" for name, address in first.items()),
+            "one is of IPv4, one of IPv6, and gloo does not connect the two",
+            "set GLOO_SOCKET_IFNAME to the device between the nodes, or correct /etc/hosts or DNS",
+        )  # fmt: skip
+
 
 def _unresolved(name: ResolvedName) -> str:
     return "does not resolve" if name.addresses == () else "was not resolved in time"

@@ -31,7 +31,7 @@ from ..snapshot.segment.paths import MemoryLimit, memory_limits
 from ..transport.calls import read_secret
 from ..transport.door import ENOUGH
 from ..transport.network_devices import NetworkDevice, ifnames_of, network_devices
-from ..transport.own_address import only_local
+from ..transport.own_address import address_of, only_local
 
 SECONDS = 3.0  # for one look
 CHECKPOINTS = "checkpoints"  # the role of a folder
@@ -185,7 +185,7 @@ def _resolved(name: str) -> ResolvedName:
         return ResolvedName(name, None)
     except (OSError, UnicodeError):
         return ResolvedName(name, ())
-    return ResolvedName(name, tuple(dict.fromkeys(str(entry[4][0]) for entry in found)))
+    return ResolvedName(name, tuple(dict.fromkeys(address_of(entry[4]) for entry in found)))
 
 
 def _port(endpoint: Endpoint, addresses: tuple[str, ...], own: set[str]) -> EndpointPort:
@@ -211,7 +211,7 @@ def _bind_problem(address: str, port: int) -> str:
     try:
         with closing(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, port))
+            probe.bind(socket.getaddrinfo(address, port, probe.family, probe.type)[0][4])
     except OSError as error:
         return error.strerror or str(error)
     return ""

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
+from ..base.files import private
 from ..config import run_root
 from ..errors import BusyError, ConfigError
 from ..smp.watch import liveness
@@ -103,7 +104,7 @@ def user_secret() -> bytes:
     if not path.exists():
         building = path.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
         try:
-            with open(os.open(building, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            with open(building, "x", opener=private) as file:
                 file.write(secrets.token_hex(32))
             with contextlib.suppress(FileExistsError):  # another process was first: use its secret
                 os.link(building, path)

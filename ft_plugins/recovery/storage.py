@@ -21,6 +21,7 @@ from typing import Any
 
 import msgpack
 
+from ..base import files
 from ..base.intake import changes, shown, within
 from ..collective import Collective
 from ..errors import ResumeError, StorageError, printable
@@ -231,5 +232,5 @@ def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int, before
 
 
 def _folders(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.StoredCheckpoint, ...]:
-    checkpoint.make_job_folder(base)
+    files.make_private(base)
     return checkpoint.listing(base, passed_over)

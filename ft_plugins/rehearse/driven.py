@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..base import files
 from ..config import run_directory
 from ..errors import FtError
 from ..events import Event, Events, EventType, catalogue, file_sink, read
@@ -71,10 +72,10 @@ class DrivenNode:
         self._events = GrowingLines(self.run_dir / "events.jsonl")
         self._sink = Events(name)
         self._sink.subscribe(file_sink(self.run_dir / "events.jsonl"))
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_private(folder)
         names = ["--ftp-job", job, "--ftp-node-name", name] if protected else []
         command = [str(Path(sys.executable).with_name("ft-run")), *names, *arguments]
-        with open(self.log, "wb") as log:
+        with open(self.log, "wb", opener=files.private) as log:
             # In its own session: Ctrl-C reaches only the driver, which then ends the job in order.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
@@ -145,7 +146,7 @@ class DrivenNode:
         paths.remove(self.job, self.name)
         for name in _COPIED:
             if (self.run_dir / name).exists():
-                shutil.copyfile(self.run_dir / name, self.folder / name)
+                shutil.copy(self.run_dir / name, self.folder / name)
         shutil.rmtree(self.run_dir)
         if not any(self.run_dir.parent.iterdir()):
             self.run_dir.parent.rmdir()

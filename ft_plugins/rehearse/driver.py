@@ -16,7 +16,6 @@ In: a command for ft-run. Out: `Progress` while it runs; events and losses.
 
 from __future__ import annotations
 
-import os
 import random
 import secrets
 import signal
@@ -31,6 +30,7 @@ from types import FrameType, TracebackType
 
 import psutil
 
+from ..base.files import make_private, private
 from ..errors import FtError
 from ..events import Event, catalogue
 from .driven import DETECTION_EVENTS, DrivenNode, GrowingLines
@@ -247,10 +247,9 @@ def _endpoint() -> str:
 
 def _write_secret(path: Path) -> None:
     """Write the secret by which the nodes authenticate each other, readable by this user only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as file:
+    with open(path, "x", opener=private) as file:
         file.write(secrets.token_hex(32))
 
 

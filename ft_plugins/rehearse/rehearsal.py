@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..base.files import make_private
 from ..config import Config, deepspeed_json
 from ..errors import ConfigError
 from ..events import catalogue
@@ -210,7 +211,7 @@ def _run(plan: RehearsalPlan, name: str, faults: str, kills: Sequence[int], disp
     if folder.exists() and not (folder / TRANSCRIPT).is_dir():
         raise ConfigError(f"--out {plan.folder}: it holds a folder '{name}' of another kind; name another one")
     shutil.rmtree(folder, ignore_errors=True)
-    (folder / TRANSCRIPT).mkdir(parents=True, mode=0o700)
+    make_private(folder / TRANSCRIPT)
     words = [word.replace(RUN, str(folder)) for word in plan.arguments]
     words = [
         f"--ftp-transcript-dir={folder / TRANSCRIPT}", f"--ftp-stop-after={plan.iterations}",

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..base import intake, stamps
+from ..base.files import private
 from ..base.intake import Count, Seconds
 from ..config import LaunchContext
 from ..events import Events, catalogue
@@ -92,12 +92,8 @@ def last_of(ranks: Sequence[RankStart]) -> dict[str, Any]:
 
 
 def _append(path: Path, fields: Sequence[Any]) -> None:
-    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    descriptor = os.open(path, how, 0o600)
-    try:
-        os.write(descriptor, (json.dumps(fields) + "\n").encode())
-    finally:
-        os.close(descriptor)
+    with open(path, "ab", buffering=0, opener=private) as file:
+        file.write((json.dumps(fields) + "\n").encode())
 
 
 def _read(path: Path) -> list[RankStart]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..base import files
 from ..model.digest import readable, state_digest
 from ..model.host import Host
 from ..model.progress import LONG, WorkPhase
@@ -38,7 +39,7 @@ class Transcript:
         self._host = host
         self.lineage = 0  # of this incarnation, once it is known
         self._path = transcript_path(Path(folder), host.rank)
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files.make_private(self._path.parent)
 
     def restored(self, iteration: int) -> None:
         """All state of `iteration` is restored, data position and random numbers included."""
@@ -55,7 +56,7 @@ class Transcript:
     def _add(self, line: dict[str, Any]) -> None:
         facts = {"lineage": self.lineage, "world_size": self._host.topology().world_size}
         text = json.dumps({**line, **facts, **state_digest(self._host)}) + "\n"
-        with open(self._path, "a") as file:
+        with open(self._path, "a", opener=files.private) as file:
             file.write(text)
 
 

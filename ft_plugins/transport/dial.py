@@ -84,9 +84,9 @@ class Dialer:
                     connection.setblocking(False)
                     code = connection.connect_ex(address)
                 if code not in (0, errno.EINPROGRESS):
-                    raise OSError(code, os.strerror(code))
+                    raise OSError(code, f"{os.strerror(code)} by {address[0]}")
                 began, left = time.monotonic(), len(addresses) + 1 - number
-                _wait_established(connection, began + (until - began) / left)
+                _wait_established(connection, began + (until - began) / left, address[0])
                 keep_alive(connection)
                 return connection
             except BaseException as error:
@@ -146,11 +146,11 @@ def _expected(framed: FramedSocket, until: float) -> Message:
     return received[0]
 
 
-def _wait_established(connection: socket.socket, until: float) -> None:
-    """Wait until a connection is established. Raises OSError."""
+def _wait_established(connection: socket.socket, until: float, address: object) -> None:
+    """Wait until a connection is established. Raises OSError with the address: elsewhere the name may have another."""
     poller = select.poll()
     poller.register(connection, select.POLLOUT)
     if not poller.poll(1000 * max(0.0, until - time.monotonic())):
-        raise TimeoutError("timed out")
+        raise TimeoutError(f"timed out at {address}")
     if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(code, os.strerror(code))
+        raise OSError(code, f"{os.strerror(code)} by {address}")

@@ -34,6 +34,7 @@ from .dial import REFUSED
 from .frame_codec import HANDSHAKE, PLAIN
 from .framed import Link, close_connection
 from .loop import Loop
+from .own_address import listening
 from .protocol import legible
 
 ENOUGH = 1 << 16  # descriptors; no more even if the hard limit is 2**30: some programs iterate over all of them
@@ -147,9 +148,8 @@ def crowd_of(address: str) -> str:
 def listen(address: str, port: int, who: str) -> socket.socket:
     """A socket that listens on `address` and `port` (0: any). Raises ConfigError, about `who`, if the system
     refuses."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=512)
+        return listening(address, port, 512)
     except OSError as error:
         raise ConfigError(
             f"{who} cannot listen on {address}:{port} ({os.strerror(error.errno or 0)}); choose another --ftp-interface"

@@ -46,7 +46,7 @@ def network_devices() -> tuple[NetworkDevice, ...]:
         NetworkDevice(
             name,
             name in state and state[name].isup,
-            tuple(entry.address.partition("%")[0] for entry in entries if entry.family in families),
+            tuple(entry.address for entry in entries if entry.family in families),
         )
         for name, entries in psutil.net_if_addrs().items()
     )

@@ -15,8 +15,10 @@ import hashlib
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -60,6 +62,20 @@ def towards_peer(own: str, peer: str) -> str:
     return _on_the_way(peer) if only_local(own) and not only_local(peer) else own
 
 
+def address_of(place: Sequence[Any]) -> str:
+    """The address in a socket's address, with the device of a link-local one, without which it is of no use."""
+    return f"{place[0]}%{socket.if_indextoname(place[3])}" if any(place[3:]) else str(place[0])
+
+
+def listening(address: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens there, of IPv4 if it is a name. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server(  # with the device of a link-local address
+        socket.getaddrinfo(address or None, port, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[0][4],
+        family=family, backlog=backlog,
+    )  # fmt: skip
+
+
 def only_local(address: str) -> bool:
     """Whether only this machine can reach an address, because it is loopback. Pure."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -86,6 +102,6 @@ def _on_the_way(host: str) -> str:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with closing(socket.socket(family[0], socket.SOCK_DGRAM)) as probe:
             probe.connect(family[4])  # sends nothing; the kernel chooses a route
-            return str(probe.getsockname()[0])
+            return address_of(probe.getsockname())
     except OSError as error:
         raise ConfigError(f"no interface leads to '{host}' ({error}); name one by --ftp-interface") from error

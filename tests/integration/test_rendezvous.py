@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ft_plugins.config import run_directory
 from ft_plugins.errors import EXIT_REFUSED
 from ft_plugins.events import read
 from ft_plugins.launcher import job_identity
@@ -254,3 +255,61 @@ def test_torchrun_finds_it_by_its_name(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = wait_for(journal, lambda lines: len(lines) >= 2, BOUND)
     assert sorted((line["rank"], line["world_size"], line["total"]) for line in lines) == [(0, 2, 1), (1, 2, 1)]
+
+
+@pytest.fixture
+def linked() -> Iterator[list[str]]:
+    """Two namespaces whose devices eth0 are joined and have link-local addresses alone: fe80::1 and fe80::2."""
+    names = [f"ft{os.getpid() % 100000}l{number}" for number in (1, 2)]
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=BOUND)
+
+    made = []
+    try:
+        try:
+            for name in names:
+                ip(f"netns add {name}")
+                made.append(name)
+            ip(f"link add eth0 netns {names[0]} type veth peer name eth0 netns {names[1]}")
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no permission to make network namespaces")
+        for number, name in enumerate(names, 1):
+            ip(f"-n {name} link set eth0 addrgenmode none")
+            ip(f"-n {name} addr add fe80::{number}/64 dev eth0 nodad")
+            for device in ("lo", "eth0"):
+                ip(f"-n {name} link set {device} up")
+        yield names
+    finally:
+        for name in made:
+            ip(f"netns del {name}")
+
+
+def test_a_protected_job_of_nodes_with_link_local_addresses_alone_trains(tmp_path: Path, linked: list[str]) -> None:
+    job, secret = f"linked-{os.getpid()}", tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("x" * 32)
+    command = [
+        *(str(Path(sys.executable).with_name("ft-run")), "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-endpoint", "[fe80::1%eth0]:29400", "--ftp-job", job, "--ftp-secret-file", str(secret), "--reft"),
+        *("--ftp-interface", "eth0"),
+    ]
+    script = [str(ROOT / "launch" / "examples" / "torch_loop.py"), "--iterations", "3"]
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *command, "--ftp-node-name", name, *script], cwd=tmp_path, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for name in linked
+    ]  # fmt: skip
+    try:
+        said = [each.communicate(timeout=3 * BOUND)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+        for name in linked:
+            liveness.kill_and_wait(liveness.holder(run_directory(job, name) / "smp.lock"), BOUND)
+            paths.remove(job, name)
+    assert [each.returncode for each in started] == [0, 0], said
+    assert "RAIM5 over 2 nodes" in said[0] and "iteration     3 / 3" in said[0], said

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
+import ft_plugins
 from ft_plugins.base import files
 from ft_plugins.base.intake import within
 
@@ -56,3 +58,50 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(
         pass
     steps = ["sync file", "before rename", "rename", "sync folder"]
     assert done == (steps if durable else steps[1:3])
+
+
+# ---- for their owner alone, whatever the umask ----
+
+# for people or their tools, of whom the umask says who they are; or no file of a disk
+FOR_PEOPLE = {
+    "adapters/deepspeed/export.py", "adapters/export_command.py", "adapters/megatron/export.py",
+    "adapters/megatron/torch_dist.py", "adapters/rules/page.py", "cli/report_command.py",
+    "cli/trace_command.py", "report/plan_pictures.py",
+}  # fmt: skip
+IN_PROC = {"launcher/preload/new_process.py", "smp/exchange/traffic.py"}
+
+
+def makes_for_others(call: ast.Call) -> bool:
+    """Whether a call makes a file or a folder of which the umask says who may use it."""
+    words, function = ast.unparse(call), ast.unparse(call.func)
+    name = function.rpartition(".")[2]
+    if name in ("makedirs", "mkdir"):
+        return f"mode={0o700}" not in words or "parents=True" in words  # those above it follow the umask
+    if function == "os.open":
+        may_create = "O_CREAT" in words or isinstance(call.args[1], ast.Name)
+        return may_create and not words.endswith(f", {0o600})")
+    if name == "open":
+        return any(f"'{mode}" in words for mode in "wax") and "opener=" not in words
+    return name in ("write_text", "write_bytes", "copyfile", "savefig")
+
+
+def test_whatever_makes_a_file_or_a_folder_makes_it_for_its_owner_or_is_known_to_make_it_for_people() -> None:
+    package, found = Path(ft_plugins.__file__).parent, set()
+    for path in package.rglob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        if any(makes_for_others(call) for call in calls):
+            found.add(str(path.relative_to(package)))
+    assert found == FOR_PEOPLE | IN_PROC
+
+
+def test_folders_that_are_made_for_another_are_the_owners_alone_too(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        files.make_private(tmp_path / "a" / "b")
+        files.make_private(tmp_path / "a" / "b")
+        with open(tmp_path / "a" / "b" / "c", "w", opener=files.private) as file:
+            file.write("")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/c")]
+    assert modes == [0o700, 0o700, 0o600]

@@ -81,7 +81,7 @@ class CycleFiles:
 
     def _write(self, cycle: Cycle, own: str = "") -> None:
         def write() -> None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            files.make_private(self._folder)
             files.write_json(self._folder / cycle.name, asdict(cycle))
             if own:
                 link = self._folder / f"{own}current.new"

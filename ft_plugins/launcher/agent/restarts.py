@@ -33,13 +33,20 @@ from ...errors import EXIT_REFUSED
 from ...smp.watch.hang import HANG
 
 RESTORES_OF_ONE_VERSION = 3
-_GLOO_ON_LOOPBACK = re.compile(  # a connection that was never made, not one that ended
-    r"gloo.*(connectFullMesh|connecting|refused|timed out).*\b127\.\d+\.\d+\.\d+", re.IGNORECASE | re.DOTALL
-)
-_GLOO_HINT = (
-    "gloo chose a loopback address, which no other host reaches: on several hosts set GLOO_SOCKET_IFNAME to the device "
-    "between them"
-)
+_GLOO_HINTS = {
+    re.compile(  # a connection that was never made, not one that ended
+        r"gloo.*(connectFullMesh|connecting|refused|timed out).*\b127\.\d+\.\d+\.\d+", re.IGNORECASE | re.DOTALL
+    ): "gloo chose a loopback address, which no other host reaches: on several hosts set GLOO_SOCKET_IFNAME to the "
+    "device between them",
+    re.compile(
+        r"ss_family. 2 vs 10"
+    ): "gloo has an IPv4 address of this node and an IPv6 one of another, as their names "
+    "resolve: correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME to the device between them",
+    re.compile(
+        r"ss_family. 10 vs 2"
+    ): "gloo has an IPv6 address of this node and an IPv4 one of another, as their names "
+    "resolve: correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME to the device between them",
+}
 _LONGEST_ERROR = 300  # characters of an error in a line
 _SECONDARY = (signal.SIGABRT, signal.SIGTERM)  # from a watchdog that saw a dead peer, from a shutdown
 
@@ -105,7 +112,7 @@ class WorkerFailure:
         """One line for people, with rank and error; with `node`, also where to look."""
         who = f"rank {self.rank} (pid {self.pid}, node {node})" if node else f"rank {self.rank}"
         first = self.message.splitlines()[0][:_LONGEST_ERROR] if self.message else ""
-        hint = f"; {_GLOO_HINT}" if _GLOO_ON_LOOPBACK.search(self.message) else ""
+        hint = "".join(f"; {words}" for pattern, words in _GLOO_HINTS.items() if pattern.search(self.message))
         return f"{who} {self.how}" + (f": {first}" if first else "") + hint
 
     @property

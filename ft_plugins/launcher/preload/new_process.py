@@ -22,12 +22,13 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ...base import stamps
 
@@ -106,6 +107,7 @@ def become(environment: Mapping[str, str], written: Mapping[str, str | None], fo
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     importlib.import_module("torch").default_generator.seed()  # chosen at random in each process; no GPU has one yet
+    cast(Any, threading.main_thread())._set_native_id()  # as Python does from 3.13 on
     multiprocessing.current_process().authkey = os.urandom(32)
     name_process(name)
 

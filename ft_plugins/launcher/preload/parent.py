@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as torch_processes
 
+from ...base import files
 from ...config import worker_environment
 from ...events import Events, catalogue, say
 from ...model import imported
@@ -41,7 +42,7 @@ _WORKER = ("-u", "-m", "ft_plugins.launcher.worker")  # then [-m] script args...
 _RECORD, _RECORDS = "imported-{}.json", 32  # of scripts, in the folder of run directories; the newest ones are kept
 _READY_SECONDS = 300.0  # for all imports; without a preloader each rank does them
 _TURN_SECONDS, _LONG_SECONDS = 1.0, 20.0  # of a wait for imports: between signs of life; before it is said
-_FORK_SECONDS = 60.0
+_FORK_SECONDS = 10.0  # for a fork, which takes milliseconds; it may be stopped
 _LOOK_SECONDS = 600.0  # between two looks at a rank
 _END_SECONDS = 10.0  # for the kernel to end a process
 _GET_SUBREAPER, _SET_SUBREAPER = 37, 36  # of prctl
@@ -109,7 +110,10 @@ class PreloadedParent:
             config = worker_environment(self._job.config, self._job.run_dir, 0, 0)["FTP_CONFIG"]
             order = preloader.Order(theirs.fileno(), os.getpid(), self._count, str(self._record), config, left, starts)
             environment |= {preloader.NVML: "1", preloader.VARIABLE: json.dumps(vars(order))}
-            outputs = [self._output(name) for name in ("preload-out.log", "preload-err.log")]
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            outputs = [
+                files.private(str(self._job.run_dir / name), flags) for name in ("preload-out.log", "preload-err.log")
+            ]
             try:
                 self._process = subprocess.Popen(
                     self._command, env=environment, stdout=outputs[0], stderr=outputs[1],
@@ -120,10 +124,6 @@ class PreloadedParent:
                 theirs.close()
                 for output in outputs:
                     os.close(output)
-
-    def _output(self, name: str) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self._job.run_dir / name, flags, 0o600)
 
     def wait(self) -> None:
         """Wait until ranks can be forked, or never can."""
@@ -184,7 +184,7 @@ class PreloadedParent:
         if any(each.token != self._token for each in ranks):
             return
         before = imported.read_record(self._record)
-        names = dict.fromkeys(name for each in (*ranks, before) for name in each.names)
+        names = dict.fromkeys(name for each in (before, *ranks) for name in each.names)
         variables = {name for each in (*ranks, before) for name in each.variables}
         with suppress(OSError):
             imported.write_to(self._record, imported.Imported(0, tuple(names), tuple(sorted(variables))))
@@ -237,7 +237,10 @@ class PreloadedParent:
         try:
             request = {"environment": dict(environment), "folder": os.getcwd()}
             packets.send(self._end, {"fork": request}, [*outputs, may_run])
-            pid = self._hear(_FORK_SECONDS).get("pid")
+            deadline = time.monotonic() + _FORK_SECONDS
+            while not packets.pending(self._end, min(_TURN_SECONDS, _FORK_SECONDS)) and time.monotonic() < deadline:
+                self._alive()
+            pid = self._hear(0.0).get("pid")
             if not isinstance(pid, int):
                 return None
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it is not a child of this one
@@ -257,7 +260,7 @@ class PreloadedParent:
         except (EOFError, ConnectionError):
             self._refuse(f"it has ended; see {self._job.run_dir / 'preload-err.log'}")
         except (TimeoutError, BlockingIOError):
-            self._refuse("it did not answer in time")
+            self._refuse(f"it did not answer within {_FORK_SECONDS if self._ready else _READY_SECONDS:g} s")
         except Exception as error:
             self._refuse(f"{type(error).__name__}: {error}")
 

@@ -25,7 +25,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +43,7 @@ from .. import hooks
 from . import new_process, packets, traces, what_to_import
 from .new_process import bind_to_agent
 from .traces import EnvironmentReads
-from .what_to_import import ImportStatement
+from .what_to_import import BASE, ImportStatement
 
 VARIABLE = "FTP_PRELOAD_ORDER"  # not the name of a flag, which people may set
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # makes torch count GPUs without creating a context, which no fork survives
@@ -168,8 +168,9 @@ class _Preloader:
         """Import it; why its package must be left to the ranks, '' if it need not."""
         known, used, before = set(sys.modules), self._reads.used, self._traces
         threads, descriptors = traces.threads(), traces.descriptors()
+        at_once = statement.module in BASE or sys.version_info < (3, 11)  # each rank imports it before its script
         try:
-            with self._reads.watching():
+            with self._reads.watching(), nullcontext() if at_once else traces.put_off():
                 module = importlib.import_module(statement.module)
                 for name in statement.names:
                     if not hasattr(module, name):

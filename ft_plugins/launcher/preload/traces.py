@@ -5,6 +5,11 @@
     timers       of signals: a forked process has none
     shared       memory without a name, such as that of a lock of `multiprocessing`: ranks would wait for each other
 
+A rank has variables of the environment, filters of warnings and functions that are called at exit from its own import
+of a module on, and none of a module that it does not import. So what an import ahead changes of them is undone and *put
+off* until the rank imports one of the modules that came with it. An import statement that finds a module in
+`sys.modules` reads `_initializing` of its spec, and so does `import_module` from Python 3.11 on: that shows it.
+
 Which variables of the environment modules read and set meanwhile is noted by name; copying the whole environment reads
 none. Python code that uses `os.environ` or `os.getenv` is seen, what libraries in C read is not.
 
@@ -13,19 +18,25 @@ In: this process. Out: what differs between two readings, in words.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import random
 import signal
 import sys
 import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import CDLL
 from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, cast
+
+from ...model import imported
 
 _HARMLESS = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _UNNAMED = " (deleted)"  # how the kernel shows it
@@ -170,3 +181,68 @@ class _NotingDict(dict[bytes, bytes]):
 def _use(content: dict[bytes, bytes]) -> None:
     for environ in (os.environ, os.environb):
         cast(Any, environ)._data = content
+
+
+# ---- what a rank's own import does ----
+
+
+class WaitingSpec(ModuleSpec):
+    """Of a module that has been imported ahead. An import of it reads `_initializing`; `happen` is a function that does
+    what importing it ahead has changed, and ends the wait."""
+
+    _initializing = property(lambda self: self.happen())
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """An import ahead. What it changes of the environment, the filters of warnings and the functions that are called at
+    exit is undone, and happens when the rank imports one of its modules. What it uses of an earlier one that waits
+    happens too, and then waits with it."""
+    known = {
+        name for name, each in list(sys.modules.items()) if not isinstance(getattr(each, "__spec__", None), WaitingSpec)
+    }
+    environment, filters = dict(os.environ), list(warnings.filters)
+    calls: list[Callable[[], object]] = []
+    at_exit: Any = atexit.register
+
+    def register(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(function, "__module__", None) not in sys.modules.keys() - known:
+            return at_exit(function, *args, **kwargs)  # a module that is there may note that this was done
+        calls.append(lambda: atexit.register(function, *args, **kwargs))
+        return function
+
+    atexit.register = register
+    try:
+        yield
+    finally:
+        atexit.register = at_exit
+    new = {
+        name: spec
+        for name, each in list(sys.modules.items())
+        if name not in known and type(spec := getattr(each, "__spec__", None)) is ModuleSpec
+    }
+    changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+    added = [each for each in warnings.filters if each not in filters]
+    if not new or not (changed or added or calls):
+        return
+
+    def happen() -> None:
+        for spec in new.values():
+            spec.__class__ = ModuleSpec
+        kept = {name: value for name, value in changed.items() if os.environ.get(name) == environment.get(name)}
+        os.environ.update(kept)  # the script has set the others
+        imported.found_by_modules(kept)
+        cast(Any, warnings).filters[:] = [*added, *(each for each in warnings.filters if each not in added)]
+        cast(Any, warnings)._filters_mutated()
+        while calls:
+            calls.pop(0)()
+
+    for name in changed:
+        del os.environ[name]
+    os.environ.update({name: environment[name] for name in changed if name in environment})
+    cast(Any, warnings).filters[:] = filters
+    for name, spec in new.items():
+        package, _, own = name.rpartition(".")
+        if package in known and (names := vars(sys.modules[package])).get(own) is sys.modules[name]:
+            calls.append(partial(names.__setitem__, own, names.pop(own)))
+        vars(spec)["happen"], spec.__class__ = happen, WaitingSpec

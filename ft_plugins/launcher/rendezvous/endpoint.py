@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ...base.intake import shown
 from ...errors import ConfigError
-from ...transport.own_address import only_local, own_address
+from ...transport.own_address import address_of, listening, only_local, own_address
 
 DEFAULT_PORT = 29400  # torch's, for an endpoint without one
 LOOPBACK = "127.0.0.1"
@@ -95,7 +95,7 @@ def listen_as(
     except (OSError, UnicodeError):
         return None  # the name does not resolve yet
     deadline = time.monotonic() + patience
-    for address in dict.fromkeys(str(address[0]) for _, _, _, _, address in resolved):
+    for address in dict.fromkeys(address_of(address) for _, _, _, _, address in resolved):
         exact = endpoint.host == "localhost" or is_literal(endpoint.host) or not only_local(address)
         while True:
             try:
@@ -125,7 +125,7 @@ def listen_anywhere(host: str | None) -> socket.socket:
 
 def listen_on_same_address(listener: socket.socket) -> socket.socket:
     """A socket that listens on the address of `listener`, on another free port."""
-    address = str(listener.getsockname()[0])
+    address = address_of(listener.getsockname())
     return _listen("" if address in ("::", "0.0.0.0") else address, 0)
 
 
@@ -160,5 +160,4 @@ def _listen_on(host: str) -> socket.socket:
 def _listen(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server((host, port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    return listening(host, port, _BACKLOG)

@@ -19,6 +19,7 @@ from dataclasses import asdict
 
 from ...base.intake import parsed
 from ...errors import ProtocolError, printable
+from ...transport.own_address import address_of, listening
 from ..rounds.node_messages import Leader, Meeting, Message, Vote
 from ..rounds.node_service import NodeService
 from ..rounds.roster_file import RosterFile
@@ -233,7 +234,7 @@ def _others_at(place: Endpoint) -> str:
 
     try:
         resolved = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-        addresses = {str(each[0]) for *_, each in resolved if _is_here(str(each[0]))}
+        addresses = {str(each[0]) for *_, each in resolved if _is_here(address_of(each))}
         listening = psutil.net_connections("tcp") if addresses else []
     except (OSError, UnicodeError, psutil.Error):
         return ""
@@ -248,13 +249,11 @@ def _others_at(place: Endpoint) -> str:
 
 
 def _is_here(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-            probe.bind((address, 0))
+        with closing(listening(address, 0, 1)):
+            return True
     except OSError:
         return False
-    return True
 
 
 def _described(pid: int | None) -> str:

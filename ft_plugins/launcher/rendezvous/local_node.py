@@ -111,9 +111,7 @@ class LeaderLink:
             self.note_reply()
             return reply
 
-    def watch(
-        self, known: int, seconds: float, base: Roster | None = None, ready: bool = True
-    ) -> RoundView | None:
+    def watch(self, known: int, seconds: float, base: Roster | None = None, ready: bool = True) -> RoundView | None:
         """The state of the round; None if there is no news within `seconds`. Returns at once if this node leads.
 
         `known`: the newest round that this node knows to be complete. `base`: its roster, if it wants that of a newer

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...base import files
 from ...errors import BusyError, ProtectionError, ProtocolError
 from ...snapshot.capture.retention import Storage
 from ...snapshot.segment import paths
@@ -221,7 +222,7 @@ def ensure(
     if not liveness.held(run_dir / "smp.lock"):
         command = [*isolated.command(), "--run-dir", str(run_dir), "--job", job, "--node", node]
         command += ["--orphan-seconds", str(orphan_seconds), "--faults", faults, "--watch", str(watch or 0)]
-        with open(run_dir / "smp.log", "ab") as log:
+        with open(run_dir / "smp.log", "ab", opener=files.private) as log:
             seconds = max(timeout, _START_SECONDS)
             try:
                 started = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=seconds)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base import faults
+from ...base.files import private
 from ...errors import BusyError, ConfigError, FtError, ProtocolError
 from ...events import Events, catalogue, file_sink
 from ...snapshot.segment import paths
@@ -264,14 +265,11 @@ def _lock_memory(job: str, node: str) -> int | None:
 
 def _detach(run_dir: Path) -> None:
     """Standard input from /dev/null, output to the run directory's log."""
-    log = os.open(run_dir / "smp.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
     sys.stdout.flush()
     sys.stderr.flush()
-    for source, target in ((nowhere, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(log)
-    os.close(nowhere)
+    with open(run_dir / "smp.log", "ab", opener=private) as log, open(os.devnull, "rb") as nowhere:
+        for source, target in ((nowhere, 0), (log, 1), (log, 2)):
+            os.dup2(source.fileno(), target)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter
 
-from ...base.files import read_digested, write_digested
+from ...base.files import make_private, read_digested, write_digested
 from ...base.intake import Count, Unfit, typed
 from ...errors import StorageError
 from ...snapshot.capture.retention import NodeOffer
-from ...snapshot.checkpoint.checkpoint import make_job_folder
 from ...snapshot.segment.slots import Mark, Version
 
 FRESH_SECONDS = 60.0  # maximum between two offers that belong together
@@ -71,7 +70,7 @@ class Notices:
         marks: Mapping[Version, Mark] | None = None,
     ) -> None:
         """Offer what the ranks of this node hold, of a job of `world_size`, with its verdicts. Raises OSError."""
-        make_job_folder(self._folder)
+        make_private(self._folder)
         pairs = [[version.lineage, version.iteration] for version in sorted(versions)]
         verdicts = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
         offer = {"ranks": sorted(ranks), "versions": pairs, "world_size": world_size, "marks": verdicts}
@@ -94,7 +93,7 @@ class Notices:
 
     def want(self, version: Version) -> None:
         """Announce which version is wanted. Raises OSError."""
-        make_job_folder(self._folder)
+        make_private(self._folder)
         write_digested(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
 
     def wanted(self) -> Version | None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from ...base.files import make_private, private
 from . import liveness
 
 SECONDS = 8.0  # for all ranks of a node together
@@ -72,7 +73,7 @@ def forget(run_dir: Path) -> None:
 def dump(run_dir: Path, token: int, processes: Processes, seconds: float = SECONDS) -> Path:
     """Write the stacks of all processes to the folder that is returned. Raises OSError if that cannot be made."""
     folder = run_dir / "hangs" / str(token)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(folder)
     _prune(folder.parent)
     deadline = time.monotonic() + seconds
     spied = _by_py_spy(folder, processes, time.monotonic() + seconds / 2)
@@ -114,10 +115,8 @@ def _main_thread(text: str) -> str:
 
 def _write(folder: Path, rank: int, text: str) -> None:
     """Keep what there is of a rank; without room for it, nothing."""
-    with suppress(OSError):
-        descriptor = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(text)
+    with suppress(OSError), open(folder / f"rank{rank}.txt", "w", opener=private) as file:
+        file.write(text)
 
 
 def _prune(parent: Path) -> None:
@@ -142,7 +141,7 @@ def _by_py_spy(folder: Path, processes: Processes, deadline: float) -> set[int]:
             if not began or liveness.started(pid) != began:
                 continue
             with suppress(OSError):
-                out = files.enter_context(open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)))
+                out = files.enter_context(open(path, "wb", opener=private))
                 running[rank] = subprocess.Popen(
                     [tool, "dump", "--pid", str(pid)], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL
                 )

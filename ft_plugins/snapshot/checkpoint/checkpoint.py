@@ -353,19 +353,7 @@ def _belongs(folder: Path, rank: int, origin: Origin, version: Version) -> bool:
     return (record.version, record.world_size, record.fingerprint) == ours and size == record.nbytes
 
 
-# ---- making folders, checking small files ----
-
-
-def make_job_folder(base: Path) -> None:
-    """Create the folder of a job's checkpoints if it does not exist, accessible to its owner only. Raises OSError."""
-    base.parent.mkdir(parents=True, exist_ok=True)
-    base.mkdir(mode=0o700, exist_ok=True)
-
-
-def make_folder(folder: Path) -> None:
-    """Create the folder of a checkpoint in the same way. Raises OSError."""
-    make_job_folder(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
+# ---- checking small files ----
 
 
 def _checked(path: Path, adapter: TypeAdapter[T], content: dict[str, Any]) -> T:

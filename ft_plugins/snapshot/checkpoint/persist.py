@@ -54,7 +54,6 @@ from .checkpoint import (
     Origin,
     RankRecord,
     data_file,
-    make_folder,
     mixture_reason,
     read_record,
     record_file,
@@ -88,7 +87,7 @@ def write_rank(
     """
     rank = segment.rank
     facts = {**facts, "rank": rank, "iteration": version.iteration}
-    make_folder(folder)
+    files.make_private(folder)
     index, digests, small = _sealed(segment, version)
     head = _head(segment, version, origin, small, staged_index)
     seal = xxhash.xxh3_64(head)

@@ -37,82 +37,10 @@ from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.launcher.rendezvous.rendezvous_settings import RendezvousSettings
 from ft_plugins.model import imported
 
+from .rank_fields import PACKAGE, SCRIPT, SELDOM
+
 WAIT = 300.0
 SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-SCRIPT = """
-import atexit, ctypes, faulthandler, gc, json, logging, multiprocessing, os, random, resource, signal, sys, threading
-import time, warnings
-from pathlib import Path
-import package, torch
-import numpy as np
-from ft_plugins.model import imported
-
-def status():
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = ("Umask", "Threads", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed", "NoNewPrivs", "Seccomp", "Uid", "CapEff")
-    return {name: lines.get(name) for name in names}
-
-def descriptors():
-    found = {}
-    for each in os.listdir("/proc/self/fd"):
-        if os.path.lexists(f"/proc/self/fd/{each}"):
-            found[each] = os.readlink(f"/proc/self/fd/{each}"), os.get_inheritable(int(each))
-    return {number: link for number, link in found.items() if not link[0].startswith("/proc/")}
-
-def stream(each):
-    return (each.name, each.mode, each.encoding, each.errors, each.line_buffering, each.write_through, each.newlines,
-            each.seekable(), each.isatty(), each.fileno(), type(each.buffer).__name__)
-
-death = ctypes.c_int()
-ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)
-own = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-now = time.time()  # before its age
-since = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own[19]) / os.sysconf("SC_CLK_TCK")
-same = {
-    "argv": sys.argv, "orig_argv": sys.orig_argv, "flags": str(sys.flags), "path": sys.path, "cwd": os.getcwd(),
-    "name": (__name__, __file__, __package__), "main": sys.modules["__main__"].__dict__ is globals(),
-    "command": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"),
-    "comm": Path("/proc/self/comm").read_text(),
-    "status": status(), "descriptors": descriptors(), "streams": [stream(sys.stdout), stream(sys.stderr)],
-    "input": os.readlink("/proc/self/fd/0"), "death": death.value,
-    "leads": os.getpid() == os.getsid(0) == os.getpgid(0), "parent": os.getppid(), "nice": os.nice(0),
-    "oom_score_adj": Path("/proc/self/oom_score_adj").read_text(), "cgroup": Path("/proc/self/cgroup").read_text(),
-    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name},
-    "handlers": {str(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
-    "faulthandler": faulthandler.is_enabled(), "thread": threading.current_thread() is threading.main_thread(),
-    "collector": (gc.isenabled(), gc.get_threshold()), "exits": atexit._ncallbacks(),
-    "filters": [str(each) for each in warnings.filters], "torch": torch.get_num_threads(),
-    "environment": dict(os.environ), "in_c": {name: ctypes.CDLL(None).getenv(name.encode()) != 0 for name in
-    ("RANK", "FTP_TOKEN", "PYTORCH_NVML_BASED_CUDA_CHECK", "SET_BY_PACKAGE")},
-    "package": (package.__file__, package.PID == os.getpid(), package.FOUND),
-    "young": [now - logging._startTime < since + 11, now - package.NOTED < since + 1],
-}
-others = {"random": random.random(), "numpy": float(np.random.random()),
-          "torch": torch.initial_seed(), "key": bytes(multiprocessing.current_process().authkey).hex(),
-          "modules": len(sys.modules)}
-
-def record():
-    import seldom
-    imported.write(Path(os.environ["FTP_RUN_DIR"]), int(os.environ["LOCAL_RANK"]), int(os.environ["FTP_TOKEN"]))
-
-record()
-print("to standard error", file=sys.stderr)
-print(json.dumps([same, others]))
-if "--fail" in sys.argv:
-    raise ValueError("a script's own error")
-if "--wait" in sys.argv:
-    signal.pause()
-"""
-PACKAGE = """
-import os, sys, time
-import numpy.random
-NOTED, PID = time.time(), os.getpid()
-FOUND = os.environ.get("KNOWN")
-os.environ["SET_BY_PACKAGE"] = "once"
-print("the package is imported")
-"""
-
-
 READ = pytest.mark.all_configurations  # what is read of a script is asserted in `test_what_to_import`
 
 
@@ -228,9 +156,10 @@ def gone(pid: int) -> bool:
 def test_a_forked_rank_is_what_a_new_process_is_field_by_field_at_every_start(make: Callable[..., Node]) -> None:
     reader, writer = os.pipe()  # in which one cannot seek, unlike in the preloader's own output
     node = make(ranks=2, errors=f"/proc/self/fd/{writer}")
+    node.install("seldom", SELDOM)
     cold = node.said(node.handlers())
     node.parent.begin()
-    for start in range(2):
+    for start in range(2):  # before the second one, what the ranks have imported is imported too
         handlers = node.start()
         forked = node.said(handlers)
         assert node.forked() == [(2, 0)] * (start + 1) and [each.proc.returncode for each in handlers] == [0, 0]
@@ -240,14 +169,15 @@ def test_a_forked_rank_is_what_a_new_process_is_field_by_field_at_every_start(ma
             before["environment"].pop("FTP_TOKEN", None)
             before["descriptors"].pop("1", None)
             assert after["descriptors"].pop("1") == [str(node.output(rank)), True]
-            assert (
-                after == before and after["young"] == [True, True] and after["environment"]["SET_BY_PACKAGE"] == "once"
-            )
+            assert after == before and after["young"] == [True, True]
+            assert after["environment"]["SET_BY_PACKAGE"] == "once" and "SET_BY_SELDOM" not in after["environment"]
         one, other = (others for _, others in forked)
         assert one["modules"] == other["modules"]
         assert not set(map(str, one.values())) & set(map(str, other.values())) - {str(one["modules"])}
         assert node.output(0).read_text().startswith("the package is imported\n"), "once, in rank 0"
         assert "imported" not in node.output(1).read_text()
+        node.turn_until(lambda: len([each for each in node.told if each.name == "preload.prepared"]) == 2)
+    assert len(cold[0][0]) >= 60 and (node.run_dir / "exits").read_text() == "x" * 6
     assert os.read(reader, 1 << 16) == b"to standard error\n" * 6
     os.close(reader)
     os.close(writer)
@@ -372,6 +302,24 @@ def test_without_a_preloader_that_can_be_used_ranks_are_new_processes(
         "set for C": "the script sets OMP_PLACES, which"}[trouble]  # fmt: skip
     assert expected in reason and f"ft-run: the preloader cannot be used: {reason}" in capfd.readouterr().err
     assert same["package"][2] == ("after" if trouble == "environment" else "before")
+
+
+def test_a_preloader_that_is_stopped_is_waited_for_briefly_while_the_node_goes_on_looking_at_the_round(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert preload._FORK_SECONDS == 10.0
+    monkeypatch.setattr(preload, "_FORK_SECONDS", 2.0)
+    node, looks = make(ranks=2), []
+    node.parent._alive = lambda: looks.append(1)
+    node.parent.begin()
+    node.parent.wait()
+    assert node.parent._process is not None
+    os.kill(node.parent._process.pid, signal.SIGSTOP)
+    waited = len(looks)
+    node.said(node.start())
+    assert node.forked() == [(0, 2)] and len(looks) > waited
+    assert node.reasons("preload.refused") == ["it did not answer within 2 s"], "once: the other rank does not wait"
+    assert "did not answer within 2 s; ranks import by themselves" in capfd.readouterr().err
 
 
 def test_a_preloader_and_its_ranks_end_with_an_agent_that_is_killed(make: Callable[..., Node]) -> None:
@@ -517,7 +465,7 @@ def test_a_preloader_that_imports_for_too_long_is_waited_for_once(
     node = make()
     node.parent.begin()
     node.said(node.start())
-    assert node.forked() == [(0, 1)] and node.reasons("preload.refused") == ["it did not answer in time"]
+    assert node.forked() == [(0, 1)] and node.reasons("preload.refused") == ["it did not answer within 0 s"]
     node.parent.wait()
     assert node.parent._process is None
 

@@ -53,6 +53,11 @@ def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> Non
     refused = "RuntimeError: Gloo connectFullMesh failed: Connection refused, remote=[127.0.1.1]:31424"
     assert "set GLOO_SOCKET_IFNAME" in failure(3, 1, refused).line()
     assert "GLOO" not in failure(3, 1, refused.replace("127.0.1.1", "10.0.0.1")).line()
+    kinds = (
+        "[enforce fail at third_party/gloo/gloo/transport/tcp/device.cc:285] ss1.ss_family == ss2.ss_family. 2 vs 10"
+    )
+    assert "gloo has an IPv4 address of this node and an IPv6 one of another" in failure(3, 1, kinds).line("b")
+    assert "an IPv6 address of this node and an IPv4" in failure(3, 1, kinds.replace("2 vs 10", "10 vs 2")).line("b")
     ended = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5534"
     assert "GLOO" not in failure(3, 1, ended).line(), "it was there: a rank has ended"
     restart = Verdict(True, "failed", "")

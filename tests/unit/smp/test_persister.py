@@ -484,7 +484,7 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
         (first,) = json.loads((alone.run_dir / ALARM).read_text()).values()
         assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
         assert first.endswith(f"the newest checkpoint is {alone.base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
-    assert not any(rank.pinned() for rank in alone.ranks.values())
+    until(lambda: not any(rank.pinned() for rank in alone.ranks.values()))  # after the event
     faults.arm("")
     alone.capture(31, 32, 33, 40)
     alone.wait("checkpoint.completed", 2)
@@ -731,6 +731,23 @@ def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float
             )["path"]  # fmt: skip
             found.append(Rank(Path(path)))
     return found
+
+
+def test_whatever_the_umask_files_and_folders_of_a_node_and_of_checkpoints_are_their_owners_alone(
+    node: SmpNode, storage: Storage, base: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        for rank in smp(node, replace(storage, folder=str(Path(storage.folder) / "deep"))):
+            rank.capture(10)
+    finally:
+        os.umask(before)
+    folder = Path(storage.folder) / "deep" / node.job
+    until(lambda: complete(folder) == ["v1-10"])
+    made = [Path(storage.folder), *Path(storage.folder).rglob("*"), *node.run_dir.rglob("*")]
+    assert {folder / "v1-10" / "manifest.json", node.run_dir / "smp.log"} <= set(made)
+    wrong = {str(path): f"{path.lstat().st_mode:o}" for path in made if path.lstat().st_mode & 0o077}
+    assert not wrong
 
 
 POINTS = ["persist.rank.before@rank=1", "persist.write@rank=1", "persist.file@rank=0", "persist.file@rank=1"]

@@ -66,7 +66,7 @@ def test_where_the_first_address_does_not_answer_there_is_time_for_the_next_one(
     known_as(monkeypatch, (socket.AF_INET, silent), (socket.AF_INET, there))
     began, waits = time.monotonic(), list[float]()
 
-    def wait(connection: socket.socket, until: float) -> None:
+    def wait(connection: socket.socket, until: float, address: object) -> None:
         waits.append(until)
         if len(waits) == 1:
             raise TimeoutError("it has not answered until then")
@@ -74,3 +74,13 @@ def test_where_the_first_address_does_not_answer_there_is_time_for_the_next_one(
     monkeypatch.setattr(dial, "_wait_established", wait)
     assert connected(monkeypatch) == there
     assert waits[0] - began < 0.8 * SECONDS, "or none is left for the next one and the handshake"
+
+
+def test_an_error_names_the_address_because_elsewhere_the_name_may_have_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = listener.getsockname()
+    known_as(monkeypatch, (socket.AF_INET, closed))
+    with pytest.raises(ConnectionRefusedError, match="Connection refused by 127.0.0.1"):
+        connected(monkeypatch)

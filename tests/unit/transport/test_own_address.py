@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from ft_plugins.transport import own_address as module
 from ft_plugins.transport.own_address import (
     IDENTITY,
     UNKNOWN,
+    address_of,
     depends_on_name,
     host_identity,
     known_apart,
+    listening,
     own_address,
     towards_peer,
 )
@@ -84,3 +87,15 @@ def test_a_host_that_cannot_be_identified_may_be_any(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "read_bytes", missing)
     assert host_identity() == UNKNOWN
     assert not known_apart(own, UNKNOWN) and not known_apart(UNKNOWN, own) and not known_apart(UNKNOWN, UNKNOWN)
+
+
+def test_a_link_local_address_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = socket.getaddrinfo("fe80::1%lo", 9, type=socket.SOCK_STREAM)
+    assert (address_of(entry[4]), address_of(("::1", 9, 0, 0)), address_of(("10.0.0.1", 9))) == (
+        "fe80::1%lo", "::1", "10.0.0.1",
+    )  # fmt: skip
+    bound: list[object] = []
+    monkeypatch.setattr(socket, "create_server", lambda place, **_: bound.append(place))
+    for address in ("fe80::1%lo", "127.0.0.2", ""):
+        listening(address, 9, 1)
+    assert bound == [("fe80::1", 9, 0, socket.if_nametoindex("lo")), ("127.0.0.2", 9), ("0.0.0.0", 9)]
