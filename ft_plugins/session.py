@@ -25,6 +25,7 @@ from .model.host import Checking, Host, Looping
 from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
+from .snapshot.segment.header import Ending
 from .systems.followed import Disconnection, ProgressReport
 from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft.capture_times import DEGRADED, PeerDegraded
@@ -39,6 +40,8 @@ from .systems.transcript import Transcript
 if TYPE_CHECKING:  # imports much that ranks without BAFT do not need
     from .bubbles.profile import Profiling
     from .systems.measured import Measurement
+
+_TOGETHER_SECONDS = 20.0  # for all ranks to come to their last version point; after that a rank has left alone
 
 
 class Session:
@@ -84,6 +87,9 @@ class Session:
         own_pace = config.sync is not None and config.sync.policy == "a_edit"
         self.ledger = IterationLedger(host.rank, config.on_difference, self._events, keeps=not own_pace)
         self._ended = 0  # iterations of this incarnation
+        self._last: int | None = None  # the iteration at which training ends, if known
+        self._ending = Ending.UNKNOWN
+        self._stops = False  # the job is to end at the next version point whose version is captured there
         self._deferred = 0  # the version whose tensors are captured during the next one
         try:
             if config.paft is not None or config.sync is not None:
@@ -156,9 +162,22 @@ class Session:
             self._start.restored(self._lineage)
         if self._sync is not None:
             done = self._sync.begin(done, self._carrying.restored_state, last)
-        if last is not None and not self._continues(done, last):
+        self.expect_end(last, done)
+        if self._ending is Ending.OWN:
             self.restore_position()
         return done
+
+    def expect_end(self, last: int | None, done: int) -> None:
+        """Training, `done` so far, ends at iteration `last`: for a host that restores its position by itself."""
+        self._last = last
+        self._come_to(done)
+
+    def _come_to(self, step: int) -> None:
+        """Record whether training is at its own end after iteration `step`."""
+        if self._last is not None:
+            self._ending = Ending.EARLY if self._continues(step, self._last) else Ending.OWN
+        if (reft := self._reft or self._degraded) is not None:
+            reft.record_ending(self._ending)
 
     def _restore(self, loaded: int) -> int:
         """Returns the version that was restored, `loaded` if none was."""
@@ -212,13 +231,14 @@ class Session:
             self.complete(step)
         self.shutdown()
 
-    def complete(self, step: int) -> None:
-        """The end of iteration `step`, also if the host has not called all hooks of its update."""
+    def complete(self, step: int, ends: bool = False) -> None:
+        """The end of iteration `step`, also if the host has not called all hooks of its update. `ends`: as for
+        `iteration_end`."""
         if self._fenced != step:  # the update was skipped, as a GradScaler does
             self.before_update(step)
         if self._updated != step:  # that, or several optimizers make it
             self.after_update(step)
-        self.iteration_end(step)
+        self.iteration_end(step, ends)
 
     # ---- hooks ----
 
@@ -228,6 +248,8 @@ class Session:
             self._host.loop_begins()
         if self._reft is not None and not self._deferred and (self._sync is None or self._sync.in_step):
             self._reft.hold()
+            if self._reft.ends:  # no rank can complete this iteration before all have this word
+                self._collective.announce(_stop_after(step))
         self.restore_position()
         self.iteration = step
         self.ledger.begin(step)
@@ -276,15 +298,17 @@ class Session:
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.after_update(step))
 
-    def iteration_end(self, step: int) -> None:
-        """The version point."""
+    def iteration_end(self, step: int, ends: bool = False) -> None:
+        """The version point. `ends`: training ends here, on all ranks, be it at its own end or not."""
+        self._come_to(step)
+        self._stops = self._stops or self._collective.announced(_stop_after(step))
         self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
         if self._transcript is not None:
             deferred = self._sync is not None and self._sync.defers(step)
             self._transcript.completed(step, self.ledger.seen(), self.progress.words.long_phases, deferred)
-        self._version_point(step)
+        self._version_point(step, ends or self._stops)
         if self.measured is not None:
             self.measured.iteration_end(step)
         if self._start is not None:
@@ -297,14 +321,24 @@ class Session:
         self._ended += 1
         if self._ended == imported.AFTER_ITERATIONS:
             self._write_imported()
+        if self._stops and not self._deferred and self._ending is not Ending.OWN:
+            self._stop(Ending.EARLY)
         if step == self._config.stop_after:
-            self._stop()
+            self._stop(Ending.OWN)
 
-    def _stop(self) -> None:
+    def _stop(self, ending: Ending) -> None:
         """End in order after the last wanted iteration, once every rank has come so far."""
+        self._ending = ending
         self._collective.barrier()
         self.shutdown()
         sys.exit(0)
+
+    def _together(self) -> bool:
+        """Whether all ranks are at this version point, so that each has passed its fence."""
+        with contextlib.suppress(FtError):
+            pending = self._collective.start_gather(b"")
+            return not pending.waits(_TOGETHER_SECONDS) and bool(pending.result())
+        return False
 
     def _write_imported(self) -> None:
         """Write down what this rank has imported, for preloaders."""
@@ -316,14 +350,18 @@ class Session:
             with contextlib.suppress(OSError):
                 imported.write(context.run_dir, context.local_rank, context.token, variables)
 
-    def _version_point(self, step: int) -> None:
+    def _version_point(self, step: int, ends: bool) -> None:
         version = self._version(step)
         if self._reft is not None:
             later = self._sync is not None and self._sync.defers(step)
             if (lost := self._disconnection.due(self._collective.lost, step, time.monotonic())) is not None:
                 self._events.emit(catalogue.RANKS_DISCONNECTED, peer=lost.rank, reason=lost.reason)
+            ends = ends and self._ending is not Ending.OWN and not (later or self._reft.captures(version))
+            always = ends and self._together()
             if version:
-                self._guarded(lambda reft: self._defer(reft, version) if later else reft.iteration_end(version))
+                self._guarded(
+                    lambda reft: self._defer(reft, version) if later else reft.iteration_end(version, always=always)
+                )
             else:
                 self.ledger.end(step, None)
             return
@@ -350,6 +388,10 @@ class Session:
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
+        if self._ending is Ending.UNKNOWN and _is_left():
+            self._ending = Ending.EARLY
+        if self._reft is not None:
+            self._reft.record_ending(self._ending)
         self.progress.end()
         if self._scalars is not None:
             self._scalars.close()
@@ -406,6 +448,20 @@ class Session:
         if self.measured is not None:
             with contextlib.suppress(Exception):  # a device that has failed
                 self.measured.release_gate()  # after what was said: it waits for the stream
+
+
+def _stop_after(step: int) -> str:
+    """The word with which a rank announces that all ranks end after iteration `step`."""
+    return f"stop after {step}"
+
+
+def _is_left() -> bool:
+    """Whether `sys.exit`, called within a function of the script, is ending it: rather amid training than after it."""
+    error = sys.exc_info()[1]
+    trace = error.__traceback__ if isinstance(error, SystemExit) else None
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_name != "<module>"
 
 
 def attach(

@@ -40,10 +40,11 @@ from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
 from .agent.agent import NodeDrained, ProgressAgent
-from .agent.draining import cannot_be_drained
+from .agent.draining import cannot_be_drained, cannot_be_held
 from .agent.node_check import NodeCheck
+from .agent.orderly_end import conclude
 from .agent.restarts import Status
-from .agent.signals import SignalStop, end_by_signals, notices, report_missed
+from .agent.signals import SignalStop, end_by_signals, notices
 from .agent.watcher import Job, Watcher
 from .job_identity import JobLock
 from .rendezvous import round_join
@@ -68,8 +69,8 @@ class Outcome:
     @property
     def exit_status(self) -> int:
         """With which ft-run ends."""
-        statuses = {"succeeded": 0, "drained": EXIT_DRAINED, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}
-        return statuses.get(self.status, 1)
+        statuses = {"drained": EXIT_DRAINED, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}
+        return 0 if self.status in ("succeeded", "stopped") else statuses.get(self.status, 1)
 
     def raise_for_failure(self, name: str) -> None:
         """Raise torch's ChildFailedError if workers failed, so that `record` copies the error."""
@@ -91,7 +92,8 @@ def launch(
     A callable `entrypoint` needs start_method fork if `job` is given. `bounded`: restarts are limited by
     `config.max_restarts`, else by progress. `name`: the entrypoint's name for people. Raises BusyError, ConfigError,
     ProtectionError, FencedError; ValueError for another start method; SignalException if a signal ends this process
-    (workers have got it too, and the SMP waits for the same command).
+    (workers have got it too, and the SMP waits for the same command). From the end of a protected job on, these signals
+    are ignored.
     """
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
     door.raise_limit()
@@ -123,12 +125,15 @@ def launch(
                 copies = [lock.close, *([watcher.close_copies] if watcher else [])]
                 entrypoint = worker.forked(entrypoint, copies)
         events.emit(catalogue.JOB_STARTED, nproc=config.nproc_per_node, script=name)
-        status, everywhere = "failed", True
-        stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
+        status: Status = "failed"
+        everywhere = True
+        stop = SignalStop(watcher, events, job.config.grace_seconds, signals_of(config)) if job else None
         try:
             with notices(watcher, signals_of(config)) if watcher else nullcontext():
                 outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop, check)
             status, everywhere = outcome.status, outcome.everywhere
+            if stop:
+                stop.over()
         except ConfigError:
             status = "refused"
             raise
@@ -138,12 +143,14 @@ def launch(
                 stop.finish()
             raise
         finally:
-            if watcher and status == "succeeded":
-                _write_due(watcher, events)
-            if watcher and status == "succeeded" and not everywhere:
-                reason = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
-                events.emit(catalogue.SMP_RETAINED, reason=reason)
-            elif watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
+            if watcher and job and outcome and status in ("succeeded", "stopped"):
+                end = conclude(watcher, job, events, everywhere, left=status == "stopped")
+                status, outcome = end.status, replace(outcome, status=end.status, reason=end.words)
+                if end.drop:
+                    _end_in_order(watcher, events)
+                elif status == "succeeded":
+                    events.emit(catalogue.SMP_RETAINED, reason=end.words)
+            elif watcher and status == "refused" and _holds_nothing(watcher):
                 _end_in_order(watcher, events)
             events.emit(catalogue.JOB_ENDED, status=status)
         return outcome
@@ -220,15 +227,6 @@ def _holds_nothing(watcher: Watcher) -> bool:
         return False  # keep the segments
 
 
-def _write_due(watcher: Watcher, events: Events) -> None:
-    """Have a checkpoint that is due written to storage, waiting for at most --reft-checkpoint-seconds."""
-    try:
-        outcome = watcher.checkpoint("the job ends", only_due=True)
-    except ProtectionError as error:
-        outcome = {"state": "failed", "reason": str(error)}
-    report_missed(events, outcome)
-
-
 def _end_in_order(watcher: Watcher, events: Events) -> None:
     """Remove the segments. If that fails, it is reported; the job's success stands."""
     try:
@@ -256,7 +254,7 @@ def _run(
         if check:
             handler.check_before_rounds(check)
         if job:
-            handler.allow_no_drain(_undrainable(job.config))
+            handler.refuse_requests(*_refused_requests(job.config))
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -269,8 +267,9 @@ def _run(
     try:
         result = agent.run()
         if result:
-            status = "succeeded" if result.state == WorkerState.SUCCEEDED else agent.verdict.status
-            reason = agent.verdict.reason
+            ended: Status = "stopped" if agent.left else "succeeded"
+            status = ended if result.state == WorkerState.SUCCEEDED else agent.verdict.status
+            reason = "a rank left the job before its own end" if agent.left else agent.verdict.reason
         _record(agent.get_event_succeeded(), config)
     except NodeDrained as drained:
         status = "drained"
@@ -302,16 +301,19 @@ def _run(
         return Outcome("failed", f"{reason}; see the output of the other nodes", restarts=agent.restarts)
     if result.state == WorkerState.SUCCEEDED:
         return Outcome(
-            "succeeded", return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
+            status, return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
         )
     reason = agent.verdict.reason or "a worker (see torch's error) hangs in the kernel: check this node's disk and GPUs"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 
 
-def _undrainable(config: Config) -> str:
+def _refused_requests(config: Config) -> tuple[str, str]:
+    """Why no node of the job can be drained, and why it cannot be stopped; '' for none."""
     redundancy = (config.capture.redundancy if config.capture else None) or ""
     apart = config.sync is not None and config.capture is not None and config.capture.versions != "every"
-    return cannot_be_drained(redundancy, apart, _always_deferred(config))
+    deferred = _always_deferred(config)
+    unprotected = "" if config.capture else "no snapshots are taken of this job: end it by SIGTERM to each ft-run"
+    return cannot_be_drained(redundancy, apart, deferred), unprotected or cannot_be_held(apart, deferred)
 
 
 def _always_deferred(config: Config) -> bool:

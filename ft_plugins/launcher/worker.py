@@ -168,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         except SystemExit as stop:
             if stop.code:
                 raise
-        for end in registered.endings:
-            end()
+            registered.end()  # in here, where it shows how the script ends
+        registered.end()
 
     errors.record(guarded(run))()
 

@@ -181,13 +181,14 @@ class DeepSpeedLoop:
                 f"rank {self._host.rank}: iteration {iteration} was restored, but DeepSpeed's global_steps is "
                 f"{self.engine.global_steps}; start with --ftp-resume fresh"
             )
+        self._session.expect_end(getattr(self.client, "last", None), iteration)
         self._reads = IterationReads(self._host.pace)
 
     def shutdown(self) -> None:
         """The orderly end of training. Idempotent."""
         leave, self._leave = self._leave, _no_cleanup
         try:
-            self._end()
+            self._end(ends=True)
             self._session.shutdown()
         except SystemExit as stop:  # by --ftp-stop-after, with status 0: this is the end anyway
             leave(not stop.code)
@@ -201,14 +202,14 @@ class DeepSpeedLoop:
 
     def trained(self) -> None:
         """The client's loop has ended: the version point of the last iteration, unless it was restored."""
-        self._end()
+        self._end(ends=True)
         self._session.restore_position()
 
-    def _end(self) -> None:
-        """The version point of an updated iteration."""
+    def _end(self, ends: bool = False) -> None:
+        """The version point of an updated iteration. `ends`: it is the last one of this start."""
         if self._updated is not None:
             iteration, self._updated = self._updated, None
-            self._session.iteration_end(iteration)
+            self._session.iteration_end(iteration, ends)
 
     def begin(self) -> None:
         """Begin the iteration, unless it has begun."""

@@ -90,6 +90,7 @@ class TrainerRun:
         self._progress: TrainerProgress | None = None
         self._batches: BatchesAhead | None = None
         self._epoch = 0
+        self.last = 0  # the iteration at which training ends
         self._over = False  # whether training has ended
         self._marks = Marks()  # of what callbacks may not change before the first iteration
         wrap(trainer, "_init_training_state", self._initializing)
@@ -148,7 +149,7 @@ class TrainerRun:
     def _preparing(
         self, original: Callable[..., Any], max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._given = train_dataloader
+        self._given, self.last = train_dataloader, max_steps
         with self._protection.building(self):
             prepared = original(max_steps, train_dataloader, *args, **kwargs)
         if self._incomplete:

@@ -11,6 +11,7 @@ that failed on their own, a `Verdict`; `worker.failed`, `round.ended`, `workers.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import socket
@@ -60,6 +61,10 @@ _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before w
 
 class _RoundEnded(Exception):
     """The round ended while this node, whose workers had succeeded, waited for the others."""
+
+
+class _JobLeft(Exception):
+    """A rank of this node has ended with status 0 before training was at its own end, so the others cannot go on."""
 
 
 class NodeDrained(Exception):
@@ -114,6 +119,7 @@ class ProgressAgent(LocalElasticAgent):
         self._departure = self._new_departure()
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
+        self.left = False  # the job is over because a rank of this node has left it
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -122,14 +128,46 @@ class ProgressAgent(LocalElasticAgent):
             try:
                 result: RunResult = super()._invoke_run(role)
                 return result
+            except _JobLeft:
+                return self._end_left()
             except _RoundEnded:
+                if self._is_left():
+                    return self._end_left()
                 reason = "another node failed or left after the workers of this node had succeeded; they start again"
                 self._events.emit(catalogue.ROUND_ENDED, reason=reason)
                 self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
             except SignalException as error:
                 if self._stop is not None:
+                    if ended := self._ended_before(self._stop):
+                        return ended
                     self._end_workers(self._stop, error.sigval)
                 raise
+
+    def _is_left(self) -> bool:
+        """Whether a rank of this node has ended with status 0, and training was not at its own end."""
+        with suppress(ProtectionError):
+            in_order = self._pcontext is not None and worker_failures.any_in_order(self._pcontext)
+            return in_order and self._watcher is not None and self._watcher.left(self._token)
+        return False
+
+    def _end_left(self) -> RunResult:
+        self._stop_workers(self._worker_group)
+        self.left = True
+        return RunResult(state=WorkerState.SUCCEEDED)
+
+    def _ended_before(self, stop: SignalStop) -> RunResult | None:
+        """The result, if the ranks of all nodes have ended in order before a signal came; those of other nodes are
+        given the workers' part of the grace."""
+        if self._pcontext is None:
+            return None
+        result: RunResult = super()._monitor_workers(self._worker_group)
+        for prepare in (lambda: None, stop.begin):
+            prepare()
+            if result.state == WorkerState.SUCCEEDED:
+                with suppress(_RoundEnded, TimeoutError):
+                    self._exit_barrier(stop.left_for_workers)
+                    return result
+        return None
 
     def _end_workers(self, stop: SignalStop, number: signal.Signals) -> None:
         """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
@@ -152,17 +190,22 @@ class ProgressAgent(LocalElasticAgent):
         if self._job:
             write_note(self._job.run_dir, FtRunNote(phase, reason))
 
-    def _exit_barrier(self) -> None:
-        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait."""
+    def _exit_barrier(self, seconds: float = math.inf) -> None:
+        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait. Raises
+        TimeoutError after so many seconds."""
         self._note(FtRunPhase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, Rendezvous):
+            if self._channel is not None and seconds < math.inf:
+                raise TimeoutError
             super()._exit_barrier()
             self.all_ended = self._all_have_ended()
-        elif handler.wait_for_all():
+        elif handler.wait_for_all(seconds):
             self.all_ended = handler.all_succeeded
         else:
             raise _RoundEnded
+        if self._stop is not None:
+            self._stop.over()
 
     def _all_have_ended(self) -> bool:
         """Whether the workers of all nodes have succeeded. torch waits for them, but does not report which came."""
@@ -354,6 +397,8 @@ class ProgressAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._failed_at is None:  # another node failed or joined: not counted
+            if self._is_left():
+                raise _JobLeft
             self._seen = time.monotonic()
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
@@ -373,6 +418,7 @@ class ProgressAgent(LocalElasticAgent):
         self._exits.wait(self._interval)
         seen = time.monotonic()
         first = worker_failures.failed_workers(self._context())
+        left = bool(first) and self._is_left()
         result = self._end_after(first) if first else super()._monitor_workers(worker_group)
         if self._watcher:
             self._watcher.say_waiting(self._token)
@@ -380,11 +426,11 @@ class ProgressAgent(LocalElasticAgent):
             if not first:  # failed since our look: torch lists the ones that failed on their own first
                 result.failures = dict(list(result.failures.items())[:1])
             self._failed_at = self._seen = seen
-            self._decide(result)
+            self._decide(result, left)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
             return self._restart_without(lost)
         elif result.state == WorkerState.HEALTHY:
-            self._leave_if_drained()
+            self._leave_if_asked()
             if self._preload:
                 self._preload.turn()
         return result
@@ -396,10 +442,14 @@ class ProgressAgent(LocalElasticAgent):
         timeout = (sync.timeout,) if sync is not None else ()
         return Departure(self._watcher, self._events, longest_wait(self._job.config.hang_seconds, *timeout))
 
-    def _leave_if_drained(self) -> None:
-        """Raises NodeDrained."""
+    def _leave_if_asked(self) -> None:
+        """Have the ranks end, if the job is to stop. Raises NodeDrained if this node is to leave it."""
         handler = self._worker_group.spec.rdzv_handler
-        if self._departure is None or not isinstance(handler, Rendezvous):
+        if self._departure is None or self._watcher is None or not isinstance(handler, Rendezvous):
+            return
+        if handler.is_stopping:
+            with suppress(ProtectionError):
+                self._watcher.hold(True, end=True)  # each time: ranks that start were not there the last time
             return
         step = self._departure.step(handler.is_draining)
         if step.give_up:
@@ -435,9 +485,12 @@ class ProgressAgent(LocalElasticAgent):
             )
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _decide(self, result: RunResult) -> None:
-        """Report the failures, find the cause and decide."""
+    def _decide(self, result: RunResult, left: bool) -> None:
+        """Report the failures, find the cause and decide. Raises _JobLeft if they only show that a rank has `left`."""
         failures = [worker_failures.described(rank, failure) for rank, failure in result.failures.items()]
+        cause = root_cause(failures)
+        if left and cause.secondary:
+            raise _JobLeft
         for failure in failures:
             self._events.emit(
                 catalogue.WORKER_FAILED,
@@ -449,7 +502,6 @@ class ProgressAgent(LocalElasticAgent):
                 oom_kills=self._oom_kills_since() if failure.signal == "SIGKILL" else None,
                 flight_record=left_traces.flight_record(failure.rank, self._started_at),
             )
-        cause = root_cause(failures)
         self._failed = not cause.secondary
         result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch reports the earliest

@@ -45,6 +45,18 @@ def failed_workers(context: PContext) -> dict[int, int]:
     return failed
 
 
+def any_in_order(context: PContext) -> bool:
+    """Whether a worker has ended with status 0."""
+    for pid in context.pids().values():
+        try:
+            exited = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return True  # already reaped, so it did not fail
+        if exited and exited.si_code == os.CLD_EXITED and not exited.si_status:
+            return True
+    return False
+
+
 def read_report(path: str) -> dict[str, Any]:
     """The content of a worker's error file; {} if it is missing or incomplete."""
     try:

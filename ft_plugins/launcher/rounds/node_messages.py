@@ -142,6 +142,13 @@ class Drain:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """Have the whole job end at the next version point."""
+
+    token: Token
+
+
+@dataclass(frozen=True)
 class Depart:
     """This process has left its round for good, and needs no substitute's patience."""
 
@@ -151,7 +158,7 @@ class Depart:
 ANSWERED_BY_ALL = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
 ANSWERED_BY_LEADER = {
     "apply": Apply, "look": Look, "roster": ReadRoster, "serve": Serve, "finish": Finish, "refuse": Refuse,
-    "drain": Drain, "depart": Depart,
+    "drain": Drain, "depart": Depart, "stop": Stop,
 }  # fmt: skip
 
 
@@ -197,8 +204,8 @@ class RosterReply:
 
 
 @dataclass(frozen=True)
-class DrainReply:
-    """Why a node is not drained, '' if it is."""
+class AskedReply:
+    """Why a node is not drained, or the job not stopped; '' if it is."""
 
     refused: Reason
 
@@ -211,7 +218,7 @@ class RoundView:
     newer round. `changes`: see `Look.seen`.
     `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
     `refused`: which nodes could not join, and why. `draining`: the node that is to leave at the next version;
-    `drained`: the one that has left so last, before this round or the next.
+    `drained`: the one that has left so last, before this round or the next. `stopping`: the job is to end there.
     `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
     """
 
@@ -236,6 +243,7 @@ class RoundView:
     refused: Reason = ""
     draining: Name | Literal[""] = ""
     drained: Name | Literal[""] = ""
+    stopping: Flag = False
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from .node_messages import (
     ANSWERED_BY_LEADER,
     Answered,
     Apply,
+    AskedReply,
     Close,
     Depart,
     Drain,
-    DrainReply,
     Elect,
     Finish,
     Leader,
@@ -47,6 +47,7 @@ from .node_messages import (
     ReadRoster,
     Refuse,
     Serve,
+    Stop,
     Vote,
 )
 from .roster import Place, Roster, RosterPages
@@ -92,7 +93,7 @@ class NodeService:
         self._connections: dict[int, str] = {}
         self._connection_of: dict[str, int] = {}  # the inverse
         self._held = HeldLooks()
-        self.undrainable = ""  # why no node of this job can be drained, '' if they can
+        self.undrainable = self.unstoppable = ""  # why no node of this job can be drained, or the job not be stopped
         self._leads = 0  # how often this node took or gave up the lead, or the rendezvous ended
         self._pages = RosterPages(Roster(0))
         self._common: tuple[tuple[int, int], Message] = ((0, 0), {})  # leads and revision; what all looks show then
@@ -358,6 +359,7 @@ class NodeService:
             "refused": rounds.refused,
             "draining": rounds.draining,
             "drained": rounds.drained or rounds.left,
+            "stopping": rounds.stopping,
         }
 
     def _serve(self, rounds: RoundMachine, request: Serve) -> Message:
@@ -370,7 +372,10 @@ class NodeService:
 
     def _drain(self, rounds: RoundMachine, request: Drain) -> Message:
         why = self.undrainable if request.node else ""
-        return asdict(DrainReply(reason_text(why or rounds.drain(request.node))))
+        return asdict(AskedReply(reason_text(why or rounds.drain(request.node))))
+
+    def _stop(self, rounds: RoundMachine, request: Stop) -> Message:
+        return asdict(AskedReply(reason_text(self.unstoppable or rounds.stop())))
 
     def _depart(self, rounds: RoundMachine, request: Depart) -> Message:
         rounds.depart(request.token, time.monotonic())

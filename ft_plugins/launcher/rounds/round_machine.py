@@ -81,6 +81,7 @@ class RoundMachine:
         self._blamed = False  # a node was the first to fail in the last round
         self.drained = ""  # the node that has left the last round as it was asked
         self.left = ""  # the one that had left so before this round
+        self.stopping = False  # the job is to end at the next version point
         self.draining = ""  # the node of the round that is to leave at the next version, '' for none
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self.revision = self.changes = 1
@@ -264,6 +265,14 @@ class RoundMachine:
             self.draining = node
             self._changed()
         return why
+
+    def stop(self) -> str:
+        """Have the job end at the next version point, in this round or a later one. Returns why not, '' if it will."""
+        if not self.begun or self._lost:
+            return rounds.BETWEEN
+        self.stopping = True
+        self._changed()
+        return ""
 
     def depart(self, token: str, now: float) -> None:
         """A node of the round has left for good: what it held is on the others."""

@@ -143,6 +143,9 @@ def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
     return size if waited >= (rules.wait if turnout.last else rules.last_call) else 0
 
 
+BETWEEN = "the job is between two rounds, or waits for a lost node: give this again when it trains"
+
+
 def why_not_drained(
     node: str, members: Sequence[str], spares: Sequence[str], draining: str, running: bool, lost: int, leader: str = ""
 ) -> str:
@@ -153,7 +156,7 @@ def why_not_drained(
     if node in spares:
         return f"node {node} is a spare, and has no part in the job: end its ft-run"
     if not running or lost:
-        return "the job is between two rounds, or waits for a lost node: give this again when it trains"
+        return BETWEEN
     if node not in members:
         return f"there is no node {node} in this job; its nodes are {', '.join(sorted(members, key=natural))}"
     if not spares:

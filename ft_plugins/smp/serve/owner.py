@@ -223,7 +223,10 @@ class SnapshotProcess:
 
     def _hold(self, request: requests.Hold) -> dict[str, Any]:
         for segment in self._segments.values():
-            segment.header.held = request.on
+            if request.end:
+                segment.header.ends = request.on
+            else:
+                segment.header.held = request.on
         return {}
 
     def _require_current(self, request: requests.OfRank) -> None:

@@ -79,9 +79,11 @@ class WatchProcess:
 
 @dataclass(frozen=True)
 class Hold:
-    """Ranks of this node wait, or no longer, at the next version that is exchanged: see `Header.held`."""
+    """Ranks of this node wait, or no longer, at the next version that is exchanged: see `Header.held`. `end`: instead,
+    they end in order: see `Header.ends`."""
 
     on: Flag
+    end: Flag = False
 
 
 @dataclass(frozen=True)

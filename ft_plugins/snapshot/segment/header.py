@@ -9,7 +9,8 @@ process may die between two stores; that leaves the old values or the new ones.
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
     chosen      a record too, but written by the trainer
-    short, held not covered: one store of zero or one; anything but zero makes readers more careful
+    short, held not covered: one store of zero or one; anything but zero makes readers more careful, but for the value
+                with a digest with which `held` asks the rank to end
     gate        not covered: see `bubbles.gate.gate`
     progress    not covered: see `progress_words`
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -46,7 +48,7 @@ _COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL +
 _RECORDS = _SEAL + 5
 # zeros: none
 _HELD_AT, _HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (5, 4, 3, 2, 1))
-_EXCHANGED_MS, _STORED_MS = (GATE // 8 - place for place in (7, 6))
+_ENDING, _EXCHANGED_MS, _STORED_MS = (GATE // 8 - place for place in (8, 7, 6))
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -162,6 +164,14 @@ class MirroredRecord:
         return xxhash.xxh3_64_intdigest(words.tobytes(), seed=self._seed)
 
 
+class Ending(IntEnum):
+    """How far a rank's training has come, for its ft-run when the rank ends in order."""
+
+    UNKNOWN = 0  # nothing says at which iteration training ends
+    EARLY = 1  # not to its own end
+    OWN = 2  # to its own end
+
+
 @dataclass(frozen=True)
 class Incarnation:
     """The incarnation that may write: its fencing token; pid and start time (clock ticks) of the trainer that attached
@@ -271,11 +281,20 @@ class Header:
     @property
     def held(self) -> bool:
         """Whether this rank waits at the next version that is exchanged: its node is to leave the job there."""
-        return bool(self._page[_HELD])
+        return bool(self._page[_HELD]) and not self.ends
 
     @held.setter
     def held(self, value: bool) -> None:
         self._page[_HELD] = int(value)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the job is to end in order after the iteration that this rank begins next. Excludes `held`."""
+        return self._value(_HELD) == 1
+
+    @ends.setter
+    def ends(self, value: bool) -> None:
+        self._page[_HELD] = guarded_word(1, _HELD) if value else 0
 
     @property
     def exchanged_ms(self) -> int:
@@ -316,6 +335,16 @@ class Header:
     @held_at.setter
     def held_at(self, value: int) -> None:
         self._page[_HELD_AT] = guarded_word(value, _HELD_AT)
+
+    @property
+    def ending(self) -> Ending:
+        """How far training has come, as the rank knew at its last version point."""
+        value = self._value(_ENDING)
+        return Ending(value) if value in (Ending.EARLY, Ending.OWN) else Ending.UNKNOWN
+
+    @ending.setter
+    def ending(self, value: Ending) -> None:
+        self._page[_ENDING] = guarded_word(value, _ENDING)
 
     @property
     def completed(self) -> int:

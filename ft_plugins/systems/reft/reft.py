@@ -36,6 +36,7 @@ from ...snapshot.capture.layout import layer_bytes, plan_layout
 from ...snapshot.checkpoint import index
 from ...snapshot.segment import claims
 from ...snapshot.segment.claims import CaptureOwner
+from ...snapshot.segment.header import Ending
 from ...snapshot.segment.ledger import digest_of
 from ...snapshot.segment.paths import SPARE, check_room, memory_bytes, path_of
 from ...snapshot.segment.segment import Segment
@@ -194,9 +195,14 @@ class Reft(CaptureOwner):
 
     # ---- hooks ----
 
-    def iteration_end(self, step: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
+    def captures(self, step: int) -> bool:
+        """Whether version `step` is captured, by the interval."""
+        return self._times.captures(step)
+
+    def iteration_end(self, step: int, kept: Mapping[str, torch.Tensor] | None = None, always: bool = False) -> None:
         """The version point: start a capture at the interval. `kept`: copies of the items that changed since it, if it
-        is past. Raises PeerDegraded.
+        is past. `always`: at any iteration, because it is the last one; every rank has passed its fence. Raises
+        PeerDegraded.
 
         A rank whose capture failed announces that at its fence, before its update, and goes on when all ranks know it;
         this rank needed the gradients of that rank for its own update. So the last version that all ranks hold is not
@@ -205,7 +211,7 @@ class Reft(CaptureOwner):
         self.record_completed(step)
         if self._collective.announced(DEGRADED):
             raise PeerDegraded()
-        if self._capture is not None and self._times.captures(step):
+        if self._capture is not None and (always or self._times.captures(step)):
             state = self._host.small_state()
             self._ledger.end(step, state)
             small = self.plan.encoded(state)
@@ -232,6 +238,15 @@ class Reft(CaptureOwner):
             while header.held and time.monotonic() < until:
                 time.sleep(_HELD_SECONDS)
             header.held_at = 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the job is to end in order after the next iteration, as this node knows."""
+        return self._mapped().header.ends
+
+    def record_ending(self, ending: Ending) -> None:
+        """Record how far training has come, for ft-run."""
+        self._mapped().header.ending = ending
 
     def before_update(self, step: int, following: int) -> float:
         """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if

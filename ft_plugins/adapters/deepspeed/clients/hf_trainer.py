@@ -89,6 +89,10 @@ class TrainerClient:
     def write_scalars(self) -> ScalarWriter | None:
         return None if self._run is None else of_trainer(self._run.trainer)
 
+    @property
+    def last(self) -> int | None:
+        return None if self._run is None else self._run.last
+
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         self._engine, self._begin = engine, begin
 

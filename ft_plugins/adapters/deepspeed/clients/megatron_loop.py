@@ -43,6 +43,10 @@ class ForkLoop:
 
         wrap(self._module, "train_step", train_step)
 
+    @property
+    def last(self) -> int | None:
+        return getattr(self.arguments, "train_iters", None)
+
     def iteration(self) -> int:
         return int(self.arguments.iteration)
 
