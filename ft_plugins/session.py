@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +26,7 @@ from .model.host import Checking, Host, Looping
 from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
-from .snapshot.segment.header import Ending
+from .snapshot.segment.header import AT_END, EARLY, UNKNOWN
 from .systems.followed import Disconnection, ProgressReport
 from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft.capture_times import DEGRADED, PeerDegraded
@@ -40,8 +41,6 @@ from .systems.transcript import Transcript
 if TYPE_CHECKING:  # imports much that ranks without BAFT do not need
     from .bubbles.profile import Profiling
     from .systems.measured import Measurement
-
-_TOGETHER_SECONDS = 20.0  # for all ranks to come to their last version point; after that a rank has left alone
 
 
 class Session:
@@ -87,9 +86,8 @@ class Session:
         own_pace = config.sync is not None and config.sync.policy == "a_edit"
         self.ledger = IterationLedger(host.rank, config.on_difference, self._events, keeps=not own_pace)
         self._ended = 0  # iterations of this incarnation
-        self._last: int | None = None  # the iteration at which training ends, if known
-        self._ending = Ending.UNKNOWN
-        self._stops = False  # the job is to end at the next version point whose version is captured there
+        self.last: int | None = None  # the iteration at which training ends, if known
+        self._ending, self._stops = UNKNOWN, False  # the latter: the job is to end at a version point, from this one on
         self._deferred = 0  # the version whose tensors are captured during the next one
         try:
             if config.paft is not None or config.sync is not None:
@@ -162,20 +160,17 @@ class Session:
             self._start.restored(self._lineage)
         if self._sync is not None:
             done = self._sync.begin(done, self._carrying.restored_state, last)
-        self.expect_end(last, done)
-        if self._ending is Ending.OWN:
+        self.last = last
+        self._come_to(done)
+        if self._ending == AT_END:
             self.restore_position()
         return done
 
-    def expect_end(self, last: int | None, done: int) -> None:
-        """Training, `done` so far, ends at iteration `last`: for a host that restores its position by itself."""
-        self._last = last
-        self._come_to(done)
-
-    def _come_to(self, step: int) -> None:
-        """Record whether training is at its own end after iteration `step`."""
-        if self._last is not None:
-            self._ending = Ending.EARLY if self._continues(step, self._last) else Ending.OWN
+    def _come_to(self, step: int, ending: int | None = None) -> None:
+        """Record for ft-run whether training is at its own end after iteration `step`; by default by the last one."""
+        if self.last is not None and ending is None:
+            ending = EARLY if self._continues(step, self.last) else AT_END
+        self._ending = ending or self._ending
         if (reft := self._reft or self._degraded) is not None:
             reft.record_ending(self._ending)
 
@@ -232,7 +227,7 @@ class Session:
         self.shutdown()
 
     def complete(self, step: int, ends: bool = False) -> None:
-        """The end of iteration `step`, also if the host has not called all hooks of its update. `ends`: as for
+        """The end of iteration `step`, also if the host has not called all hooks of its update. `ends`: see
         `iteration_end`."""
         if self._fenced != step:  # the update was skipped, as a GradScaler does
             self.before_update(step)
@@ -246,10 +241,9 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         if not self.iteration and isinstance(self._host, Looping):
             self._host.loop_begins()
-        if self._reft is not None and not self._deferred and (self._sync is None or self._sync.in_step):
-            self._reft.hold()
-            if self._reft.ends:  # no rank can complete this iteration before all have this word
-                self._collective.announce(_stop_after(step))
+        in_step = not self._deferred and (self._sync is None or self._sync.in_step)
+        if self._reft is not None and in_step and self._reft.hold():  # to end; no rank can complete this iteration yet
+            self._collective.announce(f"stop after {step}")
         self.restore_position()
         self.iteration = step
         self.ledger.begin(step)
@@ -299,16 +293,16 @@ class Session:
             self._synchronize(self._sync, lambda sync: sync.after_update(step))
 
     def iteration_end(self, step: int, ends: bool = False) -> None:
-        """The version point. `ends`: training ends here, on all ranks, be it at its own end or not."""
+        """The version point. `ends`: training ends here on all ranks, be it at its own end or before."""
         self._come_to(step)
-        self._stops = self._stops or self._collective.announced(_stop_after(step))
+        self._stops = self._stops or self._collective.announced(f"stop after {step}")
         self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
         if self._transcript is not None:
             deferred = self._sync is not None and self._sync.defers(step)
             self._transcript.completed(step, self.ledger.seen(), self.progress.words.long_phases, deferred)
-        self._version_point(step, ends or self._stops)
+        self._version_point(step, (ends or self._stops) and self._ending != AT_END)
         if self.measured is not None:
             self.measured.iteration_end(step)
         if self._start is not None:
@@ -321,24 +315,16 @@ class Session:
         self._ended += 1
         if self._ended == imported.AFTER_ITERATIONS:
             self._write_imported()
-        if self._stops and not self._deferred and self._ending is not Ending.OWN:
-            self._stop(Ending.EARLY)
-        if step == self._config.stop_after:
-            self._stop(Ending.OWN)
+        asked = self._stops and not self._deferred and self._ending != AT_END
+        if asked or step == self._config.stop_after:
+            self._come_to(step, EARLY if asked else AT_END)
+            self._stop()
 
-    def _stop(self, ending: Ending) -> None:
+    def _stop(self) -> None:
         """End in order after the last wanted iteration, once every rank has come so far."""
-        self._ending = ending
         self._collective.barrier()
         self.shutdown()
         sys.exit(0)
-
-    def _together(self) -> bool:
-        """Whether all ranks are at this version point, so that each has passed its fence."""
-        with contextlib.suppress(FtError):
-            pending = self._collective.start_gather(b"")
-            return not pending.waits(_TOGETHER_SECONDS) and bool(pending.result())
-        return False
 
     def _write_imported(self) -> None:
         """Write down what this rank has imported, for preloaders."""
@@ -350,17 +336,15 @@ class Session:
             with contextlib.suppress(OSError):
                 imported.write(context.run_dir, context.local_rank, context.token, variables)
 
-    def _version_point(self, step: int, ends: bool) -> None:
+    def _version_point(self, step: int, last: bool) -> None:
         version = self._version(step)
         if self._reft is not None:
             later = self._sync is not None and self._sync.defers(step)
             if (lost := self._disconnection.due(self._collective.lost, step, time.monotonic())) is not None:
                 self._events.emit(catalogue.RANKS_DISCONNECTED, peer=lost.rank, reason=lost.reason)
-            ends = ends and self._ending is not Ending.OWN and not (later or self._reft.captures(version))
-            always = ends and self._together()
             if version:
                 self._guarded(
-                    lambda reft: self._defer(reft, version) if later else reft.iteration_end(version, always=always)
+                    lambda reft: self._defer(reft, version) if later else reft.iteration_end(version, last=last)
                 )
             else:
                 self.ledger.end(step, None)
@@ -388,10 +372,10 @@ class Session:
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
-        if self._ending is Ending.UNKNOWN and _is_left():
-            self._ending = Ending.EARLY
-        if self._reft is not None:
-            self._reft.record_ending(self._ending)
+        error = sys.exc_info()[1]
+        trace = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
+        if self._ending == UNKNOWN and trace and trace[-1].name != "<module>":  # amid the script, perhaps amid training
+            self._come_to(self.iteration, EARLY)
         self.progress.end()
         if self._scalars is not None:
             self._scalars.close()
@@ -448,20 +432,6 @@ class Session:
         if self.measured is not None:
             with contextlib.suppress(Exception):  # a device that has failed
                 self.measured.release_gate()  # after what was said: it waits for the stream
-
-
-def _stop_after(step: int) -> str:
-    """The word with which a rank announces that all ranks end after iteration `step`."""
-    return f"stop after {step}"
-
-
-def _is_left() -> bool:
-    """Whether `sys.exit`, called within a function of the script, is ending it: rather amid training than after it."""
-    error = sys.exc_info()[1]
-    trace = error.__traceback__ if isinstance(error, SystemExit) else None
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_name != "<module>"
 
 
 def attach(

@@ -52,11 +52,6 @@ class FrameworkHooks:
     context: LaunchContext
     endings: list[Callable[[], None]] = field(default_factory=list)
 
-    def end(self) -> None:
-        """Call those that have not been called."""
-        while self.endings:
-            self.endings.pop(0)()
-
 
 def register(context: LaunchContext) -> FrameworkHooks:
     """Prepare and hook the frameworks when the script imports them: Megatron and Hugging Face's Trainer if a system is

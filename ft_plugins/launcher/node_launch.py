@@ -40,7 +40,7 @@ from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
 from .agent.agent import NodeDrained, ProgressAgent
-from .agent.draining import cannot_be_drained, cannot_be_held
+from .agent.draining import cannot_be_drained
 from .agent.node_check import NodeCheck
 from .agent.orderly_end import conclude
 from .agent.restarts import Status
@@ -127,13 +127,12 @@ def launch(
         events.emit(catalogue.JOB_STARTED, nproc=config.nproc_per_node, script=name)
         status: Status = "failed"
         everywhere = True
-        stop = SignalStop(watcher, events, job.config.grace_seconds, signals_of(config)) if job else None
+        stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
         try:
             with notices(watcher, signals_of(config)) if watcher else nullcontext():
                 outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop, check)
             status, everywhere = outcome.status, outcome.everywhere
-            if stop:
-                stop.over()
+            end_by_signals(signals_of(config) if job else "", over=True)
         except ConfigError:
             status = "refused"
             raise
@@ -312,8 +311,8 @@ def _refused_requests(config: Config) -> tuple[str, str]:
     redundancy = (config.capture.redundancy if config.capture else None) or ""
     apart = config.sync is not None and config.capture is not None and config.capture.versions != "every"
     deferred = _always_deferred(config)
-    unprotected = "" if config.capture else "no snapshots are taken of this job: end it by SIGTERM to each ft-run"
-    return cannot_be_drained(redundancy, apart, deferred), unprotected or cannot_be_held(apart, deferred)
+    uncaptured = "" if config.capture else "no snapshots are taken of this job: end it by SIGTERM to each ft-run"
+    return cannot_be_drained(redundancy, apart, deferred), uncaptured or cannot_be_drained("any", apart, deferred)
 
 
 def _always_deferred(config: Config) -> bool:

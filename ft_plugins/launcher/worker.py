@@ -168,8 +168,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         except SystemExit as stop:
             if stop.code:
                 raise
-            registered.end()  # in here, where it shows how the script ends
-        registered.end()
+            for end in registered.endings:  # in here, where it shows how the script ends
+                end()
+        for end in registered.endings:
+            end()
 
     errors.record(guarded(run))()
 

@@ -181,14 +181,14 @@ class DeepSpeedLoop:
                 f"rank {self._host.rank}: iteration {iteration} was restored, but DeepSpeed's global_steps is "
                 f"{self.engine.global_steps}; start with --ftp-resume fresh"
             )
-        self._session.expect_end(getattr(self.client, "last", None), iteration)
+        self._session.last = getattr(self.client, "last", None)
         self._reads = IterationReads(self._host.pace)
 
     def shutdown(self) -> None:
         """The orderly end of training. Idempotent."""
         leave, self._leave = self._leave, _no_cleanup
         try:
-            self._end(ends=True)
+            self._end()
             self._session.shutdown()
         except SystemExit as stop:  # by --ftp-stop-after, with status 0: this is the end anyway
             leave(not stop.code)

@@ -11,7 +11,6 @@ that failed on their own, a `Verdict`; `worker.failed`, `round.ended`, `workers.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import signal
 import socket
@@ -39,6 +38,7 @@ from ...config import worker_environment
 from ...errors import ConfigError, ProtectionError
 from ...events import Events, catalogue, say
 from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
+from ...snapshot.segment.header import EARLY
 from .. import job_identity
 from ..preload.parent import parent_of
 from ..rendezvous import endpoint
@@ -50,7 +50,7 @@ from .agent_channel import AgentChannel
 from .cycle_files import CycleFiles
 from .draining import Departure, longest_wait
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
-from .signals import SignalStop
+from .signals import SignalStop, end_by_signals
 from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
 
@@ -60,11 +60,8 @@ _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before w
 
 
 class _RoundEnded(Exception):
-    """The round ended while this node, whose workers had succeeded, waited for the others."""
-
-
-class _JobLeft(Exception):
-    """A rank of this node has ended with status 0 before training was at its own end, so the others cannot go on."""
+    """The round ended while this node, whose workers had succeeded, waited for the others; or workers cannot go on
+    without one that has left."""
 
 
 class NodeDrained(Exception):
@@ -119,7 +116,7 @@ class ProgressAgent(LocalElasticAgent):
         self._departure = self._new_departure()
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
-        self.left = False  # the job is over because a rank of this node has left it
+        self.left = False  # a worker of this incarnation has ended with status 0 before the end of training
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -128,53 +125,43 @@ class ProgressAgent(LocalElasticAgent):
             try:
                 result: RunResult = super()._invoke_run(role)
                 return result
-            except _JobLeft:
-                return self._end_left()
             except _RoundEnded:
                 if self._is_left():
-                    return self._end_left()
+                    self._stop_workers(self._worker_group)
+                    ranks = (worker.global_rank for worker in self._worker_group.workers)
+                    return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
                 reason = "another node failed or left after the workers of this node had succeeded; they start again"
                 self._events.emit(catalogue.ROUND_ENDED, reason=reason)
                 self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
             except SignalException as error:
-                if self._stop is not None:
-                    if ended := self._ended_before(self._stop):
-                        return ended
-                    self._end_workers(self._stop, error.sigval)
+                if self._stop is not None and (ended := self._end_workers(self._stop, error.sigval)):
+                    return ended
                 raise
 
     def _is_left(self) -> bool:
-        """Whether a rank of this node has ended with status 0, and training was not at its own end."""
-        with suppress(ProtectionError):
-            in_order = self._pcontext is not None and worker_failures.any_in_order(self._pcontext)
-            return in_order and self._watcher is not None and self._watcher.left(self._token)
-        return False
+        """Whether a worker of this node has ended with status 0 before the end of training: no restart may undo that.
+        It is remembered, because what remains of the workers is killed then."""
+        self._exits.wait(0.0)
+        if self._watcher and self._exits.ended > len(worker_failures.failed_workers(self._context())):
+            with suppress(ProtectionError):
+                ranks = self._watcher.status()["segments"]
+                self.left = self.left or any(each["attached"] and each["ending"] == EARLY for each in ranks)
+        return self.left
 
-    def _end_left(self) -> RunResult:
-        self._stop_workers(self._worker_group)
-        self.left = True
-        return RunResult(state=WorkerState.SUCCEEDED)
-
-    def _ended_before(self, stop: SignalStop) -> RunResult | None:
-        """The result, if the ranks of all nodes have ended in order before a signal came; those of other nodes are
-        given the workers' part of the grace."""
-        if self._pcontext is None:
-            return None
-        result: RunResult = super()._monitor_workers(self._worker_group)
-        for prepare in (lambda: None, stop.begin):
-            prepare()
-            if result.state == WorkerState.SUCCEEDED:
-                with suppress(_RoundEnded, TimeoutError):
-                    self._exit_barrier(stop.left_for_workers)
-                    return result
-        return None
-
-    def _end_workers(self, stop: SignalStop, number: signal.Signals) -> None:
+    def _end_workers(self, stop: SignalStop, number: signal.Signals) -> RunResult | None:
         """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
-        What is in memory is written meanwhile."""
+        What is in memory is written meanwhile. The result, if the workers of all nodes had ended in order before."""
         stop.begin()
         if self._pcontext is None:
-            return
+            return None
+        self._exits.wait(0.0)
+        ended = self._exits.ended == len(self._pcontext.pids())
+        result = super()._monitor_workers(self._worker_group) if ended else RunResult(state=WorkerState.HEALTHY)
+        if result.state == WorkerState.SUCCEEDED:
+            with suppress(_RoundEnded, TimeoutError):
+                self._exit_barrier(stop.left_for_workers)
+                stop.finish()
+                return result
         context = self._pcontext
         vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
         with suppress(SignalException):
@@ -184,20 +171,19 @@ class ProgressAgent(LocalElasticAgent):
         for pid in worker_failures.unreaped(context):
             worker_failures.signal_group(pid, signal.SIGKILL)
         self._exits.wait_for_all(min(_KILLED_SECONDS, stop.left))
+        return None
 
     def _note(self, phase: FtRunPhase, reason: str = "") -> None:
         """Leave what this ft-run does in the run directory."""
         if self._job:
             write_note(self._job.run_dir, FtRunNote(phase, reason))
 
-    def _exit_barrier(self, seconds: float = math.inf) -> None:
-        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait. Raises
-        TimeoutError after so many seconds."""
+    def _exit_barrier(self, seconds: float = float("inf")) -> None:
+        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait, which raises
+        TimeoutError after so many `seconds`. From then on no signal ends ft-run."""
         self._note(FtRunPhase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, Rendezvous):
-            if self._channel is not None and seconds < math.inf:
-                raise TimeoutError
             super()._exit_barrier()
             self.all_ended = self._all_have_ended()
         elif handler.wait_for_all(seconds):
@@ -205,7 +191,7 @@ class ProgressAgent(LocalElasticAgent):
         else:
             raise _RoundEnded
         if self._stop is not None:
-            self._stop.over()
+            end_by_signals(os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"], over=True)
 
     def _all_have_ended(self) -> bool:
         """Whether the workers of all nodes have succeeded. torch waits for them, but does not report which came."""
@@ -338,7 +324,7 @@ class ProgressAgent(LocalElasticAgent):
         ):
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
-        self._exits = WorkerExits(context.pids().values())
+        self._exits, self.left = WorkerExits(context.pids().values()), False
         vars(context)["close"] = functools.partial(worker_failures.close_at_once, context)  # of this object only
         if self.restarts:
             seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
@@ -396,9 +382,9 @@ class ProgressAgent(LocalElasticAgent):
             return False
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._failed_at is None and self._is_left():
+            raise _RoundEnded
         if self._failed_at is None:  # another node failed or joined: not counted
-            if self._is_left():
-                raise _JobLeft
             self._seen = time.monotonic()
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
@@ -443,14 +429,13 @@ class ProgressAgent(LocalElasticAgent):
         return Departure(self._watcher, self._events, longest_wait(self._job.config.hang_seconds, *timeout))
 
     def _leave_if_asked(self) -> None:
-        """Have the ranks end, if the job is to stop. Raises NodeDrained if this node is to leave it."""
+        """Have the workers end, if the whole job is to; raises NodeDrained if this node is."""
         handler = self._worker_group.spec.rdzv_handler
-        if self._departure is None or self._watcher is None or not isinstance(handler, Rendezvous):
+        if self._departure is None or not isinstance(handler, Rendezvous):
             return
-        if handler.is_stopping:
+        if handler.is_stopping and self._watcher:
             with suppress(ProtectionError):
                 self._watcher.hold(True, end=True)  # each time: ranks that start were not there the last time
-            return
         step = self._departure.step(handler.is_draining)
         if step.give_up:
             handler.stay()
@@ -486,11 +471,11 @@ class ProgressAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _decide(self, result: RunResult, left: bool) -> None:
-        """Report the failures, find the cause and decide. Raises _JobLeft if they only show that a rank has `left`."""
+        """Report the failures, find the cause and decide. Raises _RoundEnded if they only show that one has `left`."""
         failures = [worker_failures.described(rank, failure) for rank, failure in result.failures.items()]
         cause = root_cause(failures)
         if left and cause.secondary:
-            raise _JobLeft
+            raise _RoundEnded
         for failure in failures:
             self._events.emit(
                 catalogue.WORKER_FAILED,

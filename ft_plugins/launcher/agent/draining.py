@@ -119,21 +119,16 @@ def cannot_be_drained(redundancy: str, apart: bool, deferred: bool = False) -> s
     in the next iteration. Pure."""
     if redundancy in ("", "none"):
         return "nodes of this job do not protect each other, so the others could not go on without its state"
-    return cannot_be_held(apart, deferred)
-
-
-def cannot_be_held(apart: bool, deferred: bool) -> str:
-    """Why not all ranks of such a job can be held at one version, for people; '' if they can. Pure."""
-    ending = "end the job, or the node, by SIGTERM to ft-run"
     if apart:
         return (
             "replicas of local SGD train on without this node until the next synchronisation, and would lose that: it "
-            f"takes --reft-versions every, with which they wait for each other in each iteration; {ending}"
+            "takes --reft-versions every, with which they wait for each other in each iteration; end the job, or the "
+            "node, by SIGTERM to ft-run"
         )
     if deferred:
         return (
             "all versions that are sent to other nodes are those of synchronisations, which end in the next iteration "
             "(--sync-apply forward): it takes a --reft-interval times --reft-exchange-interval that --sync-tau does "
-            f"not divide; {ending}"
+            "not divide; end the job, or the node, by SIGTERM to ft-run"
         )
     return ""

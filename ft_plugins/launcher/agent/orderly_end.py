@@ -24,43 +24,12 @@ from ...errors import ProtectionError
 from ...events import Events, say
 from ...smp.serve.status import holds_nothing, newest_common
 from ...smp.watch.job_state import span_text
-from ...snapshot.segment.header import Ending
+from ...snapshot.segment.header import AT_END, EARLY, UNKNOWN
 from .restarts import Status
 from .signals import missed, report_missed
 from .watcher import Job, Watcher
 
 _ELSEWHERE = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
-
-
-@dataclass(frozen=True)
-class EndFacts:
-    """What is known of the ranks of this node, which have ended in order. `left`: the job has ended because it was left
-    by a rank of any node. `held`: the newest iteration that all ranks here hold; `empty`: memory holds nothing at
-    all."""
-
-    endings: tuple[Ending, ...] = ()
-    completed: tuple[int, ...] = ()
-    held: int | None = None
-    empty: bool = True
-    left: bool = False
-
-    @classmethod
-    def of(cls, status: Mapping[str, Any], left: bool) -> EndFacts:
-        """By an SMP's `status`."""
-        ranks = [each for each in status["segments"] if each["attached"]]
-        newest = None if status.get("missing") else newest_common(status)
-        return cls(
-            tuple(Ending[each["ending"]] for each in ranks), tuple(each["completed"] for each in ranks),
-            newest.iteration if newest else None, holds_nothing(status), left,
-        )  # fmt: skip
-
-    @property
-    def ending(self) -> Ending:
-        """How far training has come on this node."""
-        if self.endings and set(self.endings) == {Ending.OWN}:
-            return Ending.OWN
-        apart = len(set(self.completed)) > 1
-        return Ending.EARLY if self.left or apart or Ending.EARLY in self.endings else Ending.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -72,44 +41,52 @@ class EndPlan:
     words: str = ""
 
 
-def end_plan(facts: EndFacts, outcome: dict[str, Any], job: str, kept_seconds: float) -> EndPlan:
-    """What comes after a checkpoint with that `outcome`. `kept_seconds`: for how long memory is kept. Pure."""
-    early = facts.ending is Ending.EARLY
-    if facts.ending is Ending.OWN or not early and facts.empty:
+def reached(status: Mapping[str, Any], left: bool) -> tuple[int, int, int | None]:
+    """How far the ranks have come that have ended in order, by an SMP's `status`: as `Header.ending`; the last iteration
+    that any of them has completed, and the newest one that all hold. `left`: a rank of the job, here or on another
+    node, has left it. Pure."""
+    ranks = [each for each in status["segments"] if each["attached"]]
+    endings, completed = {each["ending"] for each in ranks}, {each["completed"] for each in ranks}
+    newest = None if status.get("missing") else newest_common(status)
+    ending = EARLY if left or EARLY in endings or len(completed) > 1 else UNKNOWN
+    over = endings == {AT_END} or holds_nothing(status)
+    return AT_END if over else ending, max(completed, default=0), newest.iteration if newest else None
+
+
+def end_plan(
+    ending: int, done: int, held: int | None, outcome: dict[str, Any], job: str, kept_seconds: float
+) -> EndPlan:
+    """What comes after a checkpoint with that `outcome`; the others as `reached` returns them. `kept_seconds`: for how
+    long memory is kept. Pure."""
+    if ending == AT_END:
         return EndPlan(drop=True)
+    early, stored = ending == EARLY, outcome["state"] == "done"
     status: Status = "stopped" if early else "succeeded"
-    done, state = max(facts.completed, default=0), outcome["state"]
-    ended = f"training ended after iteration {done}" + ", before its own end" * early
-    if facts.empty:
-        return EndPlan(True, status, f"{ended}; memory holds no version")
-    if state == "off" and not early:
-        lost = "nothing says where it ends, so memory is dropped; --reft-checkpoint-dir stores the last iteration"
-        return EndPlan(True, status, f"{ended}: {lost}")
-    newest = outcome["iteration"] if state == "done" else facts.held
-    what = "what is in memory" if newest is None else f"iteration {newest}"
+    newest = outcome["iteration"] if stored else held
+    what = f"training ended after iteration {done}{', before its own end' * early}: "
+    what += "what is in memory" if newest is None else f"iteration {newest}"
     on = "the same command goes on from there"
-    if newest is not None and newest < done:
-        on += f", and computes iteration {newest + 1} to {done} again"
-    if state == "done":
-        return EndPlan(True, status, f"{ended}: {what} is in {outcome['path']}; {on}")
-    why = f" ({reason})" if (reason := missed(outcome)) else ""
-    drop = f"`ft-plugins end {job}` on each node drops it"
-    return EndPlan(False, status, f"{ended}: {what} is kept in memory for {span_text(kept_seconds)}{why}; {on}; {drop}")
+    on += f", and computes up to iteration {done} again" if newest is not None and newest < done else ""
+    if stored:
+        return EndPlan(True, status, f"{what} is in {outcome['path']}; {on}")
+    if outcome["state"] == "off" and not early:
+        why = "nothing says where training ends; --reft-checkpoint-dir stores the last iteration"
+        return EndPlan(True, status, f"{what} is dropped, since {why}")
+    kept = f"{what} is kept in memory for {span_text(kept_seconds)}" + f" ({missed(outcome)})" * bool(missed(outcome))
+    return EndPlan(False, status, f"{kept}; {on}, and `ft-plugins end {job}` on each node drops it")
 
 
 def conclude(watcher: Watcher, job: Job, events: Events, everywhere: bool, left: bool) -> EndPlan:
     """Write what has to be written, and say what becomes of memory. `everywhere`: the ranks of all nodes are known to
-    have ended; `left`: see `EndFacts`."""
+    have ended; `left`: see `reached`."""
+    facts: tuple[int, int, int | None] = (EARLY if left else AT_END, 0, None)  # without an SMP
     try:
-        facts = EndFacts.of(watcher.status(), left)
-    except ProtectionError as error:
-        return EndPlan(False, "stopped" if left else "succeeded", str(error))
-    try:
-        outcome = watcher.checkpoint("the job ends", only_due=facts.ending is Ending.OWN)
+        facts = reached(watcher.status(), left)
+        outcome = watcher.checkpoint("the job ends", only_due=facts[0] == AT_END)
     except ProtectionError as error:
         outcome = {"state": "failed", "reason": str(error)}
     report_missed(events, outcome)
-    plan = end_plan(facts, outcome, job.name, job.config.orphan_seconds)
+    plan = end_plan(*facts, outcome, job.name, job.config.orphan_seconds)
     if plan.words:
         say(plan.words, alarm=True, who="ft-run: ")
     return plan if everywhere else replace(plan, drop=False, words=_ELSEWHERE)

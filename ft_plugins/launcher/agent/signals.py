@@ -3,7 +3,7 @@
     SIGTERM and others that end ft-run   `SignalStop`: the newest version is written while the workers end; they get
                                          WORKERS_SHARE of the grace, then they are killed, and a version that they
                                          sealed meanwhile is written in the rest of it
-                                         nothing, once the ranks of all nodes have ended (`SignalStop.over`)
+                                         nothing, once the ranks of all nodes have ended
     SIGUSR1, SIGUSR2                     `notices`: a notice of preemption: the newest version is written, the job's log
                                          says where, and training continues
 
@@ -60,11 +60,10 @@ def report_missed(events: Events, outcome: dict[str, Any]) -> None:
 
 
 class SignalStop:
-    """The stop of a node's job by one of the signals `taken`, names, within `seconds` from `begin` on. `writer` is None
-    if there is no SMP."""
+    """The stop of a node's job by a signal, within `seconds` from `begin` on. `writer` is None if there is no SMP."""
 
-    def __init__(self, writer: Writer | None, events: Events, seconds: float, taken: str = "") -> None:
-        self._writer, self._events, self._seconds, self._taken = writer, events, seconds, taken
+    def __init__(self, writer: Writer | None, events: Events, seconds: float) -> None:
+        self._writer, self._events, self._seconds = writer, events, seconds
         self._until = 0.0  # monotonic; 0 before `begin`
         self._workers_ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -97,10 +96,6 @@ class SignalStop:
             self._thread.join(self.left)
             report_missed(self._events, self._outcome)
 
-    def over(self) -> None:
-        """The job has ended: whatever signal comes now, ft-run ends as the job has. For the main thread."""
-        _handle(self._taken, signal.SIG_IGN)
-
     def _write(self, writer: Writer) -> None:
         """The thread: what is in memory now, then what is newest."""
         while self._ask(writer)["state"] == "unanswered" and self.left:  # the signal may have ended the SMP too
@@ -119,19 +114,16 @@ class SignalStop:
         return outcome
 
 
-def end_by_signals(taken: str) -> None:
+def end_by_signals(taken: str, over: bool = False) -> None:
     """Have ft-run end in order by the signals `taken`, names, also before torch's agent, which handles them as this
-    does, has started workers. Notices of preemption are ignored until they are handled. For the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        _handle(taken, _end)
-        liveness.ignore_notices()
-
-
-def _handle(taken: str, handler: Any) -> None:
-    main = threading.current_thread() is threading.main_thread()
-    for name in taken.split(",") if main else ():
+    does, has started workers; by none of them if the job is `over`. Notices of preemption are ignored until they are
+    handled. For the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in taken.split(","):
         if number := getattr(signal, name.strip(), None):
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if over else _end)
+    liveness.ignore_notices()
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -31,7 +31,6 @@ from ...smp.serve.status import common, holds_nothing, leaves_at, marks_in, newe
 from ...smp.watch import liveness
 from ...smp.watch.hang_watch import WAITING_FILE
 from ...snapshot.checkpoint import checkpoint
-from ...snapshot.segment.header import Ending
 from ...snapshot.segment.slots import Mark
 from .restarts import HeldVersion
 
@@ -161,12 +160,6 @@ class Watcher:
         """Have the ranks of this node wait, or no longer, at the next version; `end`: have all ranks of the job end
         after their next iteration. Raises ProtectionError."""
         self._request("hold", lambda client: client.hold(on, end))
-
-    def left(self, token: int) -> bool:
-        """Whether training under `token` was not at its own end where a rank here was last, as far as that is known.
-        Raises ProtectionError."""
-        ranks = [each for each in self.status()["segments"] if each["attached"] and each["lineage_token"] == token]
-        return any(each["ending"] == Ending.EARLY.name for each in ranks)
 
     def leaves_at(self) -> tuple[int | None, int]:
         """See `smp.serve.status.leaves_at`. Raises ProtectionError, also if nodes do not protect each other."""

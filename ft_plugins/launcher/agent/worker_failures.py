@@ -45,18 +45,6 @@ def failed_workers(context: PContext) -> dict[int, int]:
     return failed
 
 
-def any_in_order(context: PContext) -> bool:
-    """Whether a worker has ended with status 0."""
-    for pid in context.pids().values():
-        try:
-            exited = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return True  # already reaped, so it did not fail
-        if exited and exited.si_code == os.CLD_EXITED and not exited.si_status:
-            return True
-    return False
-
-
 def read_report(path: str) -> dict[str, Any]:
     """The content of a worker's error file; {} if it is missing or incomplete."""
     try:
@@ -114,6 +102,7 @@ class WorkerExits:
     def __init__(self, pids: Iterable[int] = ()) -> None:
         self._poller = select.poll()
         self._open: set[int] = set()
+        self.ended = 0  # how many have ended, as far as was waited for them
         for pid in pids:
             with suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(pid)
@@ -137,6 +126,7 @@ class WorkerExits:
             self._close(descriptor)
 
     def _close(self, descriptor: int) -> None:
+        self.ended += 1
         self._poller.unregister(descriptor)
         self._open.remove(descriptor)
         os.close(descriptor)

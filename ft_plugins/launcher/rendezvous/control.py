@@ -21,7 +21,8 @@ from ...base.intake import Flag, parsed, read_json, shown
 from ...base.run_directories import NAME_PATTERN
 from ...errors import ConfigError, FtError
 from .. import job_identity
-from ..rounds.node_messages import AskedReply, Meeting
+from ..rounds.node_messages import DrainReply, Meeting
+from ..rounds.rounds import ALL
 from . import peers
 from .peers import Credentials
 from .rendezvous_settings import RendezvousSettings
@@ -52,19 +53,9 @@ def leave(settings: RendezvousSettings, own: str) -> None:
 
 
 def drain(run_dir: Path, node: str) -> str:
-    """Have `node` leave the job at its next version. Returns why it does not, '' if it does."""
-    if not re.fullmatch(NAME_PATTERN, node):  # no name at all would take a drain back
+    """Have `node`, or ALL nodes, leave the job at its next version. Returns why they do not, '' if they do."""
+    if node != ALL and not re.fullmatch(NAME_PATTERN, node):  # no name at all would take a drain back
         raise ConfigError(f"{shown(node)} is not the name of a node; expected one that `ft-plugins status` shows")
-    return _ask(run_dir, do="drain", node=node)
-
-
-def stop(run_dir: Path) -> str:
-    """Have the whole job end at the next version point. Returns why it does not, '' if it does."""
-    return _ask(run_dir, do="stop")
-
-
-def _ask(run_dir: Path, **asked: str) -> str:
-    """The leader's reply: why not, '' for none."""
     try:
         place = read_json(run_dir / _FILE, _PLACE)
     except (OSError, ValueError) as error:
@@ -73,8 +64,8 @@ def _ask(run_dir: Path, **asked: str) -> str:
     meeting = parsed(Meeting, peers.ask(place.endpoint, {"do": "meet", "lead": None}, _REACH_SECONDS, us))
     known = [meeting.leading] if meeting.leading else sorted(meeting.known, key=lambda each: -each.generation)
     for leader in known:
-        request = {"token": secrets.token_hex(8), **asked}
+        request = {"do": "drain", "token": secrets.token_hex(8), "node": node}
         reply = peers.ask(leader.endpoint, request, _REACH_SECONDS, us)
         if not reply.get("moved"):
-            return parsed(AskedReply, reply).refused
+            return parsed(DrainReply, reply).refused
     raise FtError("no node leads the job now: its nodes begin another round; give this again when it trains")

@@ -17,7 +17,6 @@ The store accepts anyone: no decision about the job is read from it.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from datetime import timedelta
 
@@ -33,6 +32,7 @@ from ..rounds import round_store
 from ..rounds.field_types import reason_text
 from ..rounds.node_messages import RoundView
 from ..rounds.round_machine import Phase
+from ..rounds.rounds import ALL
 from . import peers
 from .endpoint import Endpoint
 from .local_node import LocalNode
@@ -216,7 +216,7 @@ class Rendezvous(RendezvousHandler):
         if view is None:
             return self._waiting, self.waiting_reason
         self.is_draining = view.draining == self._node.me.node
-        self.is_stopping = self.is_stopping or view.stopping
+        self.is_stopping = self.is_stopping or view.draining == ALL
         if view.phase is Phase.COMPLETE and view.round == self._round:
             self._join.asked = view.draining
             return 0, ""
@@ -226,7 +226,7 @@ class Rendezvous(RendezvousHandler):
         why = ", ".join(back + joined) or f"a node left, or was silent for {silence:g} s"
         return max(1, view.waiting), f"round {self._round} is over: {why}"
 
-    def wait_for_all(self, seconds: float = math.inf) -> bool:
+    def wait_for_all(self, seconds: float = float("inf")) -> bool:
         """Wait, once the workers of this node have succeeded, until those of all nodes of the round have, or the job is
         over; `all_succeeded` says which. False if the round ends first: a node was lost or restarted, and workers are
         needed again.

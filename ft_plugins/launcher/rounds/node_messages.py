@@ -135,17 +135,10 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Drain:
-    """Have a node leave the job at the next version; '' for none any more."""
+    """Have a node, or all (`rounds.ALL`), leave the job at the next version; '' for none any more."""
 
     token: Token
-    node: Name | Literal[""]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Have the whole job end at the next version point."""
-
-    token: Token
+    node: Name | Literal["", "*"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ class Depart:
 ANSWERED_BY_ALL = {"meet": Meet, "elect": Elect, "leave": Leave, "close": Close}
 ANSWERED_BY_LEADER = {
     "apply": Apply, "look": Look, "roster": ReadRoster, "serve": Serve, "finish": Finish, "refuse": Refuse,
-    "drain": Drain, "depart": Depart, "stop": Stop,
+    "drain": Drain, "depart": Depart,
 }  # fmt: skip
 
 
@@ -204,8 +197,8 @@ class RosterReply:
 
 
 @dataclass(frozen=True)
-class AskedReply:
-    """Why a node is not drained, or the job not stopped; '' if it is."""
+class DrainReply:
+    """Why a node is not drained, '' if it is."""
 
     refused: Reason
 
@@ -217,8 +210,9 @@ class RoundView:
     `rank`, `size`, `store`: if the process was chosen. `roster`: the first page, if the process asked for that of a
     newer round. `changes`: see `Look.seen`.
     `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
-    `refused`: which nodes could not join, and why. `draining`: the node that is to leave at the next version;
-    `drained`: the one that has left so last, before this round or the next. `stopping`: the job is to end there.
+    `refused`: which nodes could not join, and why. `draining`: the node that is to leave at the next version, or
+    all (`rounds.ALL`);
+    `drained`: the one that has left so last, before this round or the next.
     `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
     """
 
@@ -241,9 +235,8 @@ class RoundView:
     roster: RosterPage | None = None
     changes: Count = 0
     refused: Reason = ""
-    draining: Name | Literal[""] = ""
+    draining: Name | Literal["", "*"] = ""
     drained: Name | Literal[""] = ""
-    stopping: Flag = False
 
 
 @dataclass(frozen=True)

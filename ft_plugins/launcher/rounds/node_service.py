@@ -32,10 +32,10 @@ from .node_messages import (
     ANSWERED_BY_LEADER,
     Answered,
     Apply,
-    AskedReply,
     Close,
     Depart,
     Drain,
+    DrainReply,
     Elect,
     Finish,
     Leader,
@@ -47,12 +47,11 @@ from .node_messages import (
     ReadRoster,
     Refuse,
     Serve,
-    Stop,
     Vote,
 )
 from .roster import Place, Roster, RosterPages
 from .round_machine import Phase, RoundMachine
-from .rounds import Rules
+from .rounds import ALL, Rules
 
 _STEP_SECONDS = 0.05  # between two steps of the leader's round
 _REST_SECONDS = 0.25  # while the round is complete or another node leads
@@ -359,7 +358,6 @@ class NodeService:
             "refused": rounds.refused,
             "draining": rounds.draining,
             "drained": rounds.drained or rounds.left,
-            "stopping": rounds.stopping,
         }
 
     def _serve(self, rounds: RoundMachine, request: Serve) -> Message:
@@ -371,11 +369,8 @@ class NodeService:
         return {}
 
     def _drain(self, rounds: RoundMachine, request: Drain) -> Message:
-        why = self.undrainable if request.node else ""
-        return asdict(AskedReply(reason_text(why or rounds.drain(request.node))))
-
-    def _stop(self, rounds: RoundMachine, request: Stop) -> Message:
-        return asdict(AskedReply(reason_text(self.unstoppable or rounds.stop())))
+        why = {"": "", ALL: self.unstoppable}.get(request.node, self.undrainable)
+        return asdict(DrainReply(reason_text(why or rounds.drain(request.node))))
 
     def _depart(self, rounds: RoundMachine, request: Depart) -> Message:
         rounds.depart(request.token, time.monotonic())

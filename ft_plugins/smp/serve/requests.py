@@ -79,8 +79,8 @@ class WatchProcess:
 
 @dataclass(frozen=True)
 class Hold:
-    """Ranks of this node wait, or no longer, at the next version that is exchanged: see `Header.held`. `end`: instead,
-    they end in order: see `Header.ends`."""
+    """Ranks of this node wait, or no longer, at the next version that is exchanged; `end`: all ranks of the job end.
+    See `Header.held`."""
 
     on: Flag
     end: Flag = False

@@ -9,8 +9,7 @@ process may die between two stores; that leaves the old values or the new ones.
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
     chosen      a record too, but written by the trainer
-    short, held not covered: one store of zero or one; anything but zero makes readers more careful, but for the value
-                with a digest with which `held` asks the rank to end
+    short, held not covered: one store of zero or one, or of END; anything but zero makes readers more careful
     gate        not covered: see `bubbles.gate.gate`
     progress    not covered: see `progress_words`
 
@@ -22,7 +21,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -54,6 +52,9 @@ _READS = 8  # attempts: a reader may catch the writer first in one copy, then in
 
 Words = npt.NDArray[np.uint64]
 
+# values of `Header.ending`: nothing says at which iteration training ends; it is not there; it is there
+UNKNOWN, EARLY, AT_END = 0, 1, 2
+END = int.from_bytes(b"FTPENDED", "little")  # a value of `Header.held`
 OWNER, COMPLETED = "owner", "completed iteration"  # names in `Header.damaged`
 
 
@@ -164,14 +165,6 @@ class MirroredRecord:
         return xxhash.xxh3_64_intdigest(words.tobytes(), seed=self._seed)
 
 
-class Ending(IntEnum):
-    """How far a rank's training has come, for its ft-run when the rank ends in order."""
-
-    UNKNOWN = 0  # nothing says at which iteration training ends
-    EARLY = 1  # not to its own end
-    OWN = 2  # to its own end
-
-
 @dataclass(frozen=True)
 class Incarnation:
     """The incarnation that may write: its fencing token; pid and start time (clock ticks) of the trainer that attached
@@ -279,22 +272,14 @@ class Header:
         return int(self._page[_AWAITED]) == guarded_word(version.iteration, _seed_of(version.lineage))
 
     @property
-    def held(self) -> bool:
-        """Whether this rank waits at the next version that is exchanged: its node is to leave the job there."""
-        return bool(self._page[_HELD]) and not self.ends
+    def held(self) -> int:
+        """Not 0: this rank waits at the next version that is exchanged, since its node is to leave the job there. END:
+        instead, all ranks of the job end in order after the iteration that this one begins next."""
+        return int(self._page[_HELD])
 
     @held.setter
-    def held(self, value: bool) -> None:
+    def held(self, value: int) -> None:
         self._page[_HELD] = int(value)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the job is to end in order after the iteration that this rank begins next. Excludes `held`."""
-        return self._value(_HELD) == 1
-
-    @ends.setter
-    def ends(self, value: bool) -> None:
-        self._page[_HELD] = guarded_word(1, _HELD) if value else 0
 
     @property
     def exchanged_ms(self) -> int:
@@ -337,13 +322,12 @@ class Header:
         self._page[_HELD_AT] = guarded_word(value, _HELD_AT)
 
     @property
-    def ending(self) -> Ending:
-        """How far training has come, as the rank knew at its last version point."""
-        value = self._value(_ENDING)
-        return Ending(value) if value in (Ending.EARLY, Ending.OWN) else Ending.UNKNOWN
+    def ending(self) -> int:
+        """Whether training is at its own end, as this rank knew at its last version point: UNKNOWN, EARLY, AT_END."""
+        return self._value(_ENDING) or UNKNOWN
 
     @ending.setter
-    def ending(self, value: Ending) -> None:
+    def ending(self, value: int) -> None:
         self._page[_ENDING] = guarded_word(value, _ENDING)
 
     @property

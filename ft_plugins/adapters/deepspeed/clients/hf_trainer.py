@@ -58,7 +58,7 @@ class TrainerClient:
 
     @contextmanager
     def building(self, run: TrainerRun) -> Iterator[None]:
-        self._run = run
+        self._run, self.last = run, run.last
         with self._clients.setting_up(self):
             yield
 
@@ -88,10 +88,6 @@ class TrainerClient:
     @property
     def write_scalars(self) -> ScalarWriter | None:
         return None if self._run is None else of_trainer(self._run.trainer)
-
-    @property
-    def last(self) -> int | None:
-        return None if self._run is None else self._run.last
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         self._engine, self._begin = engine, begin
