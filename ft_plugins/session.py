@@ -166,11 +166,10 @@ class Session:
             self.restore_position()
         return done
 
-    def _come_to(self, step: int, ending: int | None = None) -> None:
-        """Record for ft-run whether training is at its own end after iteration `step`; by default by the last one."""
-        if self.last is not None and ending is None:
-            ending = EARLY if self._continues(step, self.last) else AT_END
-        self._ending = ending or self._ending
+    def _come_to(self, step: int, ending: int = UNKNOWN) -> None:
+        """Record for ft-run whether training is at its own end after iteration `step`; `ending` if that is unknown."""
+        known = UNKNOWN if self.last is None else EARLY if self._continues(step, self.last) else AT_END
+        self._ending = AT_END if step == self._config.stop_after else known or ending
         if (reft := self._reft or self._degraded) is not None:
             reft.record_ending(self._ending)
 
@@ -241,8 +240,12 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         if not self.iteration and isinstance(self._host, Looping):
             self._host.loop_begins()
-        in_step = not self._deferred and (self._sync is None or self._sync.in_step)
-        if self._reft is not None and in_step and self._reft.hold():  # to end; no rank can complete this iteration yet
+        if (
+            (reft := self._reft or self._degraded)
+            and not self._deferred
+            and (self._sync is None or self._sync.in_step)
+            and reft.hold()  # the job is to end, and no rank can complete this iteration yet
+        ):
             self._collective.announce(f"stop after {step}")
         self.restore_position()
         self.iteration = step
@@ -315,9 +318,7 @@ class Session:
         self._ended += 1
         if self._ended == imported.AFTER_ITERATIONS:
             self._write_imported()
-        asked = self._stops and not self._deferred and self._ending != AT_END
-        if asked or step == self._config.stop_after:
-            self._come_to(step, EARLY if asked else AT_END)
+        if step == self._config.stop_after or self._stops and not self._deferred and self._ending != AT_END:
             self._stop()
 
     def _stop(self) -> None:
@@ -372,9 +373,10 @@ class Session:
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
-        error = sys.exc_info()[1]
-        trace = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
-        if self._ending == UNKNOWN and trace and trace[-1].name != "<module>":  # amid the script, perhaps amid training
+        kind, _, trace = sys.exc_info()
+        if self._ending == UNKNOWN and (  # `sys.exit` within a function of the script may come amid training
+            self._stops or kind is SystemExit and traceback.extract_tb(trace)[-1].name != "<module>"
+        ):
             self._come_to(self.iteration, EARLY)
         self.progress.end()
         if self._scalars is not None:

@@ -11,14 +11,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError, FtError
+from ..errors import FtError
 from ..launcher.rounds.rounds import ALL
 from ..smp.serve import client as smp
 from ..smp.watch import liveness
 from ..smp.watch.job_history import read_note
-from ..snapshot.segment.paths import LOSS_FILE
-from .status_command import JobOption, known_jobs
-from .status_facts import ASK_SECONDS, facts_of, run_directories
+from .status_command import JobOption, of_one_job
+from .status_facts import ASK_SECONDS
 
 
 def drain(
@@ -45,30 +44,20 @@ def stop(job: JobOption = None) -> None:
 
 def _ask(job: str | None, node: str) -> Path:
     """Have `node`, or ALL, leave the job. Returns a run directory. Raises ConfigError, FtError."""
-    known = run_directories(job, None)
-    directories = [each for each in known if liveness.held(each / "lock")]
-    if len({each.parent for each in directories}) > 1:
-        raise ConfigError(f"several jobs run here: name one with --job; known are {known_jobs()}")
-    if not directories:
-        ended = [f"node {each['node']}: {each['state']}, {each['headline']}" for each in facts_of(known if job else [])]
-        found = "; ".join(ended) or f"expected one of: {known_jobs()}"
-        raise ConfigError(f"no protected job '{job or ''}' runs here under ft-run: {found}")
+    directories = of_one_job(job, None, "lock", "runs under ft-run")
     from ..launcher.rendezvous import control  # imports torch
 
-    name = directories[0].parent.name
     try:
         refused = _unprotected(directories, alone=node == ALL) or control.drain(directories[0], node)
     except ConnectionError as error:
-        raise FtError(f"job {name}: no ft-run answers: {error}") from error
+        raise FtError(f"job {directories[0].parent.name}: no ft-run answers: {error}") from error
     if refused:
-        raise FtError(f"job {name}: {refused}")
+        raise FtError(f"job {directories[0].parent.name}: {refused}")
     return directories[0]
 
 
 def _unprotected(directories: list[Path], alone: bool) -> str:
     """Why no node can leave now, as far as is known here; ''. `alone`: no other node has to have its state."""
-    if any((each / LOSS_FILE).exists() for each in directories):
-        return "its protection is lost, see `ft-plugins why`: it ends by SIGTERM to each ft-run"
     for run_dir in () if alone else directories:
         with smp.Client(run_dir, ASK_SECONDS) as client:
             status = client.status()

@@ -31,20 +31,21 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
 from ..errors import EXIT_DRAINED, EXIT_REFUSED, ConfigError, FtError, ProtectionError
-from ..events import Event, Events, catalogue, file_sink, log_sink
+from ..events import Event, Events, catalogue, file_sink, log_sink, say
 from ..recovery.resize import sizes
 from ..smp.serve import leftovers
 from ..smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ..snapshot.segment import paths
+from ..snapshot.segment.header import AT_END, EARLY
 from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
 from .agent.agent import NodeDrained, ProgressAgent
 from .agent.draining import cannot_be_drained
 from .agent.node_check import NodeCheck
-from .agent.orderly_end import conclude
+from .agent.orderly_end import EndPlan, end_plan, reached
 from .agent.restarts import Status
-from .agent.signals import SignalStop, end_by_signals, notices
+from .agent.signals import SignalStop, end_by_signals, notices, report_missed
 from .agent.watcher import Job, Watcher
 from .job_identity import JobLock
 from .rendezvous import round_join
@@ -52,6 +53,7 @@ from .rendezvous.endpoint import Endpoint, address_towards
 from .rendezvous.rendezvous import Rendezvous
 from .rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
 
+_ELSEWHERE = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
 _UNBOUNDED = 1_000_000_000  # restarts that torch's counter allows if progress decides
 
 
@@ -125,14 +127,12 @@ def launch(
                 copies = [lock.close, *([watcher.close_copies] if watcher else [])]
                 entrypoint = worker.forked(entrypoint, copies)
         events.emit(catalogue.JOB_STARTED, nproc=config.nproc_per_node, script=name)
-        status: Status = "failed"
-        everywhere = True
+        status, everywhere = "failed", True
         stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
         try:
             with notices(watcher, signals_of(config)) if watcher else nullcontext():
                 outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop, check)
             status, everywhere = outcome.status, outcome.everywhere
-            end_by_signals(signals_of(config) if job else "", over=True)
         except ConfigError:
             status = "refused"
             raise
@@ -143,7 +143,7 @@ def launch(
             raise
         finally:
             if watcher and job and outcome and status in ("succeeded", "stopped"):
-                end = conclude(watcher, job, events, everywhere, left=status == "stopped")
+                end = _conclude(watcher, job, events, everywhere, left=status == "stopped")
                 status, outcome = end.status, replace(outcome, status=end.status, reason=end.words)
                 if end.drop:
                     _end_in_order(watcher, events)
@@ -226,6 +226,22 @@ def _holds_nothing(watcher: Watcher) -> bool:
         return False  # keep the segments
 
 
+def _conclude(watcher: Watcher, job: Job, events: Events, everywhere: bool, left: bool) -> EndPlan:
+    """Write what is to be in storage once the ranks have ended in order, and say what becomes of memory. `everywhere`:
+    those of all nodes are known to have; `left`: see `reached`."""
+    facts: tuple[int, int, int | None] = (EARLY if left else AT_END, 0, None)  # without an SMP
+    try:
+        facts = reached(watcher.status(), left)
+        outcome = watcher.checkpoint("the job ends", only_due=facts[0] == AT_END)
+    except ProtectionError as error:
+        outcome = {"state": "failed", "reason": str(error)}
+    report_missed(events, outcome)
+    plan = end_plan(*facts, outcome, job.name, job.config.orphan_seconds)
+    if plan.words:
+        say(plan.words, alarm=True, who="ft-run: ")
+    return plan if everywhere else replace(plan, drop=False, words=_ELSEWHERE)
+
+
 def _end_in_order(watcher: Watcher, events: Events) -> None:
     """Remove the segments. If that fails, it is reported; the job's success stands."""
     try:
@@ -253,7 +269,7 @@ def _run(
         if check:
             handler.check_before_rounds(check)
         if job:
-            handler.refuse_requests(*_refused_requests(job.config))
+            handler.refuse_requests(_refused(job.config, stop=False), _refused(job.config, stop=True))
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -265,6 +281,7 @@ def _run(
     status: Status = "failed"
     try:
         result = agent.run()
+        end_by_signals(signals_of(config) if job else "", over=True)
         if result:
             ended: Status = "stopped" if agent.left else "succeeded"
             status = ended if result.state == WorkerState.SUCCEEDED else agent.verdict.status
@@ -306,13 +323,12 @@ def _run(
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 
 
-def _refused_requests(config: Config) -> tuple[str, str]:
-    """Why no node of the job can be drained, and why it cannot be stopped; '' for none."""
-    redundancy = (config.capture.redundancy if config.capture else None) or ""
+def _refused(config: Config, stop: bool) -> str:
+    if stop and not config.capture:
+        return "no snapshots are taken of this job: end it by SIGTERM to each ft-run"
     apart = config.sync is not None and config.capture is not None and config.capture.versions != "every"
-    deferred = _always_deferred(config)
-    uncaptured = "" if config.capture else "no snapshots are taken of this job: end it by SIGTERM to each ft-run"
-    return cannot_be_drained(redundancy, apart, deferred), uncaptured or cannot_be_drained("any", apart, deferred)
+    redundancy = "any" if stop else config.capture and config.capture.redundancy
+    return cannot_be_drained(redundancy or "", apart, _always_deferred(config))
 
 
 def _always_deferred(config: Config) -> bool:

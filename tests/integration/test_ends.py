@@ -147,7 +147,8 @@ WEIGHT = f"weight {sum(3 * k for k in range(1, LAST + 1))}\n"
 def test_a_rank_that_exits_amid_training_ends_the_job_and_the_same_command_goes_on(job: Job) -> None:
     job.start(how="one", at=5)
     output = job.end()["a"]
-    assert re.search(r"training ended after iteration [45], before its own end: iteration [45] is kept in memory", output)
+    kept = r"training ended after iteration [45], before its own end: iteration [45] is kept in memory for 30.0 min"
+    assert re.search(kept, output)
     assert f"`ft-plugins end {job.name}` on each node drops it" in output
     assert job.in_memory() == {"a"} and not job.events("workers.restarted")
     assert job.events("job.ended")[-1].fields["status"] == "stopped"
@@ -197,7 +198,8 @@ def test_one_command_ends_a_job_on_all_nodes_at_one_version_that_is_stored(job: 
     assert f"iteration {reached}, before its own end: iteration {reached} is in " in asked.stdout
     assert all(f"iteration {reached} is in " in each for each in output.values()) and not job.in_memory()
     again = job.plugins("stop", "--job", job.name)
-    assert again.returncode == 1 and "ENDED, " in again.stderr and f"iteration {reached} is in " in again.stderr
+    assert again.returncode == 1 and "runs under ft-run here; node a: ENDED, " in again.stderr
+    assert f"iteration {reached} is in " in again.stderr
     job.start(*stop_flags(interval), last=reached + 20, nodes="ab")
     assert f"weight {sum(3 * k for k in range(1, reached + 21))}\n" in job.end()["a"]
     assert job.iterations() == [*range(1, reached + 21)], "no iteration was computed twice"
@@ -209,7 +211,7 @@ def test_a_job_of_one_node_without_a_folder_keeps_its_memory_when_it_is_stopped(
     asked = job.plugins("stop")
     assert asked.returncode == 0 and "is kept in memory for 30.0 min" in asked.stdout, asked
     job.end()
-    assert job.in_memory() == {"a"} and job.events("state.restored")[-1].fields["iteration"] is None
+    assert job.in_memory() == {"a"}
     reached = job.iterations()[-1]
     job.start(last=reached + 10)
     job.end()

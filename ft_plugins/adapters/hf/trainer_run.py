@@ -90,7 +90,6 @@ class TrainerRun:
         self._progress: TrainerProgress | None = None
         self._batches: BatchesAhead | None = None
         self._epoch = 0
-        self.last = 0  # the iteration at which training ends
         self._over = False  # whether training has ended
         self._marks = Marks()  # of what callbacks may not change before the first iteration
         wrap(trainer, "_init_training_state", self._initializing)

@@ -37,20 +37,22 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 from ...config import worker_environment
 from ...errors import ConfigError, ProtectionError
 from ...events import Events, catalogue, say
+from ...smp.serve.status import progress_of
 from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
-from ...snapshot.segment.header import EARLY
+from ...snapshot.segment.header import EARLY, END
 from .. import job_identity
 from ..preload.parent import parent_of
 from ..rendezvous import endpoint
 from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
 from ..rounds.round_store import store_on
+from ..rounds.rounds import ALL
 from . import left_traces, worker_failures
 from .agent_channel import AgentChannel
 from .cycle_files import CycleFiles
 from .draining import Departure, longest_wait
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, advice, judge, recurring, root_cause
-from .signals import SignalStop, end_by_signals
+from .signals import SignalStop
 from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
 
@@ -128,8 +130,9 @@ class ProgressAgent(LocalElasticAgent):
             except _RoundEnded:
                 if self._is_left():
                     self._stop_workers(self._worker_group)
-                    ranks = (worker.global_rank for worker in self._worker_group.workers)
-                    return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+                    return RunResult(
+                        WorkerState.SUCCEEDED, {each.global_rank: None for each in self._worker_group.workers}
+                    )
                 reason = "another node failed or left after the workers of this node had succeeded; they start again"
                 self._events.emit(catalogue.ROUND_ENDED, reason=reason)
                 self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
@@ -142,10 +145,17 @@ class ProgressAgent(LocalElasticAgent):
         """Whether a worker of this node has ended with status 0 before the end of training: no restart may undo that.
         It is remembered, because what remains of the workers is killed then."""
         self._exits.wait(0.0)
-        if self._watcher and self._exits.ended > len(worker_failures.failed_workers(self._context())):
-            with suppress(ProtectionError):
-                ranks = self._watcher.status()["segments"]
-                self.left = self.left or any(each["attached"] and each["ending"] == EARLY for each in ranks)
+        failed = worker_failures.failed_workers(self._context())
+        ranks = {
+            self._worker_group.workers[one].global_rank
+            for one, pid in self._context().pids().items()
+            if pid in self._exits.ended and one not in failed
+        }
+        with suppress(ProtectionError):
+            self.left = self.left or any(
+                each["rank"] in ranks and each["ending"] == EARLY
+                for each in (self._watcher.status()["segments"] if self._watcher and ranks else ())
+            )
         return self.left
 
     def _end_workers(self, stop: SignalStop, number: signal.Signals) -> RunResult | None:
@@ -155,13 +165,11 @@ class ProgressAgent(LocalElasticAgent):
         if self._pcontext is None:
             return None
         self._exits.wait(0.0)
-        ended = self._exits.ended == len(self._pcontext.pids())
-        result = super()._monitor_workers(self._worker_group) if ended else RunResult(state=WorkerState.HEALTHY)
-        if result.state == WorkerState.SUCCEEDED:
+        if len(self._exits.ended) == len(self._pcontext.pids()) and not worker_failures.failed_workers(self._pcontext):
             with suppress(_RoundEnded, TimeoutError):
                 self._exit_barrier(stop.left_for_workers)
                 stop.finish()
-                return result
+                return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in self._worker_group.workers})
         context = self._pcontext
         vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
         with suppress(SignalException):
@@ -180,7 +188,7 @@ class ProgressAgent(LocalElasticAgent):
 
     def _exit_barrier(self, seconds: float = float("inf")) -> None:
         """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait, which raises
-        TimeoutError after so many `seconds`. From then on no signal ends ft-run."""
+        TimeoutError after so many `seconds`."""
         self._note(FtRunPhase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, Rendezvous):
@@ -190,8 +198,6 @@ class ProgressAgent(LocalElasticAgent):
             self.all_ended = handler.all_succeeded
         else:
             raise _RoundEnded
-        if self._stop is not None:
-            end_by_signals(os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"], over=True)
 
     def _all_have_ended(self) -> bool:
         """Whether the workers of all nodes have succeeded. torch waits for them, but does not report which came."""
@@ -351,7 +357,9 @@ class ProgressAgent(LocalElasticAgent):
     def _has_opened(self) -> bool:
         """Whether a rank is known to have opened a lineage under this ft-run."""
         if self._watcher and not self._opened and self._first_token:
-            self._opened = self._watcher.opened_since(self._first_token)
+            self._opened = any(
+                each["lineage_token"] >= self._first_token for each in self._watcher.status()["segments"]
+            )
         return self._opened
 
     def _resumed(self, token: int, worker_group: WorkerGroup) -> bool:
@@ -433,10 +441,10 @@ class ProgressAgent(LocalElasticAgent):
         handler = self._worker_group.spec.rdzv_handler
         if self._departure is None or not isinstance(handler, Rendezvous):
             return
-        if handler.is_stopping and self._watcher:
+        if handler.leaves == ALL and self._watcher:
             with suppress(ProtectionError):
-                self._watcher.hold(True, end=True)  # each time: ranks that start were not there the last time
-        step = self._departure.step(handler.is_draining)
+                self._watcher.hold(END)  # each time: ranks that start were not there the last time
+        step = self._departure.step(handler.leaves not in ("", ALL))
         if step.give_up:
             handler.stay()
         if step.leave is not None:
@@ -523,7 +531,7 @@ class ProgressAgent(LocalElasticAgent):
 
     def _stop_if_recurring(self, cause: WorkerFailure | LostPeers, watcher: Watcher) -> None:
         """End a job that would be restarted only to fail again because of what it restores. Raises ProtectionError."""
-        progress = watcher.progress(self._token)
+        progress = progress_of(watcher.status(), self._token)
         self._lives.append(Life(cause) if progress is None else Life(cause, *progress))
         found = recurring(self._lives)
         if found is not None and self.verdict.restart:

@@ -1,4 +1,4 @@
-"""Decide what becomes of the state in memory once the ranks of a job have ended in order, and carry that out.
+"""Decide what becomes of the state in memory once the ranks of a job have ended in order. Pure.
 
     training is at its own end     memory is dropped, after a checkpoint that is due
     it is not                      the newest version is written, and memory dropped once it is in storage; without a
@@ -11,25 +11,20 @@ the newest.
 
 Invariant: memory is dropped only where nothing would be lost, or that is said.
 
-In: what the SMP reports of its ranks. Out: a checkpoint, lines for people, an `EndPlan`; `checkpoint.missed` events.
+In: what the SMP reports of its ranks, what became of a checkpoint. Out: an `EndPlan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ProtectionError
-from ...events import Events, say
 from ...smp.serve.status import holds_nothing, newest_common
 from ...smp.watch.job_state import span_text
 from ...snapshot.segment.header import AT_END, EARLY, UNKNOWN
 from .restarts import Status
-from .signals import missed, report_missed
-from .watcher import Job, Watcher
-
-_ELSEWHERE = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
+from .signals import missed
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,9 @@ class EndPlan:
 
 
 def reached(status: Mapping[str, Any], left: bool) -> tuple[int, int, int | None]:
-    """How far the ranks have come that have ended in order, by an SMP's `status`: as `Header.ending`; the last iteration
-    that any of them has completed, and the newest one that all hold. `left`: a rank of the job, here or on another
-    node, has left it. Pure."""
+    """How far the ranks have come that have ended in order, by an SMP's `status`: as `Header.ending`; the last
+    iteration that any of them has completed, and the newest one that all hold. `left`: a rank of the job, here or on
+    another node, has left it."""
     ranks = [each for each in status["segments"] if each["attached"]]
     endings, completed = {each["ending"] for each in ranks}, {each["completed"] for each in ranks}
     newest = None if status.get("missing") else newest_common(status)
@@ -57,7 +52,7 @@ def end_plan(
     ending: int, done: int, held: int | None, outcome: dict[str, Any], job: str, kept_seconds: float
 ) -> EndPlan:
     """What comes after a checkpoint with that `outcome`; the others as `reached` returns them. `kept_seconds`: for how
-    long memory is kept. Pure."""
+    long memory is kept."""
     if ending == AT_END:
         return EndPlan(drop=True)
     early, stored = ending == EARLY, outcome["state"] == "done"
@@ -65,28 +60,13 @@ def end_plan(
     newest = outcome["iteration"] if stored else held
     what = f"training ended after iteration {done}{', before its own end' * early}: "
     what += "what is in memory" if newest is None else f"iteration {newest}"
-    on = "the same command goes on from there"
-    on += f", and computes up to iteration {done} again" if newest is not None and newest < done else ""
+    on = "the same command goes on from there" + (
+        f", and computes up to iteration {done} again" if newest is not None and newest < done else ""
+    )
     if stored:
         return EndPlan(True, status, f"{what} is in {outcome['path']}; {on}")
     if outcome["state"] == "off" and not early:
-        why = "nothing says where training ends; --reft-checkpoint-dir stores the last iteration"
-        return EndPlan(True, status, f"{what} is dropped, since {why}")
+        what += " is dropped, since nothing says where training ends; --reft-checkpoint-dir stores the last iteration"
+        return EndPlan(True, status, what)
     kept = f"{what} is kept in memory for {span_text(kept_seconds)}" + f" ({missed(outcome)})" * bool(missed(outcome))
-    return EndPlan(False, status, f"{kept}; {on}, and `ft-plugins end {job}` on each node drops it")
-
-
-def conclude(watcher: Watcher, job: Job, events: Events, everywhere: bool, left: bool) -> EndPlan:
-    """Write what has to be written, and say what becomes of memory. `everywhere`: the ranks of all nodes are known to
-    have ended; `left`: see `reached`."""
-    facts: tuple[int, int, int | None] = (EARLY if left else AT_END, 0, None)  # without an SMP
-    try:
-        facts = reached(watcher.status(), left)
-        outcome = watcher.checkpoint("the job ends", only_due=facts[0] == AT_END)
-    except ProtectionError as error:
-        outcome = {"state": "failed", "reason": str(error)}
-    report_missed(events, outcome)
-    plan = end_plan(*facts, outcome, job.name, job.config.orphan_seconds)
-    if plan.words:
-        say(plan.words, alarm=True, who="ft-run: ")
-    return plan if everywhere else replace(plan, drop=False, words=_ELSEWHERE)
+    return EndPlan(False, status, f"{kept}; {on}; `ft-plugins end {job}` on each node drops it")

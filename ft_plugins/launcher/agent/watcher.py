@@ -27,7 +27,7 @@ from ...config import Config
 from ...errors import BusyError, FencedError, FtError, ProtectionError
 from ...events import Events, catalogue, say
 from ...smp.serve import client as smp
-from ...smp.serve.status import common, holds_nothing, leaves_at, marks_in, newest_common, progress_of
+from ...smp.serve.status import common, holds_nothing, leaves_at, marks_in, newest_common
 from ...smp.watch import liveness
 from ...smp.watch.hang_watch import WAITING_FILE
 from ...snapshot.checkpoint import checkpoint
@@ -130,10 +130,6 @@ class Watcher:
         tier = self.status()["node_tier"]
         return bool(tier["losses"] and tier["committed"])
 
-    def progress(self, token: int) -> tuple[int | None, int] | None:
-        """See `smp.serve.status.progress_of`. Raises ProtectionError."""
-        return progress_of(self.status(), token)
-
     def held(self) -> list[HeldVersion]:
         """The versions that all ranks of this node hold, and complete checkpoints. Raises ProtectionError."""
         status = self.status()
@@ -152,14 +148,10 @@ class Watcher:
         node. Raises ProtectionError."""
         return holds_nothing(self.status())
 
-    def opened_since(self, token: int) -> bool:
-        """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""
-        return any(segment["lineage_token"] >= token for segment in self.status()["segments"])
-
-    def hold(self, on: bool, end: bool = False) -> None:
-        """Have the ranks of this node wait, or no longer, at the next version; `end`: have all ranks of the job end
-        after their next iteration. Raises ProtectionError."""
-        self._request("hold", lambda client: client.hold(on, end))
+    def hold(self, value: int) -> None:
+        """Have the ranks of this node wait, or no longer, at the next version, or all ranks of the job end in order: a
+        value of `Header.held`. Raises ProtectionError."""
+        self._request("hold", lambda client: client.hold(value))
 
     def leaves_at(self) -> tuple[int | None, int]:
         """See `smp.serve.status.leaves_at`. Raises ProtectionError, also if nodes do not protect each other."""

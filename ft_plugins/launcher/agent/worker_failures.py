@@ -101,12 +101,12 @@ class WorkerExits:
 
     def __init__(self, pids: Iterable[int] = ()) -> None:
         self._poller = select.poll()
-        self._open: set[int] = set()
-        self.ended = 0  # how many have ended, as far as was waited for them
+        self._open: dict[int, int] = {}  # by descriptor: the process
+        self.ended: set[int] = set()  # as far as was waited for them
         for pid in pids:
             with suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(pid)
-                self._open.add(descriptor)
+                self._open[descriptor] = pid
                 self._poller.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
@@ -126,7 +126,6 @@ class WorkerExits:
             self._close(descriptor)
 
     def _close(self, descriptor: int) -> None:
-        self.ended += 1
         self._poller.unregister(descriptor)
-        self._open.remove(descriptor)
+        self.ended.add(self._open.pop(descriptor))
         os.close(descriptor)

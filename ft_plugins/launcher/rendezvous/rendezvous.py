@@ -64,8 +64,7 @@ class Rendezvous(RendezvousHandler):
         self.first_rank, self.all_workers = 0, 0  # rank of the first worker here, number of workers on all nodes
         self.waiting_reason = ""  # for people: why nodes wait for another round
         self.all_succeeded = False  # `wait_for_all` has seen that the workers of all nodes have
-        self.is_draining = False  # this node is to leave at the next version
-        self.is_stopping = False  # the job is to end at the next version point, in this round or a later one
+        self.leaves = ""  # the name of this node, or ALL: it is to leave at the next version, or all nodes are
         self._store_bound = timedelta(seconds=min(_STORE_SECONDS, max(_LEAST_STORE_SECONDS, 3 * settings.silence)))
         self._node = LocalNode(settings)
         self._join = RoundJoin(self._node, self._store_bound)
@@ -101,9 +100,8 @@ class Rendezvous(RendezvousHandler):
         status, reason = self._node.service.status, self._node.service.closed
         if status is None or self._is_shut:
             return None
-        if status in ("succeeded", "stopped") and self._join.is_spare:
-            return "succeeded", reason
-        return ("failed" if status == "succeeded" or status == "stopped" and self.failed else status), reason
+        spare, failed = self._join.is_spare, status == "succeeded" or status == "stopped" and self.failed
+        return ("succeeded" if spare and status == "stopped" else "failed" if failed and not spare else status), reason
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round and take part in it; as a spare, for as long as the job lasts.
@@ -111,7 +109,7 @@ class Rendezvous(RendezvousHandler):
         Raises RendezvousTimeoutError, RendezvousClosedError; RendezvousGracefulExitError on a spare that was not
         needed; ConfigError if another node has this one's name, or another job the endpoint.
         """
-        self._round, self.is_draining = 0, False
+        self._round, self.leaves = 0, ""
         before = self.members if self._took_part else []
         self._node.read_sizes()
         self._join.failed, self._join.replaceable = self.failed, self.replaceable
@@ -215,8 +213,7 @@ class Rendezvous(RendezvousHandler):
             return 1, f"the job is over: {self._node.service.closed}"
         if view is None:
             return self._waiting, self.waiting_reason
-        self.is_draining = view.draining == self._node.me.node
-        self.is_stopping = self.is_stopping or view.draining == ALL
+        self.leaves = view.draining if view.draining in (ALL, self._node.me.node) else ""
         if view.phase is Phase.COMPLETE and view.round == self._round:
             self._join.asked = view.draining
             return 0, ""
@@ -279,7 +276,7 @@ class Rendezvous(RendezvousHandler):
 
     def stay(self) -> None:
         """This node does not leave at the next version, as was asked."""
-        self.is_draining = False
+        self.leaves = ""
         with contextlib.suppress(ConnectionError, ProtocolError):
             self._node.link.ask("drain", node="")
 

@@ -25,7 +25,7 @@ from ...errors import FencedError, FtError, ProtocolError, SegmentError
 from ...events import Events, catalogue
 from ...snapshot.segment import paths
 from ...snapshot.segment import segment as segments
-from ...snapshot.segment.header import END, OWNER
+from ...snapshot.segment.header import OWNER
 from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import voided_slots
 from ...transport import protocol
@@ -223,7 +223,7 @@ class SnapshotProcess:
 
     def _hold(self, request: requests.Hold) -> dict[str, Any]:
         for segment in self._segments.values():
-            segment.header.held = END if request.end else request.on
+            segment.header.held = request.value
         return {}
 
     def _require_current(self, request: requests.OfRank) -> None:

@@ -79,11 +79,9 @@ class WatchProcess:
 
 @dataclass(frozen=True)
 class Hold:
-    """Ranks of this node wait, or no longer, at the next version that is exchanged; `end`: all ranks of the job end.
-    See `Header.held`."""
+    """Ranks of this node wait, or no longer, at the next version that is exchanged, or end: see `Header.held`."""
 
-    on: Flag
-    end: Flag = False
+    value: Count
 
 
 @dataclass(frozen=True)

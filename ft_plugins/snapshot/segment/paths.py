@@ -31,7 +31,6 @@ _SEGMENT, _PREVIOUS = re.compile(r"-r(0|[1-9][0-9]{0,9})"), re.compile(r"-r[0-9]
 _ANY = re.compile(r"(-r[0-9]{1,10}(of[0-9]{1,10})?|-parity)(\.new)?|\.lock")
 STAMP_FILE = "alive.json"  # in a run directory: when its SMP last lived, by a clock that does not jump
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long segments outlive the job, in seconds
-LOSS_FILE = "unprotected"  # in a run directory: ranks of this incarnation no longer capture
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")

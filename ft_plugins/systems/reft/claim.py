@@ -27,7 +27,7 @@ from ...model.host import Host
 from ...recovery.nodes import RankLayout
 from ...redundancy.exchange_plan import positions
 from ...snapshot.capture.double import replica_shares
-from ...snapshot.segment.paths import LOSS_FILE, check_room, memory_bytes
+from ...snapshot.segment.paths import check_room, memory_bytes
 from ...snapshot.segment.shape import Shape
 from ...transport.calls import read_secret
 from ..iteration_ledger import IterationLedger
@@ -202,7 +202,7 @@ class LossRecord:
         self._limit = limit
         self._iterations: int | None = None  # None while the job is protected, or was never to be
         run_dir = context.run_dir
-        self._file = run_dir / LOSS_FILE if run_dir is not None and context.local_rank == 0 else None
+        self._file = run_dir / "unprotected" if run_dir is not None and context.local_rank == 0 else None
 
     def begin(self) -> None:
         """Count from now on: protection is lost."""

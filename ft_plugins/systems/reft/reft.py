@@ -229,7 +229,7 @@ class Reft(CaptureOwner):
         exchanged next: no rank of the job completes another iteration then, so none is lost. Bounded. Returns whether
         the whole job is to end after the next iteration."""
         header = self._mapped().header
-        awaited = header.is_awaited(Version(self._lineage, header.completed))
+        awaited = self._capture is not None and header.is_awaited(Version(self._lineage, header.completed))
         if header.held not in (0, END) and awaited and self._times.captures(header.completed):
             until = time.monotonic() + HOLD_SECONDS
             header.held_at = header.completed

@@ -136,8 +136,8 @@ OWN = {
     "me": lambda handler: handler._node.me,
     "checked by": checked_by,
     "refused": refused,
-    "draining": lambda handler: handler.is_draining,
-    "no drain": lambda handler: handler.allow_no_drain("of this job no node can leave"),
+    "draining": lambda handler: bool(handler.leaves),
+    "no drain": lambda handler: handler.refuse_requests("of this job no node can leave", ""),
     "replaced": lambda handler: [event.fields for event in happened if event.name == "node.replaced"],
     "why": lambda handler: handler.waiting_reason,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
