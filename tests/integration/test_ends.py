@@ -228,3 +228,17 @@ def test_a_signal_after_the_ranks_have_ended_changes_nothing(job: Job) -> None:
     os.kill(pid, signal.SIGCONT)
     assert WEIGHT in job.end()["a"] and not job.in_memory()
     assert job.events("job.ended")[-1].fields["status"] == "succeeded"
+
+
+def test_memory_that_another_node_waits_for_is_dropped_only_on_purpose(job: Job) -> None:
+    job.start(how="slowly", last=100_000, nodes="ab")
+    job.until_iteration(20)
+    job.running["a"].send_signal(signal.SIGTERM)
+    assert job.running["a"].wait(WAIT) == 128 + signal.SIGTERM
+    note = job.run_dir("b") / "ft-run.json"
+    wait_until(lambda: "waiting for " in note.read_text(), WAIT, lambda: job.log("b").read_text())
+    refused = job.plugins("end", job.name, "--node", "a")
+    assert refused.returncode == 1
+    assert re.search(r"holds version \d+ \(lineage 1\) in memory, and the job on b waits for nodes", refused.stderr)
+    assert job.in_memory() == {"a", "b"}
+    assert job.plugins("end", job.name, "--node", "a", "--force").returncode == 0 and job.in_memory() == {"b"}
