@@ -162,7 +162,7 @@ def why_not_drained(
     if not spares:
         return f"no spare waits that could take the place of node {node}: start another node with the job's command"
     if draining:
-        return f"node {draining} is being drained: one node at a time"
+        return f"{'all nodes are' if draining == ALL else f'node {draining} is'} being drained: one node at a time"
     return ""
 
 

@@ -55,6 +55,7 @@ from ft_plugins.launcher.rounds.field_types import MOST_NODES
 from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.launcher.rounds.roster_file import RosterFile
 from ft_plugins.launcher.rounds.round_machine import Place, Roster
+from ft_plugins.launcher.rounds.rounds import ALL
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.transport.dial import REFUSED
 from ft_plugins.transport.frame_codec import seal
@@ -137,7 +138,7 @@ OWN = {
     "checked by": checked_by,
     "refused": refused,
     "draining": lambda handler: bool(handler.leaves),
-    "no drain": lambda handler: handler.refuse_requests("of this job no node can leave", ""),
+    "no drain": lambda handler: handler.refuse_requests("of this job no node can leave", "nor can it be stopped"),
     "replaced": lambda handler: [event.fields for event in happened if event.name == "node.replaced"],
     "why": lambda handler: handler.waiting_reason,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
@@ -315,6 +316,7 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     assert a.ask("replaced") == [{"gone": ["b"], "new": ["c"], "asked": ["b"]}]
     a.ask("no drain")
     assert control.drain(folders["a"], "c") == "of this job no node can leave"
+    assert control.drain(folders["a"], ALL) == "nor can it be stopped"
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "../b", "b\n"])
