@@ -156,7 +156,8 @@ def test_a_chain_of_starts_that_exit_early_advances_and_ends_in_the_state_of_one
     last.require_success()
     assert "training ended" not in last.output
     found, expected = (read(folder / f"iter_{ITERATIONS:07d}").state for folder in (chain, whole))
-    assert expected and differences(expected, found) == []
+    given = "/mp_rank_00/model_optim_rng.pt/args/exit_interval: None and 3"
+    assert expected and differences(expected, found) == [given], "nothing else differs"
 
 
 def test_another_seed_ends_in_another_state(script: list[object], unfailed: MegatronLmRun, tmp_path: Path) -> None:
