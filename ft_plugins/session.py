@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,6 +26,7 @@ from .model.host import Checking, Host, Looping
 from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
+from .snapshot.segment.header import AT_END, EARLY, UNKNOWN
 from .systems.followed import Disconnection, ProgressReport
 from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft.capture_times import DEGRADED, PeerDegraded
@@ -84,6 +86,8 @@ class Session:
         own_pace = config.sync is not None and config.sync.policy == "a_edit"
         self.ledger = IterationLedger(host.rank, config.on_difference, self._events, keeps=not own_pace)
         self._ended = 0  # iterations of this incarnation
+        self.last: int | None = None  # the iteration at which training ends, if known
+        self._ending, self._stops = UNKNOWN, False  # the latter: the job is to end at a version point, from this one on
         self._deferred = 0  # the version whose tensors are captured during the next one
         try:
             if config.paft is not None or config.sync is not None:
@@ -156,9 +160,18 @@ class Session:
             self._start.restored(self._lineage)
         if self._sync is not None:
             done = self._sync.begin(done, self._carrying.restored_state, last)
-        if last is not None and not self._continues(done, last):
+        self.last = last
+        self._come_to(done)
+        if self._ending == AT_END:
             self.restore_position()
         return done
+
+    def _come_to(self, step: int, ending: int = UNKNOWN) -> None:
+        """Record for ft-run whether training is at its own end after iteration `step`; `ending` if that is unknown."""
+        known = UNKNOWN if self.last is None else EARLY if self._continues(step, self.last) else AT_END
+        self._ending = AT_END if step == self._config.stop_after else known or ending
+        if (reft := self._reft or self._degraded) is not None:
+            reft.record_ending(self._ending)
 
     def _restore(self, loaded: int) -> int:
         """Returns the version that was restored, `loaded` if none was."""
@@ -212,13 +225,14 @@ class Session:
             self.complete(step)
         self.shutdown()
 
-    def complete(self, step: int) -> None:
-        """The end of iteration `step`, also if the host has not called all hooks of its update."""
+    def complete(self, step: int, ends: bool = False) -> None:
+        """The end of iteration `step`, also if the host has not called all hooks of its update. `ends`: see
+        `iteration_end`."""
         if self._fenced != step:  # the update was skipped, as a GradScaler does
             self.before_update(step)
         if self._updated != step:  # that, or several optimizers make it
             self.after_update(step)
-        self.iteration_end(step)
+        self.iteration_end(step, ends)
 
     # ---- hooks ----
 
@@ -226,8 +240,13 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         if not self.iteration and isinstance(self._host, Looping):
             self._host.loop_begins()
-        if self._reft is not None and not self._deferred and (self._sync is None or self._sync.in_step):
-            self._reft.hold()
+        if (
+            (reft := self._reft or self._degraded)
+            and not self._deferred
+            and (self._sync is None or self._sync.in_step)
+            and reft.hold()  # the job is to end, and no rank can complete this iteration yet
+        ):
+            self._collective.announce(f"stop after {step}")
         self.restore_position()
         self.iteration = step
         self.ledger.begin(step)
@@ -277,15 +296,17 @@ class Session:
         if self._sync is not None:
             self._synchronize(self._sync, lambda sync: sync.after_update(step))
 
-    def iteration_end(self, step: int) -> None:
-        """The version point."""
+    def iteration_end(self, step: int, ends: bool = False) -> None:
+        """The version point. `ends`: training ends here on all ranks, be it at its own end or before."""
+        self._come_to(step)
+        self._stops = self._stops or self._collective.announced(f"stop after {step}")
         self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
         if self._transcript is not None:
             deferred = self._sync is not None and self._sync.defers(step)
             self._transcript.completed(step, self.ledger.seen(), self.progress.words.long_phases, deferred)
-        self._version_point(step)
+        self._version_point(step, (ends or self._stops) and self._ending != AT_END)
         if self.measured is not None:
             self.measured.iteration_end(step)
         if self._start is not None:
@@ -298,7 +319,7 @@ class Session:
         self._ended += 1
         if self._ended == imported.AFTER_ITERATIONS:
             self._write_imported()
-        if step == self._config.stop_after:
+        if step == self._config.stop_after or self._stops and not self._deferred and self._ending != AT_END:
             self._stop()
 
     def _stop(self) -> None:
@@ -317,14 +338,16 @@ class Session:
             with contextlib.suppress(OSError):
                 imported.write(context.run_dir, context.local_rank, context.token, variables)
 
-    def _version_point(self, step: int) -> None:
+    def _version_point(self, step: int, last: bool) -> None:
         version = self._version(step)
         if self._reft is not None:
             later = self._sync is not None and self._sync.defers(step)
             if (lost := self._disconnection.due(self._collective.lost, step, time.monotonic())) is not None:
                 self._events.emit(catalogue.RANKS_DISCONNECTED, peer=lost.rank, reason=lost.reason)
             if version:
-                self._guarded(lambda reft: self._defer(reft, version) if later else reft.iteration_end(version))
+                self._guarded(
+                    lambda reft: self._defer(reft, version) if later else reft.iteration_end(version, last=last)
+                )
             else:
                 self.ledger.end(step, None)
             return
@@ -351,6 +374,11 @@ class Session:
 
     def shutdown(self) -> None:
         """The orderly end of training; a lost SMP does not fail it. Idempotent."""
+        kind, _, trace = sys.exc_info()
+        if self._ending == UNKNOWN and (  # `sys.exit` within a function of the script may come amid training
+            self._stops or kind is SystemExit and traceback.extract_tb(trace)[-1].name != "<module>"
+        ):
+            self._come_to(self.iteration, EARLY)
         self.progress.end()
         if self._scalars is not None:
             self._scalars.close()

@@ -11,11 +11,9 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError, FtError
+from ..errors import FtError
 from ..smp.serve import client as smp
-from ..smp.watch import liveness
-from .status_command import JobOption, NodeOption, known_jobs
-from .status_facts import run_directories
+from .status_command import JobOption, NodeOption, of_one_job
 
 
 def now(
@@ -27,12 +25,7 @@ def now(
     ] = False,
 ) -> None:
     """Write the newest snapshot of a running job to its --reft-checkpoint-dir, and print its path."""
-    served = [path for path in run_directories(job, node) if liveness.held(path / "smp.lock")]
-    names = sorted({path.parent.name for path in served})
-    if not names:
-        raise ConfigError(f"no job{f' {job!r}' if job else ''} has an SMP here; known jobs: {known_jobs()}")
-    if len(names) > 1:
-        raise ConfigError(f"--job: several jobs have an SMP here, name one of: {', '.join(names)}")
+    served = of_one_job(job, node, "smp.lock", "has an SMP")
     with ThreadPoolExecutor(len(served)) as pool:  # SMPs of nodes on one machine write one checkpoint together
         folders = list(pool.map(lambda run_dir: _checkpoint(run_dir, seconds, keep), served))
     for path in sorted(set(folders)):

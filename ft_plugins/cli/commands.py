@@ -1,7 +1,8 @@
 """The commands of `ft-plugins`, by name. Each is imported when it is used, so that `status` comes at once.
 
-Invariant: no command but `drain` disturbs a running job; `end` drops snapshots, and refuses if the job runs under
-ft-run. A failure is one line on stderr and exit status 1. Help is plain: it fits 80 columns, a log and a dumb terminal.
+Invariant: no command but `drain` and `stop` disturbs a running job; `end` drops snapshots, and refuses if the job runs
+under ft-run. A failure is one line on stderr and exit status 1. Help is plain: it fits 80 columns, a log and a dumb
+terminal.
 
 In: a command line. Out: tables for people, JSON for programs.
 """
@@ -28,6 +29,7 @@ _COMMANDS: dict[str, tuple[Any, str]] = {  # the module of a function of that na
     "report": ("report_command", "Show where the time of a job went."),
     "trace": ("trace_command", "Write the events of all ranks as a trace."),
     "drain": ("drain_command", "Have a node leave a running job without loss."),
+    "stop": ("drain_command", "End a running job on all nodes without loss."),
     "checkpoint": (_CHECKPOINT, "Checkpoints in storage."),
     "export": ("checkpoint_command", "Convert a checkpoint to the framework's own format."),
     "end": ("end_command", "Drop what a stopped job left in memory."),

@@ -1,20 +1,23 @@
-"""`ft-plugins drain`: have a node leave a running job without loss.
+"""`ft-plugins drain` and `stop`: have a node leave a running job without loss, or end all of it so.
 
-In: names of a node and a job that runs on this machine. Out: one line. Raises ConfigError, FtError.
+In: names of a node and a job that runs on this machine. Out: lines. Raises ConfigError, FtError.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import ConfigError, FtError
+from ..errors import FtError
+from ..launcher.rounds.rounds import ALL
 from ..smp.serve import client as smp
 from ..smp.watch import liveness
-from .status_command import known_jobs
-from .status_facts import ASK_SECONDS, facts_of, run_directories
+from ..smp.watch.job_history import read_note
+from .status_command import JobOption, of_one_job
+from .status_facts import ASK_SECONDS
 
 
 def drain(
@@ -22,27 +25,40 @@ def drain(
     job: Annotated[str, typer.Option("--job", help="name of the job, which runs on this machine too")],
 ) -> None:
     """Have a node leave a job at its next committed version: a spare takes its place, and no iteration is lost."""
-    directories = [each for each in run_directories(job, None) if liveness.held(each / "lock")]
-    if not directories:
-        ended = [
-            f"job '{job}' does not run here: {each['state']}, {each['headline']}"
-            for each in facts_of(run_directories(job, None))
-        ]
-        raise ConfigError(ended[0] if ended else f"no job '{job}' is known here; expected one of: {known_jobs()}")
-    from ..launcher.rendezvous import control  # imports torch
-
-    try:
-        refused = _unprotected(directories) or control.drain(directories[0], node)
-    except ConnectionError as error:
-        raise FtError(f"job {job}: no ft-run answers: {error}") from error
-    if refused:
-        raise FtError(f"job {job}: {refused}")
+    _ask(job, node)
     print(f"job {job}: node {node} leaves at the next version; `ft-plugins events {job} --follow` shows it")
 
 
-def _unprotected(directories: list[Path]) -> str:
-    """Why no node can leave now, as far as the SMPs here know; ''."""
-    for run_dir in directories:
+def stop(job: JobOption = None) -> None:
+    """End a whole job, on all nodes, after the iteration that comes next, without loss: what is in memory is written to
+    --reft-checkpoint-dir, or kept without one. Waits until the job has ended here."""
+    run_dir = _ask(job, ALL)
+    print("all nodes end after the next iteration; Ctrl-C ends this wait, and not that", flush=True)
+    while liveness.held(run_dir / "lock"):
+        time.sleep(0.2)
+    note = read_note(run_dir)
+    if note is None or note.exit_status:
+        raise FtError(f"job {run_dir.parent.name}: {note.reason if note else 'its ft-run has left no word'}")
+    print(f"job {run_dir.parent.name}: {note.reason or 'training was at its own end'}")
+
+
+def _ask(job: str | None, node: str) -> Path:
+    """Have `node`, or ALL, leave the job. Returns a run directory. Raises ConfigError, FtError."""
+    directories = of_one_job(job, None, "lock", "runs under ft-run")
+    from ..launcher.rendezvous import control  # imports torch
+
+    try:
+        refused = _unprotected(directories, alone=node == ALL) or control.drain(directories[0], node)
+    except ConnectionError as error:
+        raise FtError(f"job {directories[0].parent.name}: no ft-run answers: {error}") from error
+    if refused:
+        raise FtError(f"job {directories[0].parent.name}: {refused}")
+    return directories[0]
+
+
+def _unprotected(directories: list[Path], alone: bool) -> str:
+    """Why no node can leave now, as far as is known here; ''. `alone`: no other node has to have its state."""
+    for run_dir in () if alone else directories:
         with smp.Client(run_dir, ASK_SECONDS) as client:
             status = client.status()
         if any(segment["attached"] for segment in status["segments"]) and not status["node_tier"]["losses"]:

@@ -16,14 +16,16 @@ from ..config import Config, run_root
 from ..errors import ConfigError, FtError
 from ..smp.serve import client as smp
 from ..smp.serve import leftovers
+from ..smp.serve.status import newest_common
 from ..smp.watch import liveness
 from .status_command import JobOption, NodeOption, known_jobs
-from .status_facts import run_directories
+from .status_facts import OTHER_SECONDS, OTHERS_SECONDS, run_directories
 
 
 def end(
     job: Annotated[str, typer.Argument(help="name of the job, from `status`")],
     node: NodeOption = None,
+    force: Annotated[bool, typer.Option("--force", help="also what other nodes of the job wait for")] = False,
 ) -> None:
     """End a job's SMP and drop its snapshots. The training processes must have ended before."""
     directories = run_directories(job, node)
@@ -35,6 +37,14 @@ def end(
             raise FtError(f"{where} is running under ft-run; stop that first: `end` would drop its snapshots")
         if liveness.held(run_dir / "smp.lock"):
             with smp.Client(run_dir) as client:
+                others = client.other_nodes(OTHER_SECONDS, OTHERS_SECONDS)
+                waiting = ", ".join(each["node"] for each in others if each["state"] == "WAITING")
+                if waiting and not force:
+                    raise FtError(
+                        f"{where} holds version {newest_common(client.status())} in memory, and the job on "
+                        f"{waiting} waits for nodes: it would lose that; start ft-run here again, or end it there "
+                        "first; --force drops it nevertheless"
+                    )
                 client.end()
             print(f"{where}: ended")
         else:

@@ -26,6 +26,7 @@ import typer
 from ..errors import ConfigError
 from ..events import catalogue
 from ..smp.serve.node_facts import Facts
+from ..smp.watch import liveness
 from ..smp.watch.job_state import NOTHING, State, needs_restart, span_text
 from . import status_facts
 
@@ -184,6 +185,22 @@ def _text(asked: Asked) -> str:
 def known_jobs() -> str:
     """The names of the jobs that have a run directory here, for messages."""
     return ", ".join(sorted({path.parent.name for path in status_facts.run_directories(None, None)})) or "none"
+
+
+def of_one_job(job: str | None, node: str | None, lock: str, what: str) -> list[Path]:
+    """The run directories of one job, of that name if it is given, in which `lock` is held, which means that the job
+    does `what`. Raises ConfigError."""
+    held = [path for path in status_facts.run_directories(job, node) if liveness.held(path / lock)]
+    names = sorted({path.parent.name for path in held})
+    if len(names) > 1:
+        raise ConfigError(f"--job: several jobs {what} here, name one of: {', '.join(names)}")
+    if not names:
+        known = [
+            f"node {each['node']}: {each['state']}, {each['headline']}"
+            for each in status_facts.facts_of(status_facts.run_directories(job, node) if job else [])
+        ] or [f"known jobs: {known_jobs()}"]
+        raise ConfigError(f"no job{f' {job!r}' if job else ''} {what} here; {'; '.join(known)}")
+    return held
 
 
 def _nothing(ended: int) -> str:

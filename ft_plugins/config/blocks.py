@@ -155,7 +155,7 @@ class ReftConfig(SystemConfig):
     checkpoint_seconds: float = Field(
         30.0,
         ge=0,
-        description="how long ft-run, when the job ends in order, waits for a checkpoint that is due",
+        description="how long ft-run, when the job ends in order, waits for a checkpoint",
         json_schema_extra=more("seconds", needs="checkpoint_dir"),
     )
 

@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + error.sigval
     if outcome.status == "drained":
         print(f"ft-run: {outcome.reason}{where}", file=sys.stderr)
-    if outcome.status in ("succeeded", "drained"):
+    if outcome.status in ("succeeded", "stopped", "drained"):
         return outcome.exit_status
     try:
         _raise_for(outcome, planned.torch.training_script)

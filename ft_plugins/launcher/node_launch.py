@@ -31,17 +31,19 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from ..config import Config
 from ..errors import EXIT_DRAINED, EXIT_REFUSED, ConfigError, FtError, ProtectionError
-from ..events import Event, Events, catalogue, file_sink, log_sink
+from ..events import Event, Events, catalogue, file_sink, log_sink, say
 from ..recovery.resize import sizes
 from ..smp.serve import leftovers
 from ..smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ..snapshot.segment import paths
+from ..snapshot.segment.header import AT_END, EARLY
 from ..transport import door
 from ..transport.own_address import own_address
 from . import plugin, worker
 from .agent.agent import NodeDrained, ProgressAgent
 from .agent.draining import cannot_be_drained
 from .agent.node_check import NodeCheck
+from .agent.orderly_end import EndPlan, end_plan, reached
 from .agent.restarts import Status
 from .agent.signals import SignalStop, end_by_signals, notices, report_missed
 from .agent.watcher import Job, Watcher
@@ -51,6 +53,7 @@ from .rendezvous.endpoint import Endpoint, address_towards
 from .rendezvous.rendezvous import Rendezvous
 from .rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
 
+_ELSEWHERE = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
 _UNBOUNDED = 1_000_000_000  # restarts that torch's counter allows if progress decides
 
 
@@ -68,8 +71,8 @@ class Outcome:
     @property
     def exit_status(self) -> int:
         """With which ft-run ends."""
-        statuses = {"succeeded": 0, "drained": EXIT_DRAINED, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}
-        return statuses.get(self.status, 1)
+        statuses = {"drained": EXIT_DRAINED, "refused": EXIT_REFUSED, "recurring": EXIT_REFUSED}
+        return 0 if self.status in ("succeeded", "stopped") else statuses.get(self.status, 1)
 
     def raise_for_failure(self, name: str) -> None:
         """Raise torch's ChildFailedError if workers failed, so that `record` copies the error."""
@@ -91,7 +94,8 @@ def launch(
     A callable `entrypoint` needs start_method fork if `job` is given. `bounded`: restarts are limited by
     `config.max_restarts`, else by progress. `name`: the entrypoint's name for people. Raises BusyError, ConfigError,
     ProtectionError, FencedError; ValueError for another start method; SignalException if a signal ends this process
-    (workers have got it too, and the SMP waits for the same command).
+    (workers have got it too, and the SMP waits for the same command). From the end of a protected job on, these signals
+    are ignored.
     """
     name = name or (entrypoint if isinstance(entrypoint, str) else entrypoint.__qualname__)
     door.raise_limit()
@@ -138,12 +142,14 @@ def launch(
                 stop.finish()
             raise
         finally:
-            if watcher and status == "succeeded":
-                _write_due(watcher, events)
-            if watcher and status == "succeeded" and not everywhere:
-                reason = "other nodes may still resume from these snapshots; run 'ft-plugins end' when the job is over"
-                events.emit(catalogue.SMP_RETAINED, reason=reason)
-            elif watcher and (status == "succeeded" or status == "refused" and _holds_nothing(watcher)):
+            if watcher and job and outcome and status in ("succeeded", "stopped"):
+                end = _conclude(watcher, job, events, everywhere, left=status == "stopped")
+                status, outcome = end.status, replace(outcome, status=end.status, reason=end.words)
+                if end.drop:
+                    _end_in_order(watcher, events)
+                elif status == "succeeded":
+                    events.emit(catalogue.SMP_RETAINED, reason=end.words)
+            elif watcher and status == "refused" and _holds_nothing(watcher):
                 _end_in_order(watcher, events)
             events.emit(catalogue.JOB_ENDED, status=status)
         return outcome
@@ -220,13 +226,20 @@ def _holds_nothing(watcher: Watcher) -> bool:
         return False  # keep the segments
 
 
-def _write_due(watcher: Watcher, events: Events) -> None:
-    """Have a checkpoint that is due written to storage, waiting for at most --reft-checkpoint-seconds."""
+def _conclude(watcher: Watcher, job: Job, events: Events, everywhere: bool, left: bool) -> EndPlan:
+    """Write what is to be in storage once the ranks have ended in order, and say what becomes of memory. `everywhere`:
+    those of all nodes are known to have; `left`: see `reached`."""
+    facts: tuple[int, int, int | None] = (EARLY if left else AT_END, 0, None)  # without an SMP
     try:
-        outcome = watcher.checkpoint("the job ends", only_due=True)
+        facts = reached(watcher.status(), left)
+        outcome = watcher.checkpoint("the job ends", only_due=facts[0] == AT_END)
     except ProtectionError as error:
         outcome = {"state": "failed", "reason": str(error)}
     report_missed(events, outcome)
+    plan = end_plan(*facts, outcome, job.name, job.config.orphan_seconds)
+    if plan.words:
+        say(plan.words, alarm=True, who="ft-run: ")
+    return plan if everywhere else replace(plan, drop=False, words=_ELSEWHERE)
 
 
 def _end_in_order(watcher: Watcher, events: Events) -> None:
@@ -256,7 +269,7 @@ def _run(
         if check:
             handler.check_before_rounds(check)
         if job:
-            handler.allow_no_drain(_undrainable(job.config))
+            handler.refuse_requests(_refused(job.config, stop=False), _refused(job.config, stop=True))
     known = inspect.signature(LocalElasticAgent.__init__).parameters  # newer versions of torch have more
     names = ("logs_specs", "start_method", "log_line_prefix_template", "shutdown_timeout")
     options = {name: getattr(config, name) for name in names if name in known}
@@ -268,9 +281,11 @@ def _run(
     status: Status = "failed"
     try:
         result = agent.run()
+        end_by_signals(signals_of(config) if job else "", over=True)
         if result:
-            status = "succeeded" if result.state == WorkerState.SUCCEEDED else agent.verdict.status
-            reason = agent.verdict.reason
+            ended: Status = "stopped" if agent.left else "succeeded"
+            status = ended if result.state == WorkerState.SUCCEEDED else agent.verdict.status
+            reason = "a rank left the job before its own end" if agent.left else agent.verdict.reason
         _record(agent.get_event_succeeded(), config)
     except NodeDrained as drained:
         status = "drained"
@@ -302,16 +317,18 @@ def _run(
         return Outcome("failed", f"{reason}; see the output of the other nodes", restarts=agent.restarts)
     if result.state == WorkerState.SUCCEEDED:
         return Outcome(
-            "succeeded", return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
+            status, return_values=result.return_values, restarts=agent.restarts, everywhere=agent.all_ended
         )
     reason = agent.verdict.reason or "a worker (see torch's error) hangs in the kernel: check this node's disk and GPUs"
     return Outcome(agent.verdict.status, reason, failures=result.failures, restarts=agent.restarts)
 
 
-def _undrainable(config: Config) -> str:
-    redundancy = (config.capture.redundancy if config.capture else None) or ""
+def _refused(config: Config, stop: bool) -> str:
+    if stop and not config.capture:
+        return "no snapshots are taken of this job: end it by SIGTERM to each ft-run"
     apart = config.sync is not None and config.capture is not None and config.capture.versions != "every"
-    return cannot_be_drained(redundancy, apart, _always_deferred(config))
+    redundancy = "any" if stop else config.capture and config.capture.redundancy
+    return cannot_be_drained(redundancy or "", apart, _always_deferred(config))
 
 
 def _always_deferred(config: Config) -> bool:

@@ -171,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         except SystemExit as stop:
             if stop.code:
                 raise
+            for end in registered.endings:  # in here, where it shows how the script ends
+                end()
         for end in registered.endings:
             end()
 

@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     )
     host.fault_points = {"iteration.forward": (), "update.begin": ()}  # that the loop below reaches
     protection = session.attach(host)
-    done = protection.resume()
+    done = protection.resume(last=options.iterations)
     write(
         options.journal,
         {

@@ -77,6 +77,29 @@ def test_ft_run_and_the_one_line_survive_a_kill_and_end_as_an_unprotected_run(
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 
+def test_a_script_that_exits_amid_training_keeps_its_memory_and_one_that_ends_says_what_it_drops(short: Path) -> None:
+    """Nothing but `sys.exit` within a function shows that its loop was not at its end."""
+    script = short / "leaves.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(EXAMPLE.parent)!r})\nimport deepspeed_gpt\nlog = deepspeed_gpt.log\n"
+        "def leave(args, engine, outcome):\n"
+        "    log(args, engine, outcome)\n"
+        "    if engine.global_steps == 3:\n"
+        "        sys.exit(0)\n"
+        "deepspeed_gpt.log = leave\n"
+        "deepspeed_gpt.main(sys.argv[1:])\n"
+    )
+    run = DeepSpeedRun("e", short, SMALLEST, {"reft": {}, "orphan_seconds": 60.0}, iterations=5)
+    left = launched(run, FT_RUN, script)
+    assert left.returncode == 0, left.stderr[-3000:]
+    assert "after iteration 3, before its own end: iteration 3 is kept in memory for 60 s" in left.stderr
+    done = launched(run, FT_RUN, script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "after iteration 5: iteration 5 is dropped, since nothing says where training ends" in done.stderr
+    assert [json.loads(line)["iteration"] for line in run.loss_log.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert not list(Path("/dev/shm").glob(f"ftp-{script.stem}-*"))
+
+
 def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(short: Path) -> None:
     run = DeepSpeedRun("n", short, SMALLEST, iterations=1)
     done = launched(run, FT_RUN, LINE)

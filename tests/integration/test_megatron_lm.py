@@ -145,6 +145,29 @@ def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(
     assert killed.output.count(line) == 1, killed.output[-4000:]
 
 
+def test_a_chain_of_starts_that_exit_early_advances_and_ends_in_the_state_of_one(
+    checkout: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Each start exits before a checkpoint, and a snapshot, would be due; and Megatron itself saves nothing."""
+    small = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--global-batch-size", "4")
+    script: list[object] = [checkout / "pretrain_gpt.py", *JOB, *small, "--data-path", corpus]
+    whole, chain = tmp_path / "whole", tmp_path / "chain"
+    ft_run(script, whole, "--save", whole, job="megatron-whole", ranks=2).require_success()
+    ours = ("--reft", "--reft-interval", 10, "--reft-checkpoint-dir", tmp_path / "ck", "--reft-checkpoint-interval", 20)
+    for number, reached in enumerate((3, 6), 1):
+        left = ft_run(script, chain, "--exit-interval", 3, *ours, job="megatron-chain", ranks=2)
+        left.require_success()
+        stored = f"training ended after iteration {reached}, before its own end: iteration {reached} is in "
+        assert stored + str(tmp_path / "ck" / "megatron-chain" / f"v{number}-{reached}") in left.output
+        assert [event.fields["status"] for event in left.events("job.ended")] == ["stopped"]
+    last = ft_run(script, chain, "--exit-interval", 3, "--save", chain, *ours, job="megatron-chain", ranks=2)
+    last.require_success()
+    assert "training ended" not in last.output
+    found, expected = (read(folder / f"iter_{ITERATIONS:07d}").state for folder in (chain, whole))
+    given = "/mp_rank_00/model_optim_rng.pt/args/exit_interval: None and 3"
+    assert expected and differences(expected, found) == [given], "nothing else differs"
+
+
 def test_another_seed_ends_in_another_state(script: list[object], unfailed: MegatronLmRun, tmp_path: Path) -> None:
     other = ft_run(script, tmp_path, "--save", tmp_path, "--seed", 4321, job="megatron-seed")
     other.require_success()

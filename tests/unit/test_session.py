@@ -18,6 +18,7 @@ import torch
 from ft_plugins.config import Config
 from ft_plugins.errors import FtError
 from ft_plugins.session import Session, attach
+from ft_plugins.snapshot.segment.header import AT_END, EARLY, UNKNOWN
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.systems import followed
 from harness.plain_host import PlainHost
@@ -763,3 +764,48 @@ def _of_kind(rank: int, world: int, run_dir: Path, token: int, kind: torch.dtype
     except FtError as error:
         return str(error)
     return None
+
+
+# ---- how far training has come, for ft-run ----
+
+
+def _ending(rank: int, world: int, run_dirs: list[Path], token: int, how: str) -> tuple[list[int], int]:
+    """What the segment says before and after a rank has ended after iteration 4, and its newest version."""
+    loop = Loop(rank, world)
+    settings = config(node_name=run_dirs[rank].name, reft={"interval": 3})
+    session = attach(loop.host, settings, context(0, 1, run_dirs[0], token))
+    session.resume(last={"own": 4, "early": 9, "last": 9}.get(how))
+    loop.run(session, 3)
+    reft = session._reft
+    assert reft is not None and reft._segment is not None
+    segment = Segment(reft._segment.path)
+    before = segment.header.ending
+    session.iteration_begin(4)
+    session.before_update(4)
+    session.after_update(4)
+    session.iteration_end(4, ends=how in ("last", "own"))
+    try:
+        if how == "exit":
+            raise SystemExit(0)
+    finally:
+        session.shutdown()
+        found = [before, segment.header.ending]
+        newest = max(slot.version.iteration for slot in segment.slots() if slot.version)
+        return found, newest  # noqa: B012
+
+
+@pytest.mark.parametrize(
+    ("how", "endings", "newest"),
+    [
+        ("own", [EARLY, AT_END], 3),
+        ("early", [EARLY, EARLY], 3),
+        ("last", [EARLY, EARLY], 4),
+        ("unknown", [UNKNOWN, UNKNOWN], 3),
+        ("exit", [UNKNOWN, EARLY], 3),
+    ],
+)
+def test_a_rank_records_whether_training_was_at_its_end_and_captures_the_last_version_before_another_end(
+    node: Node, ranks: Ranks, how: str, endings: list[int], newest: int
+) -> None:
+    node.start()
+    assert ranks(_ending, 1, [node.run_dir], node.fence(), how) == [(endings, newest)]

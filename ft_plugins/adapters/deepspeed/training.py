@@ -188,6 +188,7 @@ class DeepSpeedLoop:
                 f"rank {self._host.rank}: iteration {iteration} was restored, but DeepSpeed's global_steps is "
                 f"{self.engine.global_steps}; start with --ftp-resume fresh"
             )
+        self._session.last = getattr(self.client, "last", None)
         self._reads = IterationReads(self._host.pace)
 
     def shutdown(self) -> None:
@@ -208,16 +209,16 @@ class DeepSpeedLoop:
 
     def trained(self) -> None:
         """The client's loop has ended: the version point of the last iteration, unless it was restored."""
-        self._end()
+        self._end(ends=True)
         self._session.restore_position()
         self._session.wait_for_capture()  # what the client does from here on may change tensors
         self._begun = self._begun or self.engine.global_steps
 
-    def _end(self) -> None:
-        """The version point of an updated iteration."""
+    def _end(self, ends: bool = False) -> None:
+        """The version point of an updated iteration. `ends`: it is the last one of this start."""
         if self._updated is not None:
             iteration, self._updated = self._updated, None
-            self._session.iteration_end(iteration)
+            self._session.iteration_end(iteration, ends)
 
     def begin(self) -> None:
         """Begin the iteration, unless it has begun."""

@@ -60,6 +60,7 @@ class TorchTrainer:
         self._host = host
         self._session = attach(host, self._config, self._context)
         self._begun = self._completed = self._session.resume(run.iteration)
+        self._session.last = run.last
 
     def _state(self) -> dict[str, Any]:
         assert self._run is not None
@@ -88,15 +89,15 @@ class TorchTrainer:
 
     def end(self) -> None:
         assert self._session is not None
-        self._complete()
+        self._complete(ends=True)
         self._session.restore_position()
         self._session.wait_for_capture()  # what follows training, as loading the best model, may change tensors
 
-    def _complete(self) -> None:
+    def _complete(self, ends: bool = False) -> None:
         assert self._session is not None
         if self._completed != self._begun:
             self._completed = self._begun
-            self._session.complete(self._begun)
+            self._session.complete(self._begun, ends)
 
     def shutdown(self) -> None:
         """The script's orderly end."""

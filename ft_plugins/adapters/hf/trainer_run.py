@@ -148,7 +148,7 @@ class TrainerRun:
     def _preparing(
         self, original: Callable[..., Any], max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._given = train_dataloader
+        self._given, self.last = train_dataloader, max_steps
         with self._protection.building(self):
             prepared = original(max_steps, train_dataloader, *args, **kwargs)
         if self._incomplete:

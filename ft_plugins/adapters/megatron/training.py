@@ -117,7 +117,7 @@ class TrainingHooks:
         outcome = original(*args, **kwargs)
         if self.loop is not None:
             given = inspect.signature(original).bind(*args, **kwargs).arguments
-            self.loop.end_iteration(given["iteration"], given["num_floating_point_operations_so_far"])
+            self.loop.end_iteration(given["iteration"], given["num_floating_point_operations_so_far"], bool(outcome))
         return outcome
 
     def _ending(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -274,14 +274,15 @@ class MegatronLoop:
         self._skipped = self.completed + 1
         self._host.skip_update(self._session)
 
-    def end_iteration(self, iteration: int, operations: Any) -> None:
-        """Called at the version point, after evaluation, logging and Megatron's own save."""
+    def end_iteration(self, iteration: int, operations: Any, exits: bool = False) -> None:
+        """Called at the version point, after evaluation, logging and Megatron's own save. `exits`: Megatron has decided
+        to exit here, on all ranks."""
         self.completed, self.operations = iteration, operations
         if self._external is not None:
             from megatron.core.num_microbatches_calculator import get_num_microbatches
 
             self._external.require_read(get_num_microbatches())
-        self._session.iteration_end(iteration)
+        self._session.iteration_end(iteration, exits)
 
     def _end_skipped(self) -> None:
         if self._skipped is not None:

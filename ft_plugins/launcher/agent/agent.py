@@ -40,12 +40,14 @@ from ...events import Events, catalogue, say
 from ...smp.watch import stacks
 from ...smp.watch.hang import HANG
 from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
+from ...snapshot.segment.header import EARLY, END
 from .. import job_identity
 from ..preload.parent import parent_of
 from ..rendezvous import endpoint
 from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
 from ..rounds.round_store import store_on
+from ..rounds.rounds import ALL
 from . import build_locks, left_traces, worker_failures
 from .agent_channel import AgentChannel
 from .cycle_files import CycleFiles
@@ -62,7 +64,8 @@ _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before w
 
 
 class _RoundEnded(Exception):
-    """The round ended while this node, whose workers had succeeded, waited for the others."""
+    """The round ended while this node, whose workers had succeeded, waited for the others; or workers cannot go on
+    without one that has left."""
 
 
 class NodeDrained(Exception):
@@ -118,6 +121,7 @@ class ProgressAgent(LocalElasticAgent):
         self._start = StartWatch()
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
+        self.left = False  # a worker of this incarnation has ended with status 0 before the end of training
         self.all_ended = True  # the workers of all nodes have ended; known once those here have succeeded
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -127,21 +131,49 @@ class ProgressAgent(LocalElasticAgent):
                 result: RunResult = super()._invoke_run(role)
                 return result
             except _RoundEnded:
+                if self._is_left():
+                    self._stop_workers(self._worker_group)
+                    return RunResult(
+                        WorkerState.SUCCEEDED, {each.global_rank: None for each in self._worker_group.workers}
+                    )
                 reason = "another node failed or left after the workers of this node had succeeded; they start again"
                 self._events.emit(catalogue.ROUND_ENDED, reason=reason)
                 self._worker_group.spec.max_restarts += 1  # not counted, like any change of nodes
             except SignalException as error:
-                if self._stop is not None:
-                    self._end_workers(self._stop, error.sigval)
+                if self._stop is not None and (ended := self._end_workers(self._stop, error.sigval)):
+                    return ended
                 raise
 
-    def _end_workers(self, stop: SignalStop, number: signal.Signals) -> None:
+    def _is_left(self) -> bool:
+        """Whether a worker of this node has ended with status 0 before the end of training: no restart may undo that.
+        It is remembered, because what remains of the workers is killed then."""
+        self._exits.wait(0.0)
+        failed = worker_failures.failed_workers(self._context())
+        ranks = {
+            self._worker_group.workers[one].global_rank
+            for one, pid in self._context().pids().items()
+            if pid in self._exits.ended and one not in failed
+        }
+        with suppress(ProtectionError):
+            self.left = self.left or any(
+                each["rank"] in ranks and each["ending"] == EARLY
+                for each in (self._watcher.status()["segments"] if self._watcher and ranks else ())
+            )
+        return self.left
+
+    def _end_workers(self, stop: SignalStop, number: signal.Signals) -> RunResult | None:
         """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
-        What is in memory is written meanwhile."""
+        What is in memory is written meanwhile. The result, if the workers of all nodes had ended in order before."""
         self._note(FtRunPhase.STOPPING, f"{number.name} has come: what is in memory is written, and the ranks end")
         stop.begin()
         if self._pcontext is None:
-            return
+            return None
+        self._exits.wait(0.0)
+        if len(self._exits.ended) == len(self._pcontext.pids()) and not worker_failures.failed_workers(self._pcontext):
+            with suppress(_RoundEnded, TimeoutError):
+                self._exit_barrier(stop.left_for_workers)
+                stop.finish()
+                return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in self._worker_group.workers})
         context = self._pcontext
         vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
         with suppress(SignalException):
@@ -151,20 +183,22 @@ class ProgressAgent(LocalElasticAgent):
         for pid in worker_failures.unreaped(context):
             worker_failures.signal_group(pid, signal.SIGKILL)
         self._exits.wait_for_all(min(_KILLED_SECONDS, stop.left))
+        return None
 
     def _note(self, phase: FtRunPhase, reason: str = "") -> None:
         """Leave what this ft-run does in the run directory."""
         if self._job:
             write_note(self._job.run_dir, FtRunNote(phase, reason))
 
-    def _exit_barrier(self) -> None:
-        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait."""
+    def _exit_barrier(self, seconds: float = float("inf")) -> None:
+        """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait, which raises
+        TimeoutError after so many `seconds`."""
         self._note(FtRunPhase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, Rendezvous):
             super()._exit_barrier()
             self.all_ended = self._all_have_ended()
-        elif handler.wait_for_all():
+        elif handler.wait_for_all(seconds):
             self.all_ended = handler.all_succeeded
         else:
             raise _RoundEnded
@@ -305,7 +339,7 @@ class ProgressAgent(LocalElasticAgent):
         ):
             started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._context()
-        self._exits = WorkerExits(context.pids().values())
+        self._exits, self.left = WorkerExits(context.pids().values()), False
         vars(context)["close"] = functools.partial(worker_failures.close_at_once, context)  # of this object only
         if self.restarts:
             seconds = None if self._failed_at is None else round(time.monotonic() - self._failed_at, 3)
@@ -334,7 +368,9 @@ class ProgressAgent(LocalElasticAgent):
     def _has_opened(self) -> bool:
         """Whether a rank is known to have opened a lineage under this ft-run."""
         if self._watcher and not self._opened and self._first_token:
-            self._opened = self._watcher.opened_since(self._first_token)
+            self._opened = any(
+                each["lineage_token"] >= self._first_token for each in self._watcher.status()["segments"]
+            )
         return self._opened
 
     def _resumed(self, token: int, worker_group: WorkerGroup) -> bool:
@@ -365,6 +401,8 @@ class ProgressAgent(LocalElasticAgent):
             return False
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._failed_at is None and self._is_left():
+            raise _RoundEnded
         if self._failed_at is None:  # another node failed or joined: not counted
             self._seen = time.monotonic()
             worker_group.spec.max_restarts += 1
@@ -396,6 +434,7 @@ class ProgressAgent(LocalElasticAgent):
                     "core; nothing restarts before that is written ('ulimit -c 0': no cores)", True, "ft-run: ",
                 )  # fmt: skip
         first = worker_failures.failed_workers(self._context())
+        left = bool(first) and self._is_left()
         result = self._end_after(first) if first else super()._monitor_workers(worker_group)
         if self._watcher:
             self._watcher.say_waiting(self._token)
@@ -403,7 +442,7 @@ class ProgressAgent(LocalElasticAgent):
             if not first:  # failed since our look: torch lists the ones that failed on their own first
                 result.failures = dict(list(result.failures.items())[:1])
             self._failed_at = self._seen = seen
-            self._decide(result)
+            self._decide(result, left)
         elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
             return self._restart_without(LostPeers(tuple(lost)))
         elif self._watcher and self._job and self._job.config.capture and (over := self._look_at_start(
@@ -411,7 +450,7 @@ class ProgressAgent(LocalElasticAgent):
         )):  # fmt: skip
             return over
         elif result.state == WorkerState.HEALTHY:
-            self._leave_if_drained()
+            self._leave_if_asked()
             if self._preload:
                 self._preload.turn()
         return result
@@ -423,12 +462,15 @@ class ProgressAgent(LocalElasticAgent):
         timeout = (sync.timeout,) if sync is not None else ()
         return Departure(self._watcher, self._events, longest_wait(self._job.config.hang_seconds, *timeout))
 
-    def _leave_if_drained(self) -> None:
-        """Raises NodeDrained."""
+    def _leave_if_asked(self) -> None:
+        """Have the workers end, if the whole job is to; raises NodeDrained if this node is."""
         handler = self._worker_group.spec.rdzv_handler
         if self._departure is None or not isinstance(handler, Rendezvous):
             return
-        step = self._departure.step(handler.is_draining)
+        if handler.leaves == ALL and self._watcher:
+            with suppress(ProtectionError):
+                self._watcher.hold(END)  # each time: ranks that start were not there the last time
+        step = self._departure.step(handler.leaves not in ("", ALL))
         if step.give_up:
             handler.stay()
         if step.leave is not None:
@@ -492,9 +534,12 @@ class ProgressAgent(LocalElasticAgent):
             )
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _decide(self, result: RunResult) -> None:
-        """Report the failures, find the cause and decide."""
+    def _decide(self, result: RunResult, left: bool) -> None:
+        """Report the failures, find the cause and decide. Raises _RoundEnded if they only show that one has `left`."""
         failures = [worker_failures.described(rank, failure) for rank, failure in result.failures.items()]
+        cause = root_cause(failures)
+        if left and cause.secondary:
+            raise _RoundEnded
         for failure in failures:
             self._events.emit(
                 catalogue.WORKER_FAILED,
@@ -506,7 +551,6 @@ class ProgressAgent(LocalElasticAgent):
                 oom_kills=self._oom_kills_since() if failure.signal == "SIGKILL" else None,
                 flight_record=left_traces.flight_record(failure.rank, self._started_at),
             )
-        cause = root_cause(failures)
         self._failed = not cause.secondary
         result.failures[cause.rank].timestamp = min(failure.timestamp for failure in result.failures.values())
         result.failures = {cause.rank: result.failures.pop(cause.rank)} | result.failures  # torch reports the earliest
@@ -545,9 +589,8 @@ class ProgressAgent(LocalElasticAgent):
             )  # fmt: skip
         if not self.verdict.restart:
             self._remaining_restarts = 0
-        return self.verdict.what_comes(
-            self._versions[-1] if self._versions else None, self._remaining_restarts - 1 if self._bounded else None
-        )
+        held = self._versions[-1] if self._versions else None
+        return self.verdict.what_comes(held, self._remaining_restarts - 1 if self._bounded else None)
 
     def _context(self) -> PContext:
         if self._pcontext is None:

@@ -123,12 +123,12 @@ def cannot_be_drained(redundancy: str, apart: bool, deferred: bool = False) -> s
         return (
             "replicas of local SGD train on without this node until the next synchronisation, and would lose that: it "
             "takes --reft-versions every, with which they wait for each other in each iteration; end the job, or the "
-            "node"
+            "node, by SIGTERM to ft-run"
         )
     if deferred:
         return (
             "all versions that are sent to other nodes are those of synchronisations, which end in the next iteration "
             "(--sync-apply forward): it takes a --reft-interval times --reft-exchange-interval that --sync-tau does "
-            "not divide; end the job, or the node"
+            "not divide; end the job, or the node, by SIGTERM to ft-run"
         )
     return ""

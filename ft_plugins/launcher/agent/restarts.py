@@ -50,7 +50,7 @@ _GLOO_HINTS = {
 _LONGEST_ERROR = 300  # characters of an error in a line
 _SECONDARY = (signal.SIGABRT, signal.SIGTERM)  # from a watchdog that saw a dead peer, from a shutdown
 
-Status = Literal["succeeded", "failed", "stuck", "recurring", "refused", "signalled", "drained"]
+Status = Literal["succeeded", "failed", "stuck", "recurring", "refused", "signalled", "drained", "stopped"]
 LIVES = 3  # in a row
 NEAR = 10  # iterations completed since the resume
 _LOST_PEER = re.compile(

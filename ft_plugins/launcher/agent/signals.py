@@ -3,6 +3,7 @@
     SIGTERM and others that end ft-run   `SignalStop`: the newest version is written while the workers end; they get
                                          WORKERS_SHARE of the grace, then they are killed, and a version that they
                                          sealed meanwhile is written in the rest of it
+                                         nothing, once the ranks of all nodes have ended
     SIGUSR1, SIGUSR2                     `notices`: a notice of preemption: the newest version is written, the job's log
                                          says where, and training continues
 
@@ -113,14 +114,15 @@ class SignalStop:
         return outcome
 
 
-def end_by_signals(taken: str) -> None:
+def end_by_signals(taken: str, over: bool = False) -> None:
     """Have ft-run end in order by the signals `taken`, names, also before torch's agent, which handles them as this
-    does, has started workers. Notices of preemption are ignored until they are handled. For the main thread."""
+    does, has started workers; by none of them if the job is `over`. Notices of preemption are ignored until they are
+    handled. For the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return
     for name in taken.split(","):
         if number := getattr(signal, name.strip(), None):
-            signal.signal(number, _end)
+            signal.signal(number, signal.SIG_IGN if over else _end)
     liveness.ignore_notices()
 
 

@@ -109,30 +109,34 @@ class Watcher:
         """End the rest of the old incarnation; returns the new one's token. Raises FencedError, ProtectionError."""
         return self._request("fence", lambda client: int(client.fence()))
 
+    def status(self) -> dict[str, Any]:
+        """What the SMP reports. Raises ProtectionError."""
+        return self._request("status", lambda client: dict(client.status()))
+
     def newest(self) -> int | None:
         """The newest iteration of which all ranks of this node have a snapshot. Raises ProtectionError."""
-        status = self._request("status", lambda client: client.status())
+        status = self.status()
         version = None if status.get("missing") else newest_common(status)
         return version.iteration if version else None
 
     def begun(self) -> bool:
         """Whether a rank of this node has completed an iteration, or there is a version. Raises ProtectionError."""
-        status = self._request("status", lambda client: client.status())
+        status = self.status()
         return not holds_nothing(status) or any(segment["completed"] for segment in status["segments"])
 
     def replaceable(self) -> bool:
         """Whether the other nodes can rebuild what this one holds, of a version that they have committed. Raises
         ProtectionError."""
-        tier = self._request("status", lambda client: client.status())["node_tier"]
+        tier = self.status()["node_tier"]
         return bool(tier["losses"] and tier["committed"])
 
     def progress(self, token: int) -> tuple[int, int] | None:
         """See `smp.serve.status.progress_of`. Raises ProtectionError."""
-        return self._request("status", lambda client: progress_of(client.status(), token))
+        return progress_of(self.status(), token)
 
     def held(self) -> list[HeldVersion]:
         """The versions that all ranks of this node hold, and complete checkpoints. Raises ProtectionError."""
-        status = self._request("status", lambda client: client.status())
+        status = self.status()
         marks = marks_in(status)
         versions = [] if status.get("missing") else common(status)  # ranks without a segment hold nothing
         found = [HeldVersion(each.iteration, "memory", marks.get(each) is Mark.CERTIFIED) for each in versions]
@@ -146,22 +150,16 @@ class Watcher:
     def empty(self) -> bool:
         """Whether no segment of this node holds a version, and the job is not known to have continued without this
         node. Raises ProtectionError."""
-        return holds_nothing(self._request("status", lambda client: client.status()))
+        return holds_nothing(self.status())
 
-    def opened_since(self, token: int) -> bool:
-        """Whether a rank of this node has opened a lineage under `token` or a later one. Raises ProtectionError."""
-        return self._request(
-            "status",
-            lambda client: any(segment["lineage_token"] >= token for segment in client.status()["segments"]),
-        )
-
-    def hold(self, on: bool) -> None:
-        """Have the ranks of this node wait, or no longer, at the next version. Raises ProtectionError."""
-        self._request("hold", lambda client: client.hold(on))
+    def hold(self, value: int) -> None:
+        """Have the ranks of this node wait, or no longer, at the next version, or all ranks of the job end in order: a
+        value of `Header.held`. Raises ProtectionError."""
+        self._request("hold", lambda client: client.hold(value))
 
     def leaves_at(self) -> tuple[int | None, int]:
         """See `smp.serve.status.leaves_at`. Raises ProtectionError, also if nodes do not protect each other."""
-        status = self._request("status", lambda client: dict(client.status()))
+        status = self.status()
         if any(segment["attached"] for segment in status["segments"]) and not status["node_tier"]["losses"]:
             raise ProtectionError("nodes do not protect each other now; training goes on with this node")
         return leaves_at(status)

@@ -108,11 +108,12 @@ class WorkerExits:
 
     def __init__(self, pids: Iterable[int] = ()) -> None:
         self._poller = select.poll()
-        self._open: set[int] = set()
+        self._open: dict[int, int] = {}  # by descriptor: the process
+        self.ended: set[int] = set()  # as far as was waited for them
         for pid in pids:
             with suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(pid)
-                self._open.add(descriptor)
+                self._open[descriptor] = pid
                 self._poller.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
@@ -133,5 +134,5 @@ class WorkerExits:
 
     def _close(self, descriptor: int) -> None:
         self._poller.unregister(descriptor)
-        self._open.remove(descriptor)
+        self.ended.add(self._open.pop(descriptor))
         os.close(descriptor)

@@ -22,6 +22,7 @@ from ...base.run_directories import NAME_PATTERN
 from ...errors import ConfigError, FtError
 from .. import job_identity
 from ..rounds.node_messages import DrainReply, Meeting
+from ..rounds.rounds import ALL
 from . import peers
 from .peers import Credentials
 from .rendezvous_settings import RendezvousSettings
@@ -52,13 +53,13 @@ def leave(settings: RendezvousSettings, own: str) -> None:
 
 
 def drain(run_dir: Path, node: str) -> str:
-    """Have `node` leave the job at its next version. Returns why it does not, '' if it does."""
-    if not re.fullmatch(NAME_PATTERN, node):  # no name at all would take a drain back
+    """Have `node`, or ALL nodes, leave the job at its next version. Returns why they do not, '' if they do."""
+    if node != ALL and not re.fullmatch(NAME_PATTERN, node):  # no name at all would take a drain back
         raise ConfigError(f"{shown(node)} is not the name of a node; expected one that `ft-plugins status` shows")
     try:
         place = read_json(run_dir / _FILE, _PLACE)
     except (OSError, ValueError) as error:
-        raise FtError(f"{run_dir / _FILE}: cannot be read ({error}); is the job on several nodes?") from error
+        raise FtError(f"{run_dir / _FILE}: cannot be read ({error}); is --rdzv-backend given?") from error
     us = Credentials(job_identity.load_secret(place.secret_file or None), place.run, run_dir.name, place.encrypt)
     meeting = parsed(Meeting, peers.ask(place.endpoint, {"do": "meet", "lead": None}, _REACH_SECONDS, us))
     known = [meeting.leading] if meeting.leading else sorted(meeting.known, key=lambda each: -each.generation)

@@ -32,6 +32,7 @@ from ..rounds import round_store
 from ..rounds.field_types import reason_text
 from ..rounds.node_messages import RoundView
 from ..rounds.round_machine import Phase
+from ..rounds.rounds import ALL
 from . import peers
 from .endpoint import Endpoint
 from .local_node import LocalNode
@@ -64,7 +65,7 @@ class Rendezvous(RendezvousHandler):
         self.waiting_reason = ""  # for people: why nodes wait for another round
         self.left = ""  # the node that has left this round as it was asked, which is why
         self.all_succeeded = False  # `wait_for_all` has seen that the workers of all nodes have
-        self.is_draining = False  # this node is to leave at the next version
+        self.leaves = ""  # the name of this node, or ALL: it is to leave at the next version, or all nodes are
         self._store_bound = timedelta(seconds=min(_STORE_SECONDS, max(_LEAST_STORE_SECONDS, 3 * settings.silence)))
         self._node = LocalNode(settings)
         self._join = RoundJoin(self._node, self._store_bound)
@@ -100,7 +101,8 @@ class Rendezvous(RendezvousHandler):
         status, reason = self._node.service.status, self._node.service.closed
         if status is None or self._is_shut:
             return None
-        return ("failed" if status == "succeeded" and not self._join.is_spare else status), reason
+        spare, failed = self._join.is_spare, status == "succeeded" or status == "stopped" and self.failed
+        return ("succeeded" if spare and status == "stopped" else "failed" if failed and not spare else status), reason
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round and take part in it; as a spare, for as long as the job lasts.
@@ -108,7 +110,7 @@ class Rendezvous(RendezvousHandler):
         Raises RendezvousTimeoutError, RendezvousClosedError; RendezvousGracefulExitError on a spare that was not
         needed; ConfigError if another node has this one's name, or another job the endpoint.
         """
-        self._round, self.is_draining = 0, False
+        self._round, self.leaves = 0, ""
         before = self.members if self._took_part else []
         self._node.read_sizes()
         self._join.failed, self._join.replaceable = self.failed, self.replaceable
@@ -212,7 +214,7 @@ class Rendezvous(RendezvousHandler):
             return 1, f"the job is over: {self._node.service.closed}"
         if view is None:
             return self._waiting, self.waiting_reason
-        self.is_draining = view.draining == self._node.me.node
+        self.leaves = view.draining if view.draining in (ALL, self._node.me.node) else ""
         if view.phase is Phase.COMPLETE and view.round == self._round:
             self._join.asked = view.draining
             return 0, ""
@@ -225,19 +227,22 @@ class Rendezvous(RendezvousHandler):
         why = ", ".join(filter(None, (gone, *back, *joined))) or f"a node left, or was silent for {silence:g} s"
         return max(1, view.waiting), f"round {self._round} is over: {why}"
 
-    def wait_for_all(self) -> bool:
+    def wait_for_all(self, seconds: float = float("inf")) -> bool:
         """Wait, once the workers of this node have succeeded, until those of all nodes of the round have, or the job is
         over; `all_succeeded` says which. False if the round ends first: a node was lost or restarted, and workers are
         needed again.
 
-        Without a time limit, unlike torch's barrier: a node that stops waiting takes its memory and the leader from
-        ranks that may still be saving. A rank that never ends keeps all nodes waiting, as it would keep its own.
+        Without a time limit by default, unlike torch's barrier: a node that stops waiting takes its memory and the
+        leader from ranks that may still be saving. A rank that never ends keeps all nodes waiting, as it would keep its
+        own. Raises TimeoutError after so many `seconds`.
         """
         began = time.monotonic()
         report = began + _DONE_REPORT_SECONDS
         is_reported = self.all_succeeded = False
         while not self._node.service.closed:
             self._node.service.wake()
+            if is_reported and time.monotonic() > began + seconds:
+                raise TimeoutError
             if not self._node.server.is_serving:
                 return False  # of a leader, no other node knows any more that it waits
             try:
@@ -266,16 +271,16 @@ class Rendezvous(RendezvousHandler):
                     who="ft-run: ",
                 )
             pause()
-        self.all_succeeded = self._node.service.status == "succeeded"
+        self.all_succeeded = self._node.service.status in ("succeeded", "stopped")
         return True
 
-    def allow_no_drain(self, reason: str) -> None:
-        """Refuse to drain a node of this job, for that reason."""
-        self._node.service.undrainable = reason
+    def refuse_requests(self, undrainable: str, unstoppable: str) -> None:
+        """Refuse to drain a node of this job, or to stop it, for these reasons; '' for none."""
+        self._node.service.undrainable, self._node.service.unstoppable = undrainable, unstoppable
 
     def stay(self) -> None:
         """This node does not leave at the next version, as was asked."""
-        self.is_draining = False
+        self.leaves = ""
         with contextlib.suppress(ConnectionError, ProtocolError):
             self._node.link.ask("drain", node="")
 

@@ -135,10 +135,10 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Drain:
-    """Have a node leave the job at the next version; '' for none any more."""
+    """Have a node, or all (`rounds.ALL`), leave the job at the next version; '' for none any more."""
 
     token: Token
-    node: Name | Literal[""]
+    node: Name | Literal["", "*"]
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,8 @@ class RoundView:
     newer round. `changes`: see `Look.seen`.
     `names`, `missing`: of waiting nodes, of nodes of the last round that do not wait; not all if there are many.
     `absent`: those of the missing ones that are not known to live.
-    `refused`: which nodes could not join, and why. `draining`: the node that is to leave at the next version;
+    `refused`: which nodes could not join, and why. `draining`: the node that is to leave at the next version, or
+    all (`rounds.ALL`);
     `drained`: the one that has left so last, before this round or the next.
     `opened`, `trained`: see `Proposal`. `first`: global rank of the process's first worker; `workers`: number of all.
     """
@@ -235,7 +236,7 @@ class RoundView:
     roster: RosterPage | None = None
     changes: Count = 0
     refused: Reason = ""
-    draining: Name | Literal[""] = ""
+    draining: Name | Literal["", "*"] = ""
     drained: Name | Literal[""] = ""
     absent: tuple[Name, ...] = ()
 

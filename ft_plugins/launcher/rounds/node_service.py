@@ -51,7 +51,7 @@ from .node_messages import (
 )
 from .roster import Place, Roster, RosterPages
 from .round_machine import Phase, RoundMachine
-from .rounds import Rules
+from .rounds import ALL, Rules
 
 _STEP_SECONDS = 0.05  # between two steps of the leader's round
 _REST_SECONDS = 0.25  # while the round is complete or another node leads
@@ -92,7 +92,7 @@ class NodeService:
         self._connections: dict[int, str] = {}
         self._connection_of: dict[str, int] = {}  # the inverse
         self._held = HeldLooks()
-        self.undrainable = ""  # why no node of this job can be drained, '' if they can
+        self.undrainable = self.unstoppable = ""  # why no node of this job can be drained, or the job not be stopped
         self._leads = 0  # how often this node took or gave up the lead, or the rendezvous ended
         self._pages = RosterPages(Roster(0))
         self._common: tuple[tuple[int, int], Message] = ((0, 0), {})  # leads and revision; what all looks show then
@@ -369,7 +369,7 @@ class NodeService:
         return {}
 
     def _drain(self, rounds: RoundMachine, request: Drain) -> Message:
-        why = self.undrainable if request.node else ""
+        why = {"": "", ALL: self.unstoppable}.get(request.node, self.undrainable)
         return asdict(DrainReply(reason_text(why or rounds.drain(request.node))))
 
     def _depart(self, rounds: RoundMachine, request: Depart) -> Message:

@@ -81,7 +81,7 @@ class RoundMachine:
         self._blamed = False  # a node was the first to fail in the last round
         self.drained = ""  # the node that has left the last round as it was asked
         self.left = ""  # the one that had left so before this round
-        self.draining = ""  # the node of the round that is to leave at the next version, '' for none
+        self.draining = ""  # the node of the round that is to leave at the next version, or ALL; '' for none
         self.done: set[str] = set()  # tokens of nodes whose workers have succeeded in the complete round
         self.revision = self.changes = 1
         self._rules = rules
@@ -261,7 +261,7 @@ class RoundMachine:
             self._changed()
 
     def drain(self, node: str) -> str:
-        """Have `node` leave at the next version; '' for none any more. Returns why not, '' if it will."""
+        """Have `node`, or ALL, leave at the next version; '' for none any more. Returns why not, '' if it will."""
         lost = len(self._lost)
         spares = self._waiting.names()
         facts = [*self._members], spares, self.draining, self.begun, lost, self._own
@@ -305,7 +305,7 @@ class RoundMachine:
             self.leave(token)
         self._search_lost(now)
         self._reopen(now)
-        if self.draining and not len(self._waiting):
+        if self.draining not in ("", rounds.ALL) and not len(self._waiting):
             self.drain("")  # no node would take its place any more
         if self.phase is Phase.OPEN:
             self._choose(now)
@@ -397,7 +397,7 @@ class RoundMachine:
         self._waiting.follow(self.roster)
         self._alive.keep((*proposal.ranks, *(each.token for each in self._waiting)))
         self._ended, self._lost, self.done, self._refused = {}, {}, set(), {}
-        self.draining = self.draining if self.draining in self._members else ""
+        self.draining = self.draining if self.draining in (rounds.ALL, *self._members) else ""
         self._turn(Phase.COMPLETE)
 
     def _turn(self, phase: Phase) -> None:

@@ -18,6 +18,7 @@ from ...errors import ConfigError
 from .field_types import LIMIT, Count, Reported
 
 OFTEN = 2  # failures of a node in a job
+ALL = "*"  # in place of the name of a node that is to leave: all nodes are, and so the job ends
 
 
 @dataclass(frozen=True, order=True)
@@ -146,20 +147,22 @@ def size_of(rules: Rules, turnout: Turnout, waited: float) -> int:
 def why_not_drained(
     node: str, members: Sequence[str], spares: Sequence[str], draining: str, running: bool, lost: int, leader: str = ""
 ) -> str:
-    """Why a node cannot leave the job at its next version, for people; '' if it can. `running`: a round has begun, of
-    these members, of which so many are `lost`."""
+    """Why a node, or ALL of them, cannot leave the job at its next version, for people; '' if it can. `running`: a
+    round has begun, of these members, of which so many are `lost`."""
     if node in spares and node == leader:
         return f"node {node} is a spare, but leads the others: when its ft-run ends, all ranks start again once"
     if node in spares:
         return f"node {node} is a spare, and has no part in the job: end its ft-run"
     if not running or lost:
         return "the job is between two rounds, or waits for a lost node: give this again when it trains"
+    if node == ALL:
+        return ""
     if node not in members:
         return f"there is no node {node} in this job; its nodes are {', '.join(sorted(members, key=natural))}"
     if not spares:
         return f"no spare waits that could take the place of node {node}: start another node with the job's command"
     if draining:
-        return f"node {draining} is being drained: one node at a time"
+        return f"{'all nodes are' if draining == ALL else f'node {draining} is'} being drained: one node at a time"
     return ""
 
 

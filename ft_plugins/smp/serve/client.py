@@ -56,9 +56,10 @@ class Client(LocalConnection):
         """Supersede the running incarnation and kill its trainers; returns the new token."""
         return int(self._ask("fence")["token"])
 
-    def hold(self, on: bool) -> None:
-        """Have the ranks of this node wait, or no longer, at the next version that is exchanged."""
-        self._ask("hold", on=on)
+    def hold(self, value: int) -> None:
+        """Have the ranks of this node wait, or no longer, at the next version that is exchanged, or all of the job end
+        in order: a value of `Header.held`."""
+        self._ask("hold", value=int(value))
 
     def attach(
         self,

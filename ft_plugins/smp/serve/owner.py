@@ -225,7 +225,7 @@ class SnapshotProcess:
 
     def _hold(self, request: requests.Hold) -> dict[str, Any]:
         for segment in self._segments.values():
-            segment.header.held = request.on
+            segment.header.held = request.value
         return {}
 
     def _require_current(self, request: requests.OfRank) -> None:

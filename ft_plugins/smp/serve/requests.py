@@ -79,9 +79,9 @@ class WatchProcess:
 
 @dataclass(frozen=True)
 class Hold:
-    """Ranks of this node wait, or no longer, at the next version that is exchanged: see `Header.held`."""
+    """Ranks of this node wait, or no longer, at the next version that is exchanged, or end: see `Header.held`."""
 
-    on: Flag
+    value: Count
 
 
 @dataclass(frozen=True)

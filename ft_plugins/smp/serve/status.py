@@ -52,6 +52,7 @@ def described(rank: int, segment: Segment) -> dict[str, Any]:
         "attached": segment.header.attached,
         "completed": segment.header.completed,
         "held_at": segment.header.held_at,
+        "ending": segment.header.ending,
         "lineage": segment.header.opened.lineage,
         "lineage_token": segment.header.opened.token,
         "slots": _slots(segment),

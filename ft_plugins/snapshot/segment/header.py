@@ -9,7 +9,7 @@ process may die between two stores; that leaves the old values or the new ones.
                 the other. A reader takes the newest copy that matches, so damage to one copy does no harm
     ranges      the digest of the bucket ranges in the next pages, written after them
     chosen      a record too, but written by the trainer
-    short, held not covered: one store of zero or one; anything but zero makes readers more careful
+    short, held not covered: one store of zero or one, or of END; anything but zero makes readers more careful
     gate        not covered: see `bubbles.gate.gate`
     progress    not covered: see `progress_words`
 
@@ -46,12 +46,15 @@ _COMPLETED, _RANGES, _AWAITED, _SHORT = _SEAL + 1, _SEAL + 2, _SEAL + 3, _SEAL +
 _RECORDS = _SEAL + 5
 # zeros: none
 _HELD_AT, _HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (5, 4, 3, 2, 1))
-_EXCHANGED_MS, _STORED_MS = (GATE // 8 - place for place in (7, 6))
+_ENDING, _EXCHANGED_MS, _STORED_MS = (GATE // 8 - place for place in (8, 7, 6))
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
 Words = npt.NDArray[np.uint64]
 
+# values of `Header.ending`: nothing says at which iteration training ends; it is not there; it is there
+UNKNOWN, EARLY, AT_END = 0, 1, 2
+END = int.from_bytes(b"FTPENDED", "little")  # a value of `Header.held`
 OWNER, COMPLETED = "owner", "completed iteration"  # names in `Header.damaged`
 
 
@@ -269,12 +272,13 @@ class Header:
         return int(self._page[_AWAITED]) == guarded_word(version.iteration, _seed_of(version.lineage))
 
     @property
-    def held(self) -> bool:
-        """Whether this rank waits at the next version that is exchanged: its node is to leave the job there."""
-        return bool(self._page[_HELD])
+    def held(self) -> int:
+        """Not 0: this rank waits at the next version that is exchanged, since its node is to leave the job there. END:
+        instead, all ranks of the job end in order after the iteration that this one begins next."""
+        return int(self._page[_HELD])
 
     @held.setter
-    def held(self, value: bool) -> None:
+    def held(self, value: int) -> None:
         self._page[_HELD] = int(value)
 
     @property
@@ -316,6 +320,15 @@ class Header:
     @held_at.setter
     def held_at(self, value: int) -> None:
         self._page[_HELD_AT] = guarded_word(value, _HELD_AT)
+
+    @property
+    def ending(self) -> int:
+        """Whether training is at its own end, as this rank knew at its last version point: UNKNOWN, EARLY, AT_END."""
+        return self._value(_ENDING) or UNKNOWN
+
+    @ending.setter
+    def ending(self, value: int) -> None:
+        self._page[_ENDING] = guarded_word(value, _ENDING)
 
     @property
     def completed(self) -> int:

@@ -36,6 +36,7 @@ from ...snapshot.capture.layout import layer_bytes, plan_layout
 from ...snapshot.checkpoint import index
 from ...snapshot.segment import claims
 from ...snapshot.segment.claims import CaptureOwner
+from ...snapshot.segment.header import END
 from ...snapshot.segment.ledger import digest_of
 from ...snapshot.segment.paths import SPARE, check_room, memory_bytes, path_of
 from ...snapshot.segment.segment import Segment
@@ -194,9 +195,9 @@ class Reft(CaptureOwner):
 
     # ---- hooks ----
 
-    def iteration_end(self, step: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The version point: start a capture at the interval. `kept`: copies of the items that changed since it, if it
-        is past. Raises PeerDegraded.
+    def iteration_end(self, step: int, kept: Mapping[str, torch.Tensor] | None = None, last: bool = False) -> None:
+        """The version point: start a capture at the interval, and of the `last` version before an end, for which all
+        ranks call. `kept`: copies of the items that changed since it, if it is past. Raises PeerDegraded.
 
         A rank whose capture failed announces that at its fence, before its update, and goes on when all ranks know it;
         this rank needed the gradients of that rank for its own update. So the last version that all ranks hold is not
@@ -205,7 +206,9 @@ class Reft(CaptureOwner):
         self.record_completed(step)
         if self._collective.announced(DEGRADED):
             raise PeerDegraded()
-        if self._capture is not None and self._times.captures(step):
+        if last and not self._times.captures(step):
+            self._collective.barrier()  # each rank has passed its fence, as after a whole interval
+        if self._capture is not None and (last or self._times.captures(step)):
             state = self._host.small_state()
             self._ledger.end(step, state)
             small = self.plan.encoded(state)
@@ -221,17 +224,23 @@ class Reft(CaptureOwner):
         if self._capture is not None:
             self._capture.hold()
 
-    def hold(self) -> None:
+    def hold(self) -> bool:
         """Between two iterations, wait while this node is to leave the job, if the version behind is the one that is
-        exchanged next: no rank of the job completes another iteration then, so none is lost. Bounded."""
+        exchanged next: no rank of the job completes another iteration then, so none is lost. Bounded. Returns whether
+        the whole job is to end after the next iteration."""
         header = self._mapped().header
-        awaited = header.is_awaited(Version(self._lineage, header.completed))
-        if header.held and awaited and self._times.captures(header.completed):
+        awaited = self._capture is not None and header.is_awaited(Version(self._lineage, header.completed))
+        if header.held not in (0, END) and awaited and self._times.captures(header.completed):
             until = time.monotonic() + HOLD_SECONDS
             header.held_at = header.completed
             while header.held and time.monotonic() < until:
                 time.sleep(_HELD_SECONDS)
             header.held_at = 0
+        return header.held == END
+
+    def record_ending(self, ending: int) -> None:
+        """Record for ft-run whether training is at its own end: see `Header.ending`."""
+        self._mapped().header.ending = ending
 
     def before_update(self, step: int, following: int) -> float:
         """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if

@@ -63,7 +63,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     session = SimpleNamespace(
         iteration_begin=lambda iteration: told.append(f"begin {iteration}"),
-        iteration_end=lambda iteration: told.append(f"end {iteration}"),
+        iteration_end=lambda iteration, ends: told.append(f"end {iteration}"),
         restore_position=lambda: told.append("position"),
         wait_for_capture=lambda: told.append("sealed"),
         resume=lambda loaded: told.append("restored") or 9,

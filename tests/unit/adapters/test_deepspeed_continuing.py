@@ -107,7 +107,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             engine.global_steps = max(vars(engine)["global_steps"], restored)
             return vars(engine)["global_steps"]
 
-        def iteration_end(iteration: int) -> None:
+        def iteration_end(iteration: int, ends: bool) -> None:
             ended[iteration], paces[iteration] = counted.captured(), host.pace
 
         at_the_end = {"iteration_end": iteration_end, "wait_for_capture": lambda: None, "shutdown": lambda: None}

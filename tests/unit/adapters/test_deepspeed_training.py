@@ -47,7 +47,7 @@ def test_a_stop_after_the_scripts_last_iteration_is_an_orderly_end(
     one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
     one._leave, one._updated = done.append, 7
 
-    def iteration_end(step: int) -> None:
+    def iteration_end(step: int, ends: bool) -> None:
         raise SystemExit(code)
 
     one._session = SimpleNamespace(iteration_end=iteration_end, shutdown=lambda: None)
@@ -67,7 +67,9 @@ def _amid_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]
     done: list[Any] = []
     one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
     one._leave, one._updated = done.append, 7
-    one._session = SimpleNamespace(iteration_end=done.append, shutdown=lambda: done.append("over"))
+    one._session = SimpleNamespace(
+        iteration_end=lambda step, ends: done.append(step), shutdown=lambda: done.append("over")
+    )
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append("destroyed"))
     one._follow_end()
     return one, done

@@ -33,7 +33,7 @@ class RecordingLoop:
     def skip_iteration(self) -> None:
         self.told.append("skip")
 
-    def end_iteration(self, iteration: int, operations: float) -> None:
+    def end_iteration(self, iteration: int, operations: float, exits: bool) -> None:
         self.told.append(("end", iteration, operations))
 
     def shutdown(self) -> None:

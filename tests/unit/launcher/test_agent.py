@@ -25,7 +25,9 @@ from torch.utils.file_baton import FileBaton
 from ft_plugins import events
 from ft_plugins.config import Config, launch_context, run_directory
 from ft_plugins.errors import BudgetError, BusyError
+from ft_plugins.launcher import node_launch
 from ft_plugins.launcher.agent import start_watch
+from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.watcher import Job
 from ft_plugins.launcher.node_launch import Outcome, launch
 from ft_plugins.smp.serve.client import Client
@@ -421,6 +423,28 @@ def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node, to
     outcome = node.outcome()
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: 0, 1: 1})
     assert node.events("workers.restarted")[0]["seconds"] < 3600
+
+
+def test_a_signal_that_comes_between_the_end_of_the_ranks_and_that_of_their_agent_changes_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier, signals = ProgressAgent._exit_barrier, [signal.SIGTERM]
+
+    def signalled(agent: ProgressAgent, *seconds: float) -> None:
+        while signals:
+            os.kill(os.getpid(), signals.pop())
+        barrier(agent, *seconds)
+        signals.append(signal.SIGTERM)  # and later
+
+    monkeypatch.setattr(ProgressAgent, "_exit_barrier", signalled)
+    drop = node_launch._end_in_order
+
+    def dropped(*words: Any) -> None:
+        os.kill(os.getpid(), signals.pop())
+        drop(*words)
+
+    monkeypatch.setattr(node_launch, "_end_in_order", dropped)
+    assert node.run(succeed).status == "succeeded" and node.left_behind() == []
 
 
 def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_twice(node: Node) -> None:

@@ -143,7 +143,7 @@ def test_a_job_whose_every_exchanged_version_ends_later_cannot_be_drained(
 ) -> None:
     reft = {"versions": "every", "interval": interval}
     config = Config.from_json({"reft": reft, "sync": {"policy": "edit", "tau": 4, "apply": apply}})
-    assert ("end in the next iteration" in node_launch._undrainable(config)) is refused
+    assert ("end in the next iteration" in node_launch._refused(config, stop=False)) is refused
 
 
 def test_what_comes_next_depends_on_the_commit_and_on_how_long_the_ranks_waited() -> None:

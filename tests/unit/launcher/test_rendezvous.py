@@ -57,6 +57,7 @@ from ft_plugins.launcher.rounds.field_types import MOST_NODES
 from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.launcher.rounds.roster_file import RosterFile
 from ft_plugins.launcher.rounds.round_machine import Place, Roster
+from ft_plugins.launcher.rounds.rounds import ALL
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch.job_history import read_note
 from ft_plugins.smp.watch.job_state import JobFacts, State, job_state
@@ -140,8 +141,8 @@ OWN = {
     "me": lambda handler: handler._node.me,
     "checked by": checked_by,
     "refused": refused,
-    "draining": lambda handler: handler.is_draining,
-    "no drain": lambda handler: handler.allow_no_drain("of this job no node can leave"),
+    "draining": lambda handler: bool(handler.leaves),
+    "no drain": lambda handler: handler.refuse_requests("of this job no node can leave", "nor can it be stopped"),
     "replaced": lambda handler: [event.fields for event in happened if event.name == "node.replaced"],
     "why": lambda handler: handler.waiting_reason,
     "left": lambda handler: handler.left,
@@ -322,6 +323,7 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     assert a.ask("replaced") == [{"gone": ["b"], "new": ["c"], "asked": ["b"]}]
     a.ask("no drain")
     assert control.drain(folders["a"], "c") == "of this job no node can leave"
+    assert control.drain(folders["a"], ALL) == "nor can it be stopped"
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "../b", "b\n"])

@@ -15,6 +15,7 @@ from ft_plugins.errors import ConfigError
 from ft_plugins.launcher.rounds.field_types import LIMIT
 from ft_plugins.launcher.rounds.round_machine import Application, Phase, Place, Roster, RoundMachine
 from ft_plugins.launcher.rounds.rounds import (
+    ALL,
     Candidate,
     Rules,
     Seat,
@@ -571,9 +572,22 @@ def test_a_failure_meanwhile_does_not_end_a_drain() -> None:
     assert rounds.gathering.round == 2 and rounds.gathering.begun and rounds.gathering.draining == "b"
 
 
+def test_a_stop_of_all_nodes_needs_no_spare_and_holds_until_the_job_has_ended() -> None:
+    rounds = with_spares(wait=600)
+    changes = rounds.gathering.changes
+    assert rounds.gathering.drain(ALL) == "" and rounds.gathering.changes > changes, "all nodes learn of it at once"
+    assert rounds.gathering.drain(ALL) == "", "given again"
+    rounds.come("a", "b", "c")  # a rank has failed meanwhile
+    rounds.pass_by(2)
+    assert rounds.gathering.round == 2 and rounds.gathering.begun and rounds.gathering.draining == ALL
+
+
 @pytest.mark.parametrize(
     ("node", "said", "more"),
     [
+        (ALL, "the job is between two rounds", {"running": False}),
+        (ALL, "", {"spares": (), "draining": "n2"}),
+        ("n2", "all nodes are being drained", {"draining": ALL}),
         ("d", "node d is a spare, and has no part in the job", {}),
         ("d", "node d is a spare, but leads the others: when its ft-run ends, all ranks start again", {"leader": "d"}),
         ("x", "there is no node x in this job; its nodes are n2, n10", {}),

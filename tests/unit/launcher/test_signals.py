@@ -15,7 +15,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins.errors import ProtectionError
 from ft_plugins.events import Event, Events
 from ft_plugins.launcher.agent.signals import SignalStop, notices
-from ft_plugins.launcher.node_launch import _write_due, signals_of
+from ft_plugins.launcher.node_launch import signals_of
 from ft_plugins.smp.serve.client import REQUEST, STOP
 
 WAIT = 60.0
@@ -139,12 +139,6 @@ def test_workers_get_three_quarters_of_the_grace(events: Events) -> None:
     stop = SignalStop(None, events, 1000.0)
     stop.begin()
     assert 700 < stop.left_for_workers <= 750 and 950 < stop.left <= 1000
-
-
-def test_at_the_end_in_order_only_what_is_missing_is_told(events: Events, capsys: pytest.CaptureFixture[str]) -> None:
-    watcher = Watcher(stored(7))
-    _write_due(watcher, events)  # type: ignore[arg-type]
-    assert capsys.readouterr().err == "" and watcher.asked == [("the job ends", True)]
 
 
 # ---- notices of preemption ----

@@ -25,6 +25,7 @@ class EngineClient(Protocol):
 
     name: str  # as its users call it
     places_data: bool  # whether its restored state alone makes its loop read the right batches
+    # `last`: the iteration at which its training ends; a client that does not know it has no such attribute
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         """The engine is built and protected, not restored yet. `begin` may be called right before each iteration,

@@ -58,7 +58,7 @@ class TrainerClient:
 
     @contextmanager
     def building(self, run: TrainerRun) -> Iterator[None]:
-        self._run = run
+        self._run, self.last = run, run.last
         with self._clients.setting_up(self):
             yield
 

@@ -31,7 +31,7 @@ class ForkLoop:
 
     def __init__(self, module: ModuleType, arguments: Any) -> None:
         self._module, self.arguments = module, arguments
-        self.restored = False
+        self.restored, self.last = False, getattr(arguments, "train_iters", None)
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         """Begin each iteration right before `train_step`. Raises UnsupportedError."""
