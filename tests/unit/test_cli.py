@@ -456,7 +456,7 @@ def test_a_drain_of_a_job_that_has_ended_says_that_and_how(ft_plugins: Command, 
     ft_plugins("end", job)
     write_note(run_directory(job, "n"), FtRunNote(FtRunPhase.ENDED, status="succeeded"))
     said = ft_plugins("drain", "n", "--job", job, status=1)
-    assert said.startswith(f"ft-plugins: job '{job}' does not run here: ENDED, ")
+    assert said.startswith(f"ft-plugins: no job '{job}' runs under ft-run here; node n: ENDED, ")
     assert said.endswith(" s ago, succeeded, exit status 0\n")
 
 
@@ -483,8 +483,9 @@ def test_end_refuses_a_job_that_is_running_under_ft_run(ft_plugins: Command, job
 def test_a_job_that_is_not_known_is_one_line_with_those_that_are(
     ft_plugins: Command, job: str, words: tuple[str, ...]
 ) -> None:
-    line = ft_plugins(*words, status=1)
-    assert line == f"ft-plugins: no job 'nobody' is known here; expected one of: {job}\n"
+    running = words[0] == "drain"
+    known = f"runs under ft-run here; known jobs: {job}" if running else f"is known here; expected one of: {job}"
+    assert ft_plugins(*words, status=1) == f"ft-plugins: no job 'nobody' {known}\n"
 
 
 def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(
