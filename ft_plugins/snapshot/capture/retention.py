@@ -68,7 +68,8 @@ class NodeOffer:
 class StoredCheckpoint:
     """A checkpoint's folder in storage. `fingerprint` is the digest of its job's fingerprint, '' if no file holds it
     yet. `problem` is why a complete checkpoint cannot be used. `certified` is that of its
-    `checkpoint.CheckpointManifest`. `kept`: retention never removes it."""
+    `checkpoint.CheckpointManifest`. `kept`: retention never removes it. `run`: the identity of its run, '' if unknown.
+    """
 
     version: Version
     name: str
@@ -77,6 +78,7 @@ class StoredCheckpoint:
     problem: str = ""
     certified: bool | None = None
     kept: bool = False
+    run: str = ""
 
 
 def due(

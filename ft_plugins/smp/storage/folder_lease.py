@@ -1,0 +1,91 @@
+"""Keep this job's lease on its folder of checkpoints while the job lives, and notice when another run has it.
+
+Invariant: nothing is begun or completed without the lease. It is renewed by the SMP of rank 0, or by another one that
+sees it unchanged for longer, so that it outlives a lost node; not once ft-run and trainers are gone, so that it runs
+out. A run that finds itself replaced reports that once, and trains on.
+
+In: the opened lineages of segments, the folder. Out: the lease's file; the event `lease.lost`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import StorageError
+from ...events import catalogue
+from ...snapshot.checkpoint import lease
+from ...snapshot.checkpoint.checkpoint import make_job_folder
+from ...snapshot.checkpoint.lease import Decision, Lease
+from ...snapshot.segment.segment import Segment
+from ..serve.node_context import NodeContext
+from ..watch import liveness
+
+LOOK_SECONDS = lease.HOLD_SECONDS / 6  # between two looks, each of which renews on the node of rank 0
+_OTHERS_SECONDS = lease.HOLD_SECONDS / 3  # on other nodes: until they renew it; the last one waits for twice as long
+
+
+class FolderLease:
+    """The lease as one node keeps it. `lost`: why this run writes no more checkpoints, '' if it does. For the thread
+    that writes."""
+
+    def __init__(self, smp: NodeContext, watched: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> None:
+        """`watched`: pid and start of this node's ft-run."""
+        self._smp, self._watched = smp, watched
+        self._newest = (0, "")  # lineage and run that this node has opened
+        self._seen: Lease | None = None
+        self._since = self._next = float("-inf")  # monotonic: of what was seen last; of the next look
+        self.lost = ""
+
+    def look(self, base: Path, segments: Mapping[int, Segment], world_size: int) -> None:
+        """Look at the lease and renew it, each LOOK_SECONDS."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + LOOK_SECONDS
+            with suppress(OSError):  # writing will report it
+                self._keep(base, segments, world_size)
+
+    def require(self, base: Path, segments: Mapping[int, Segment], world_size: int) -> None:
+        """Raises StorageError unless this run has the lease now, OSError."""
+        make_job_folder(base)
+        if self._keep(base, segments, world_size, writes=True) is not Decision.KEEP:
+            raise StorageError(self.lost or f"another start of this job takes {base}")
+
+    def _keep(self, base: Path, segments: Mapping[int, Segment], world_size: int, writes: bool = False) -> Decision:
+        headers = [segment.header for segment in segments.values()]
+        self._newest = max([self._newest, *((header.opened.lineage, header.opened.run) for header in headers)])
+        (lineage, run), opened = self._newest, all(header.opened.token == header.token for header in headers)
+        owners = [self._watched(), *(header.owner for header in headers)]
+        lives = any(began and liveness.started(pid) == began for pid, began in owners)
+        now, me, alone = time.time(), liveness.identified(os.getpid()), len(segments) == world_size
+        mine = Lease(lineage, run, (self._smp.node,), alone, me, now, now)
+        seen = lease.newest(base, lineage)
+        if lease.in_training(run, lineage, opened, seen) is Decision.TAKE and (lives or writes):
+            with suppress(FileExistsError):  # of two nodes that take it, one is faster
+                lease.take(base, mine)
+            seen = lease.newest(base, lineage)
+        decision = lease.in_training(run, lineage, opened, seen)
+        if seen != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        if decision is Decision.KEEP and seen is not None:
+            order, released = min(segments) / world_size, alone and not lives
+            due = time.monotonic() - self._since >= (_OTHERS_SECONDS * (1 + order) if order else 0.0)
+            if lives and (due or seen.released) or released and not seen.released:
+                held = seen if seen.run else mine
+                lease.renew(base, replace(held, alone=alone, process=me, renewed=now, released=released))
+        reason = f"{base} is now used by {seen}; this one, run {run[:8]}, writes no more checkpoints there"
+        if decision is Decision.REFUSE and lives and not self.lost:
+            self._smp.events.emit(catalogue.LEASE_LOST, reason=reason)
+            self._smp.alarms.say("lease", catalogue.LEASE_LOST, reason)
+        self.lost = reason if decision is Decision.REFUSE else ""
+        return decision
+
+    def release(self, base: Path) -> None:
+        """The job has ended in order: another run may use the folder at once. Never raises."""
+        with suppress(OSError):
+            seen = lease.newest(base, self._newest[0])
+            if seen is not None and (seen.lineage, seen.run) == self._newest:
+                lease.renew(base, replace(seen, renewed=time.time(), released=True))
