@@ -95,7 +95,7 @@ class RecoveryPlan:
     lacking: str = ""
     repeated: int = 0
     run: str = ""
-    drawn: str = ""
+    drawn: str = field(default="", compare=False)
 
     @property
     def fresh(self) -> bool:

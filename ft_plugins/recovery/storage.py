@@ -101,7 +101,7 @@ class StorageTier:
 
     def __init__(
         self, folder: Path, job: str, collective: Collective, report: Callable[[EventType, str], None],
-        nodes: Sequence[str],
+        nodes: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`folder` as configured; `report` is called with an event's declaration and its reason; `nodes`: by rank."""
         self._base = folder / job

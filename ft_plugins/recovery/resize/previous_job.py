@@ -63,8 +63,9 @@ class PreviousJob:
         reports = self._nodes.ask(lambda client: client.previous_sizes())
         self._spares = self._ask_spares(reports)
         self._share_jobs(reports)
-        self.run = max(tuple(each["run"]) for each in (*reports, *(spare.report for spare in self._spares)))[1]
-        for report in (*reports, *(spare.report for spare in self._spares)):
+        every = [*reports, *(spare.report for spare in self._spares)]
+        self.run = max(tuple(each.get("run", (0, ""))) for each in every)[1]
+        for report in every:
             if any(resizable(previous) != resizable(fingerprint) for _, previous in report["fingerprints"]):
                 raise self._refusal(
                     "the state in memory belongs to a job that differs in more than its data-parallel size; start the "
