@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from ...events import catalogue
 from ...snapshot.checkpoint import lease
 from ...snapshot.checkpoint.checkpoint import make_job_folder
 from ...snapshot.checkpoint.lease import Decision, Lease
-from ...snapshot.segment.segment import Segment
+from ...snapshot.segment.segment import Segment, newest_run
 from ..serve.node_context import NodeContext
 from ..watch import liveness
 
@@ -83,9 +83,10 @@ class FolderLease:
         self.lost = reason if decision is Decision.REFUSE else ""
         return decision
 
-    def release(self, base: Path) -> None:
+    def release(self, base: Path, segments: Iterable[Segment]) -> None:
         """The job has ended in order: another run may use the folder at once. Never raises."""
         with suppress(OSError):
-            seen = lease.newest(base, self._newest[0])
-            if seen is not None and (seen.lineage, seen.run) == self._newest:
+            mine = max(self._newest, newest_run(segments))
+            seen = lease.newest(base, mine[0])
+            if seen is not None and (seen.lineage, seen.run) == mine:
                 lease.renew(base, replace(seen, renewed=time.time(), released=True))

@@ -156,7 +156,7 @@ class Persister:
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
         if in_order and self.storage is not None:
-            self.lease.release(Path(self.storage.folder) / self._job)
+            self.lease.release(Path(self.storage.folder) / self._job, self._segments.values())
         for item in list(self._checkpoints.unfinished):
             item.unpin()
 

@@ -19,12 +19,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from ...base import files
-from ...base.intake import Count, Flag, RunIdentity, Seconds, Text, Unfit, typed
+from ...base.intake import Count, Flag, RunIdentity, Text, Unfit, typed
 from ...errors import StorageError
 
 HOLD_SECONDS = 30.0  # for which a lease holds that is not renewed
+_Time = Annotated[float, Field(strict=True, ge=0, le=1e11, allow_inf_nan=False)]
 _NAME = re.compile(r"lease-(0|[1-9][0-9]{0,14})\.json")
 
 
@@ -38,8 +42,8 @@ class Lease:
     nodes: tuple[Text, ...] = ("unknown nodes",)
     alone: Flag = False
     process: Text = ""
-    taken: Seconds = 0.0
-    renewed: Seconds = 0.0
+    taken: _Time = 0.0
+    renewed: _Time = 0.0
     released: Flag = False
 
     def __str__(self) -> str:

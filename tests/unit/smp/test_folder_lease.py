@@ -105,7 +105,7 @@ def test_nothing_renews_it_when_ft_run_and_trainers_are_gone_and_a_job_on_one_no
     clock[0] += 5.0
     alone.look()
     assert not alone.found().released, "another ft-run goes on with its memory"
-    alone.lease.release(alone.base)
+    alone.lease.release(alone.base, [alone.segment])
     assert alone.found().released
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_was_replaced_writes_no_more_and_says_so_once(tmp_path: Path,
             old.require()
     (event,) = [each for each in old.seen if each.name == "lease.lost"]
     assert "elsewhere" in event.fields["reason"]
-    old.lease.release(old.base)
+    old.lease.release(old.base, [old.segment])
     assert not old.found().released, "it is not this run's"
     lease.take(old.base, Lease(7, A))  # as its next start does, once the other one is gone
     old.open(7)

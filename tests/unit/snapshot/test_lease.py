@@ -13,8 +13,8 @@ from ft_plugins.snapshot.checkpoint import lease
 from ft_plugins.snapshot.checkpoint.lease import HOLD_SECONDS, Decision, Lease, at_start, in_training
 
 A, B = "a" * 32, "b" * 32
-HELD = Lease(5, A, ("x", "y"), False, "there", 100.0, 200.0)
-RENEWED = replace(HELD, renewed=205.0)
+HELD = Lease(5, A, ("x", "y"), False, "there", 1.8e9, 1.8e9 + 60)
+RENEWED = replace(HELD, renewed=1.8e9 + 65)
 UNREADABLE = Lease(5, "")
 TAKE, KEEP, WAIT, REFUSE = Decision
 LONG = HOLD_SECONDS
@@ -105,6 +105,6 @@ def test_a_lease_that_is_not_listed_yet_is_found_by_its_name(tmp_path: Path, mon
 
 
 def test_people_are_told_whose_it_is_and_since_when() -> None:
-    assert str(HELD).startswith("run aaaaaaaa on x, y, since 1970-01-01 ")
-    assert "last renewed at 1970-01-01 " in str(HELD) and "ended in order at" in str(replace(HELD, released=True))
+    assert str(HELD).startswith("run aaaaaaaa on x, y, since 2027-01-1")
+    assert "last renewed at 2027-01-1" in str(HELD) and "ended in order at" in str(replace(HELD, released=True))
     assert str(UNREADABLE).startswith("run unknown on unknown nodes")

@@ -161,7 +161,7 @@ def test_several_nodes_write_the_newest_version_that_all_of_them_have(
     for rank in range(2):
         assert_loads(base / "v1-4", tmp_path / f"r{rank}", rank, V4)
     until(lambda: not any(node.storage.busy for node in pair))
-    assert sorted(os.listdir(base)) == ["lease-1.json", "v1-4"], "neither a notice nor a part of another version"
+    assert sorted(os.listdir(base)) == ["lease-0.json", "v1-4"], "neither a notice nor a part of another version"
     pins = [slot.pins for node in pair for slot in Segment(node.path).slots()]
     assert not any(pins)
 
