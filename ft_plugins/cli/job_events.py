@@ -42,19 +42,13 @@ def of_last_run(histories: Iterable[Sequence[Event]]) -> list[Event]:
             if event.type is catalogue.JOB_STARTED:
                 starts.append([])
             starts[-1].append(event)
-    known = [(each.time, each.fields["run"], start[0].time) for start in starts for each in start if _run(each)]
-    run = max(known, default=(0.0, "", 0.0))[1]
-    since = min((began for _, each, began in known if each == run), default=0.0)
-    return [
-        event for start in starts if start
-        for runs in [{_run(each) for each in start} - {""}]
-        if run in runs or not runs and start[0].time >= since
-        for event in start
-    ]  # fmt: skip
-
-
-def _run(event: Event) -> str:
-    return str(event.fields.get("run", ""))
+    runs = [{event.fields["run"]: event.time for event in start if "run" in event.fields} for start in starts]
+    last = max(((at, run) for each in runs for run, at in each.items()), default=(0.0, ""))[1]
+    since = min((start[0].time for start, own in zip(starts, runs, strict=True) if last in own), default=0.0)
+    if len(set[str]().union(*runs)) < 2:
+        return [event for start in starts for event in start]
+    ours = [start for start, own in zip(starts, runs, strict=True) if last in own or start and not own]
+    return [event for start in ours if start[0].time >= since for event in start]
 
 
 def histories(job: str | None, files: list[Path] | None) -> list[Path]:

@@ -121,8 +121,7 @@ class StorageTier:
         with self._collective.agreement():
             if self._collective.rank == 0 and not self._unreachable:
                 try:
-                    self._settled(self._replaced, float("inf"))
-                    lease.take(self._base, taken)
+                    lease.take(self._base, taken, self._settled(self._replaced, float("inf")))
                 except FileExistsError:
                     raise self._refusal(self._look()) from None
                 except (OSError, TimeoutError) as error:

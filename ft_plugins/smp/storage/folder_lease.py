@@ -25,8 +25,7 @@ from ...snapshot.segment.segment import Segment, newest_run
 from ..serve.node_context import NodeContext
 from ..watch import liveness
 
-LOOK_SECONDS = lease.HOLD_SECONDS / 6  # between two looks, each of which renews on the node of rank 0
-_OTHERS_SECONDS = lease.HOLD_SECONDS / 3  # on other nodes: until they renew it; the last one waits for twice as long
+LOOK_SECONDS = lease.HOLD_SECONDS / 6  # between two looks on the node of rank 0, each of which renews the lease
 
 
 class FolderLease:
@@ -38,23 +37,16 @@ class FolderLease:
         self._smp, self._watched = smp, watched
         self._newest = (0, "")  # lineage and run that this node has opened
         self._seen: Lease | None = None
-        self._since = self._next = float("-inf")  # monotonic: of what was seen last; of the next look
+        self._next = float("-inf")  # monotonic: of the next look
         self.lost = ""
 
-    def look(self, base: Path, segments: Mapping[int, Segment], world_size: int) -> None:
-        """Look at the lease and renew it, each LOOK_SECONDS."""
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + LOOK_SECONDS
-            with suppress(OSError):  # writing will report it
-                self._keep(base, segments, world_size)
-
-    def require(self, base: Path, segments: Mapping[int, Segment], world_size: int) -> None:
-        """Raises StorageError unless this run has the lease now, OSError."""
-        make_job_folder(base)
-        if self._keep(base, segments, world_size, writes=True) is not Decision.KEEP:
-            raise StorageError(self.lost or f"another start of this job takes {base}")
-
-    def _keep(self, base: Path, segments: Mapping[int, Segment], world_size: int, writes: bool = False) -> Decision:
+    def keep(self, base: Path, segments: Mapping[int, Segment], world_size: int, writes: bool = False) -> None:
+        """Look at the lease and renew it: each LOOK_SECONDS on the node of rank 0, less often on others; and always
+        before something is written (`writes`). Raises StorageError then, unless this run has it; OSError."""
+        if not writes and time.monotonic() < self._next:
+            return
+        order = min(segments) / world_size
+        self._next = time.monotonic() + LOOK_SECONDS * (1.5 + order / 2 if order else 1.0)
         headers = [segment.header for segment in segments.values()]
         self._newest = max([self._newest, *((header.opened.lineage, header.opened.run) for header in headers)])
         (lineage, run), opened = self._newest, all(header.opened.token == header.token for header in headers)
@@ -63,17 +55,16 @@ class FolderLease:
         now, me, alone = time.time(), liveness.identified(os.getpid()), len(segments) == world_size
         mine = Lease(lineage, run, (self._smp.node,), alone, me, now, now)
         seen = lease.newest(base, lineage)
-        if lease.in_training(run, lineage, opened, seen) is Decision.TAKE and (lives or writes):
+        if lease.in_training(run, lineage, opened, seen) is Decision.TAKE and (lives and lineage or writes):
+            make_job_folder(base)
             with suppress(FileExistsError):  # of two nodes that take it, one is faster
-                lease.take(base, mine)
+                lease.take(base, mine, seen)
             seen = lease.newest(base, lineage)
         decision = lease.in_training(run, lineage, opened, seen)
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
+        unchanged, self._seen, released = seen == self._seen, seen, alone and not lives
         if decision is Decision.KEEP and seen is not None:
-            order, released = min(segments) / world_size, alone and not lives
-            due = time.monotonic() - self._since >= (_OTHERS_SECONDS * (1 + order) if order else 0.0)
-            if lives and (due or seen.released) or released and not seen.released:
+            due = 0 in segments or unchanged or seen.released
+            if lives and due or released and not seen.released:
                 held = seen if seen.run else mine
                 lease.renew(base, replace(held, alone=alone, process=me, renewed=now, released=released))
         reason = f"{base} is now used by {seen}; this one, run {run[:8]}, writes no more checkpoints there"
@@ -81,7 +72,8 @@ class FolderLease:
             self._smp.events.emit(catalogue.LEASE_LOST, reason=reason)
             self._smp.alarms.say("lease", catalogue.LEASE_LOST, reason)
         self.lost = reason if decision is Decision.REFUSE else ""
-        return decision
+        if writes and decision is not Decision.KEEP:
+            raise StorageError(self.lost or f"another start of this job takes {base}")
 
     def release(self, base: Path, segments: Iterable[Segment]) -> None:
         """The job has ended in order: another run may use the folder at once. Never raises."""

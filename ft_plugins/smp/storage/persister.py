@@ -205,14 +205,14 @@ class Persister:
             return FAR_SECONDS
         storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         base = Path(storage.folder) / self._job
-        self.lease.look(base, segments, storage.world_size)
+        with suppress(OSError):  # writing will report it
+            self.lease.keep(base, segments, storage.world_size)
         if self.lease.lost:
             for item in list(self._checkpoints.unfinished):
                 self._checkpoints.abandon(base, item, StorageError(self.lease.lost))
-            self._checkpoints.failed = self.lease.lost
             self._answer_all("failed", reason=self.lease.lost)
             return FAR_SECONDS
-        held = functools.partial(self.lease.require, base, segments, storage.world_size)
+        held = functools.partial(self.lease.keep, base, segments, storage.world_size, writes=True)
         waiting = list(self._calls)  # before the slots are read: a later call is for what is not seen here
         for item in list(self._checkpoints.unfinished):
             self._checkpoints.complete(storage, base, item, held)
@@ -225,8 +225,8 @@ class Persister:
         storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         if taking_part(dict(self._segments), storage.world_size) != segments:
             return NEAR_SECONDS  # a rank has attached meanwhile; without it the checkpoint would stay incomplete
-        first = next(iter(segments.values()))
-        origin = Origin(self._job, storage.world_size, first.fingerprint, newest_run(segments.values())[1])
+        fingerprint, (_, run) = next(iter(segments.values())).fingerprint, newest_run(segments.values())
+        origin = Origin(self._job, storage.world_size, fingerprint, run)
         self._checkpoints.scan(base, origin, seen)
         calls: list[CheckpointCall] = []
         ending = any(call.only_due for call in waiting)

@@ -23,7 +23,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -32,7 +32,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from ...base import faults, files
 from ...base.files import read_digested, write_digested
-from ...base.intake import Count, RunIdentity, Text, Unfit, Word, json_value, open_regular, shown, typed
+from ...base.intake import Count, RunIdentity, Text, Unfit, Word, shown, typed
 from ...errors import StorageError
 from ...events import catalogue
 from ..capture.retention import StoredCheckpoint
@@ -50,7 +50,6 @@ _FOLDER = re.compile(
 )
 _LIKE_A_FOLDER = re.compile(r"v[^.]*-[^.]*(\.partial)?")
 _RECORD = re.compile(r"rank-([0-9]{5,10})\.json")
-_DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors(\.new)?")
 HEAD_LIMIT = 90 << 20  # bytes of the header of a rank's file; readers of safetensors take 100 MB
 
 T = TypeVar("T")
@@ -99,9 +98,8 @@ class RankRecord:
 
     @property
     def digest(self) -> str:
-        """Of what differs from the defaults, so that fields of later builds do not change it."""
-        defaults = {each.name: each.default for each in fields(self)}
-        return files.digest_of({name: value for name, value in vars(self).items() if value != defaults[name]})
+        """Of what is not empty, so that fields of later builds do not change it."""
+        return files.digest_of({name: value for name, value in vars(self).items() if value})
 
 
 @dataclass(frozen=True)
@@ -313,7 +311,7 @@ def _stored(folder: Path, version: Version) -> StoredCheckpoint:
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
-        return StoredCheckpoint(version, folder.name, complete=False, fingerprint=_begun_by(folder))
+        return StoredCheckpoint(version, folder.name, complete=False)
     except StorageError as error:
         return StoredCheckpoint(version, folder.name, complete=True, problem=str(error))
     if Version(manifest.lineage, manifest.iteration) != version:
@@ -322,23 +320,6 @@ def _stored(folder: Path, version: Version) -> StoredCheckpoint:
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).fingerprint_digest
     kept = os.path.lexists(folder / _KEEP)
     return StoredCheckpoint(version, folder.name, True, digest, "", manifest.certified, kept, manifest.run)
-
-
-def _begun_by(folder: Path) -> str:
-    """The digest of the fingerprint of the job that began a checkpoint, from the first file that has it; '' if none
-    does."""
-    with suppress(OSError):
-        names = sorted(os.listdir(folder))
-        for name in names:
-            if _RECORD.fullmatch(name):
-                with suppress(StorageError, FileNotFoundError):
-                    return _record(folder / name).fingerprint
-        for name in filter(_DATA.fullmatch, names):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                with open(open_regular(folder / name), "rb") as file:
-                    head = file.read(min(HEAD_LIMIT, int.from_bytes(file.read(8), "little")))
-                return str(json_value(head)["__metadata__"]["fingerprint"])
-    return ""
 
 
 def is_complete(folder: Path, origin: Origin) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -97,18 +96,16 @@ def newest(base: Path, known: int = 0) -> Lease | None:
     return None
 
 
-def take(base: Path, lease: Lease) -> None:
-    """Take the lineage of `lease`, and remove the leases of smaller ones. Raises FileExistsError if it is taken, or a
-    larger one."""
+def take(base: Path, lease: Lease, before: Lease | None) -> None:
+    """Take the lineage of `lease`, and remove the lease that was there `before`. Raises FileExistsError if it is taken,
+    or a larger one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(_path(base, lease.lineage), flags, 0o600), "w") as file:
         file.write(files.digested(asdict(lease)))
     if (now := newest(base, lease.lineage)) is None or now.lineage != lease.lineage:
         raise FileExistsError(f"{base}: a later lineage than {lease.lineage} is taken")
-    for path in base.glob("lease-*"):
-        if (name := _NAME.match(path.name)) and int(name[1]) < lease.lineage:
-            with suppress(OSError):
-                path.unlink()
+    if before is not None:
+        _path(base, before.lineage).unlink(missing_ok=True)
 
 
 def renew(base: Path, lease: Lease) -> None:

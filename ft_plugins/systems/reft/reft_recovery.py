@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...base import faults
 from ...collective import Collective
@@ -23,6 +23,7 @@ from ...recovery.nodes import JobNodes, SeenNodes
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.restore import agree_on_version, load_tensors
 from ...recovery.source_choice import choose_source, iteration_bound
+from ...recovery.storage import StorageTier
 from ...redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
 from ...smp.serve.client import Client
 from ...snapshot.capture import codec, manifest
@@ -33,9 +34,6 @@ from .captured_groups import require_same_groups
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_reports import ReftReports, protection_table
-
-if TYPE_CHECKING:
-    from ...recovery.storage import StorageTier
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,6 @@ class ReftRecovery:
             if storage is None:
                 plan = choose_source(plan, mode, loaded)
             else:
-                from ...recovery.storage import StorageTier  # only where there is storage
-
                 folder, names = Path(storage.folder), self._nodes.by_rank
                 self._storage = StorageTier(folder, job, self._collective, self._reports.storage, names)
                 plan = self._storage.recover(plan, mode, loaded, segment, self._token)

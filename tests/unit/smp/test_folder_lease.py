@@ -46,10 +46,10 @@ class Node:
         self.segment.open_lineage(lineage, None, (), run)
 
     def require(self) -> None:
-        self.lease.require(self.base, {self.rank: self.segment}, self.world_size)
+        self.lease.keep(self.base, {self.rank: self.segment}, self.world_size, writes=True)
 
     def look(self) -> None:
-        self.lease.look(self.base, {self.rank: self.segment}, self.world_size)
+        self.lease.keep(self.base, {self.rank: self.segment}, self.world_size)
 
     def found(self) -> Lease:
         assert (found := lease.newest(self.base)) is not None
@@ -112,7 +112,7 @@ def test_nothing_renews_it_when_ft_run_and_trainers_are_gone_and_a_job_on_one_no
 def test_a_run_that_was_replaced_writes_no_more_and_says_so_once(tmp_path: Path, clock: list[float]) -> None:
     old = Node(tmp_path, "x", 0, 1)
     old.require()
-    lease.take(old.base, Lease(6, A, ("elsewhere",), True, "there", 1.0, 2.0))
+    lease.take(old.base, Lease(6, A, ("elsewhere",), True, "there", 1.0, 2.0), None)
     for _ in range(3):
         clock[0] += 5.0
         old.look()
@@ -122,7 +122,7 @@ def test_a_run_that_was_replaced_writes_no_more_and_says_so_once(tmp_path: Path,
     assert "elsewhere" in event.fields["reason"]
     old.lease.release(old.base, [old.segment])
     assert not old.found().released, "it is not this run's"
-    lease.take(old.base, Lease(7, A))  # as its next start does, once the other one is gone
+    lease.take(old.base, Lease(7, A), None)  # as its next start does, once the other one is gone
     old.open(7)
     old.require()
     assert not old.lease.lost
@@ -132,7 +132,7 @@ def test_a_start_of_the_same_job_under_way_is_no_loss(tmp_path: Path, clock: lis
     node = Node(tmp_path, "x", 0, 1)
     node.require()
     node.segment.header.token += 1  # fenced
-    lease.take(node.base, Lease(6, A))
+    lease.take(node.base, Lease(6, A), None)
     with pytest.raises(StorageError, match="another start of this job"):
         node.require()
     assert not node.lease.lost and not node.seen
@@ -145,7 +145,7 @@ def test_a_folder_that_could_not_be_reached_at_the_start_is_taken_later_unless_a
 ) -> None:
     node = Node(tmp_path, "x", 0, 1, lineage=8)
     node.base.mkdir(parents=True)
-    lease.take(node.base, Lease(5, B))
+    lease.take(node.base, Lease(5, B), None)
     with pytest.raises(StorageError, match="run bbbbbbbb"):
         node.require()
     lease.renew(node.base, Lease(5, B, released=True))

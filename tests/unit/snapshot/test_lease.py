@@ -74,21 +74,21 @@ def test_a_run_that_trains_keeps_its_lease_until_another_one_has_taken_a_later_l
 
 def test_a_lineage_is_taken_once_and_the_leases_before_it_are_removed(tmp_path: Path) -> None:
     assert lease.newest(tmp_path) is None and lease.newest(tmp_path / "absent") is None
-    lease.take(tmp_path, HELD)
+    lease.take(tmp_path, HELD, None)
     assert lease.newest(tmp_path) == HELD
     with pytest.raises(FileExistsError):
-        lease.take(tmp_path, replace(HELD, run=B))
-    with pytest.raises(FileExistsError):
-        lease.take(tmp_path, replace(HELD, run=B, lineage=4))
-    assert lease.newest(tmp_path) == HELD, "what another run wrote there changes nothing"
-    (tmp_path / "lease-5.json.77.new").touch()
-    lease.take(tmp_path, replace(HELD, lineage=6))
+        lease.take(tmp_path, replace(HELD, run=B), HELD)
+    assert lease.newest(tmp_path) == HELD
+    lease.take(tmp_path, replace(HELD, lineage=6), HELD)
     assert os.listdir(tmp_path) == ["lease-6.json"]
+    with pytest.raises(FileExistsError, match="a later lineage"):
+        lease.take(tmp_path, replace(HELD, run=B), None)
+    assert lease.newest(tmp_path) == replace(HELD, lineage=6), "what was late changes nothing"
     assert stat.S_IMODE((tmp_path / "lease-6.json").stat().st_mode) == 0o600
 
 
 def test_a_lease_that_is_renewed_differs_and_one_that_is_damaged_is_of_nobody(tmp_path: Path) -> None:
-    lease.take(tmp_path, HELD)
+    lease.take(tmp_path, HELD, None)
     lease.renew(tmp_path, RENEWED)
     assert lease.newest(tmp_path) == RENEWED and os.listdir(tmp_path) == ["lease-5.json"]
     for content in (b"", b"{}", b'{"lineage": 5, "digest": "0"}', b"\xff" * 100):
@@ -99,7 +99,7 @@ def test_a_lease_that_is_renewed_differs_and_one_that_is_damaged_is_of_nobody(tm
 
 
 def test_a_lease_that_is_not_listed_yet_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lease.take(tmp_path, HELD)
+    lease.take(tmp_path, HELD, None)
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
     assert lease.newest(tmp_path) is None and lease.newest(tmp_path, 5) == HELD
 
