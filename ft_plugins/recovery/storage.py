@@ -32,7 +32,7 @@ from ..smp.watch import liveness
 from ..snapshot.capture import retention
 from ..snapshot.checkpoint import checkpoint, lease, persist
 from ..snapshot.checkpoint.checkpoint import Origin
-from ..snapshot.checkpoint.lease import Decision, Lease
+from ..snapshot.checkpoint.lease import Claim, Lease
 from ..snapshot.segment.segment import Segment
 from ..snapshot.segment.slots import Mark, SlotState, Version
 from .recovery_plan import RecoveryPlan
@@ -134,9 +134,9 @@ class StorageTier:
             looked, now = time.monotonic(), self._look()
             gone = now is not None and liveness.has_ended(now.process)
             decision = lease.at_start(*self._memory, first, now, unchanged, gone)
-            if decision is Decision.REFUSE:
+            if decision is Claim.REFUSE:
                 raise self._refusal(now)
-            if decision is Decision.TAKE:
+            if decision is Claim.TAKE:
                 return now
             if not unchanged:
                 say(f"{self._base}: waiting to see whether its last user lives ({now}); if not, this run goes on")

@@ -36,9 +36,7 @@ def two_nodes(
     secret, port, running = write_secret(folder), free_port(), list[RunningJob]()
     for node in names:
         more = (*ON_REQUEST, "--ftp-node-name", node, "--ftp-secret-file", str(secret), *flags)
-        spec = fills(
-            jobs, folder, 12, *more, ranks=1, node=node, nnodes=2, endpoint=f"localhost:{port}", faults=faults
-        )
+        spec = fills(jobs, folder, 12, *more, ranks=1, node=node, nnodes=2, endpoint=f"localhost:{port}", faults=faults)
         running.append(server.start(spec))
     return running
 

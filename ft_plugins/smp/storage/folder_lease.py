@@ -20,7 +20,7 @@ from ...errors import StorageError
 from ...events import catalogue
 from ...snapshot.checkpoint import lease
 from ...snapshot.checkpoint.checkpoint import make_job_folder
-from ...snapshot.checkpoint.lease import Decision, Lease
+from ...snapshot.checkpoint.lease import Claim, Lease
 from ...snapshot.segment.segment import Segment, newest_run
 from ..serve.node_context import NodeContext
 from ..watch import liveness
@@ -55,24 +55,24 @@ class FolderLease:
         now, me, alone = time.time(), liveness.identified(os.getpid()), len(segments) == world_size
         mine = Lease(lineage, run, (self._smp.node,), alone, me, now, now)
         seen = lease.newest(base, lineage)
-        if lease.in_training(run, lineage, opened, seen) is Decision.TAKE and (lives and lineage or writes):
+        if lease.in_training(run, lineage, opened, seen) is Claim.TAKE and (lives and lineage or writes):
             make_job_folder(base)
             with suppress(FileExistsError):  # of two nodes that take it, one is faster
                 lease.take(base, mine, seen)
             seen = lease.newest(base, lineage)
         decision = lease.in_training(run, lineage, opened, seen)
         unchanged, self._seen, released = seen == self._seen, seen, alone and not lives
-        if decision is Decision.KEEP and seen is not None:
+        if decision is Claim.KEEP and seen is not None:
             due = 0 in segments or unchanged or seen.released
             if lives and due or released and not seen.released:
                 held = seen if seen.run else mine
                 lease.renew(base, replace(held, alone=alone, process=me, renewed=now, released=released))
         reason = f"{base} is now used by {seen}; this one, run {run[:8]}, writes no more checkpoints there"
-        if decision is Decision.REFUSE and lives and not self.lost:
+        if decision is Claim.REFUSE and lives and not self.lost:
             self._smp.events.emit(catalogue.LEASE_LOST, reason=reason)
             self._smp.alarms.say("lease", catalogue.LEASE_LOST, reason)
-        self.lost = reason if decision is Decision.REFUSE else ""
-        if writes and decision is not Decision.KEEP:
+        self.lost = reason if decision is Claim.REFUSE else ""
+        if writes and decision is not Claim.KEEP:
             raise StorageError(self.lost or f"another start of this job takes {base}")
 
     def release(self, base: Path, segments: Iterable[Segment]) -> None:

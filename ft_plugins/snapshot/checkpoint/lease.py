@@ -52,7 +52,7 @@ class Lease:
         return f"run {self.run[:8] or 'unknown'} on {', '.join(self.nodes)}, since {begun}, {ended} {last} by its clock"
 
 
-class Decision(Enum):
+class Claim(Enum):
     """What a run does about the lease in its folder."""
 
     TAKE = "take"
@@ -63,23 +63,23 @@ class Decision(Enum):
 
 def at_start(
     run: str, lineage: int, first: Lease | None, now: Lease | None, unchanged: float, holder_gone: bool
-) -> Decision:  # fmt: skip
+) -> Claim:  # fmt: skip
     """For a start with memory of `lineage` of `run` (0 and '': none), which saw the lease as `first` and as `now`, the
     same for `unchanged` seconds. `holder_gone`: the process that renewed it last is known to be dead."""
-    if now is None or now.released or lineage >= now.lineage and run == now.run:
-        return Decision.TAKE  # else its own: whoever opened a later lineage would have left a later lease
+    if now is None or now.released or run and run == now.run and lineage >= now.lineage:
+        return Claim.TAKE  # its own: a run that opened a later lineage would have left a later lease
     if now != first:
-        return Decision.REFUSE
-    return Decision.TAKE if holder_gone and now.alone or unchanged >= HOLD_SECONDS else Decision.WAIT
+        return Claim.REFUSE
+    return Claim.TAKE if holder_gone and now.alone or unchanged >= HOLD_SECONDS else Claim.WAIT
 
 
-def in_training(run: str, lineage: int, opened: bool, now: Lease | None) -> Decision:
+def in_training(run: str, lineage: int, opened: bool, now: Lease | None) -> Claim:
     """For a run whose newest lineage this is. `opened`: by the incarnation that runs now; else a start is under way."""
     if now is None or now.lineage < lineage and (now.released or now.run in ("", run)):
-        return Decision.TAKE  # its folder could not be reached at its start
+        return Claim.TAKE  # its folder could not be reached at its start
     if now.lineage > lineage and not opened:
-        return Decision.WAIT
-    return Decision.KEEP if now.lineage == lineage and now.run in ("", run) else Decision.REFUSE
+        return Claim.WAIT
+    return Claim.KEEP if now.lineage == lineage and now.run in ("", run) else Claim.REFUSE
 
 
 def newest(base: Path, known: int = 0) -> Lease | None:

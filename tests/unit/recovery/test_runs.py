@@ -15,7 +15,7 @@ from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
 from ft_plugins.events import EventType
 from ft_plugins.recovery import storage
-from ft_plugins.recovery.facts import NodeFacts, RankFacts
+from ft_plugins.recovery.facts import NodeFacts, RankFacts, run_of, usable
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, plan_recovery
 from ft_plugins.recovery.source_choice import choose_source
 from ft_plugins.recovery.storage import StorageTier
@@ -68,9 +68,11 @@ def test_after_a_fresh_start_what_a_node_kept_of_the_run_before_is_void() -> Non
 
 def test_what_another_node_holds_of_another_run_is_not_fetched() -> None:
     held = {0: frozenset({Version(3, 8)})}
-    nodes = [NodeFacts({}, run=(3, A)), NodeFacts(held, run=(2, B), lineage=2)]
-    plan = plan_recovery([rank(0, run=A), rank(1, 8)], nodes=nodes)
-    assert plan.version is None and plan.run == A and plan.lineage == 4
+    own, other = NodeFacts(held, run=(3, A)), NodeFacts(held, frozenset({Version(3, 8)}), run=(2, B), lineage=2)
+    ranks = [rank(0), rank(1, 8)]
+    assert run_of(ranks, [own, other]) == A
+    _, nodes, _, _ = usable(ranks, [own, other], A)
+    assert nodes == [own, NodeFacts({}, lineage=2)]
 
 
 # ---- storage ----
@@ -184,6 +186,20 @@ def test_a_run_that_took_the_folder_while_this_one_was_restored_is_noticed(base:
         slow.tier.take(plan)
 
 
+def test_a_run_that_was_silent_and_writes_again_while_this_one_was_restored_is_noticed(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "HOLD_SECONDS", 0.05)
+    take(base, held_by(A, 2))
+    stored(base, 2, 60, A)
+    start = Start(base.parent)
+    plan = start.tier.recover(NOTHING, "auto", 0, segment(), 1)
+    lease.renew(base, held_by(A, 2, renewed=1.9e9))
+    with pytest.raises(ResumeError, match="in use by run aaaaaaaa on elsewhere"):
+        start.tier.take(plan)
+    assert (found := lease.newest(base)) is not None and found.lineage == 2
+
+
 def test_a_dead_holder_on_this_machine_that_was_alone_is_taken_over_at_once(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,9 +211,10 @@ def test_a_dead_holder_on_this_machine_that_was_alone_is_taken_over_at_once(
 
 
 def test_a_lease_that_was_released_is_free_and_checkpoints_of_other_runs_than_its_own_are_refused_by_name(
-    base: Path,
+    base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a run that was started fresh where another one had checkpoints, and lost before it had one."""
+    monkeypatch.setattr(lease, "HOLD_SECONDS", 0.05)
     stored(base, 3, 60, A)
     take(base, held_by(B, 4, released=True))
     said = "belong to another job or run .v3-60: run aaaaaaaa, not bbbbbbbb; --ftp-resume storage goes on from it"

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ft_plugins.snapshot.checkpoint import lease
-from ft_plugins.snapshot.checkpoint.lease import HOLD_SECONDS, Decision, Lease, at_start, in_training
+from ft_plugins.snapshot.checkpoint.lease import HOLD_SECONDS, Claim, Lease, at_start, in_training
 
 A, B = "a" * 32, "b" * 32
 HELD = Lease(5, A, ("x", "y"), False, "there", 1.8e9, 1.8e9 + 60)
 RENEWED = replace(HELD, renewed=1.8e9 + 65)
 UNREADABLE = Lease(5, "")
-TAKE, KEEP, WAIT, REFUSE = Decision
+TAKE, KEEP, WAIT, REFUSE = Claim
 LONG = HOLD_SECONDS
 
 
@@ -40,13 +40,14 @@ LONG = HOLD_SECONDS
         (("", 0), replace(HELD, alone=True), replace(HELD, alone=True), 0.0, True, TAKE),
         (("", 0), replace(HELD, alone=True), replace(RENEWED, alone=True), 0.0, True, REFUSE),
         ((A, 5), UNREADABLE, UNREADABLE, 1.0, False, WAIT),
+        (("", 9), UNREADABLE, UNREADABLE, 1.0, False, WAIT),
         ((A, 5), UNREADABLE, HELD, 1.0, False, TAKE),
         (("", 0), UNREADABLE, UNREADABLE, LONG, False, TAKE),
         (("", 0), HELD, None, 1.0, False, TAKE),  # the folder was cleared
     ],
 )
 def test_a_start_takes_what_is_its_own_or_does_not_change_and_refuses_what_does(
-    memory: tuple[str, int], first: Lease | None, now: Lease | None, unchanged: float, gone: bool, expected: Decision
+    memory: tuple[str, int], first: Lease | None, now: Lease | None, unchanged: float, gone: bool, expected: Claim
 ) -> None:
     assert at_start(*memory, first, now, unchanged, gone) is expected
 
@@ -67,7 +68,7 @@ def test_a_start_takes_what_is_its_own_or_does_not_change_and_refuses_what_does(
     ],
 )
 def test_a_run_that_trains_keeps_its_lease_until_another_one_has_taken_a_later_lineage(
-    mine: tuple[str, int], opened: bool, now: Lease | None, expected: Decision
+    mine: tuple[str, int], opened: bool, now: Lease | None, expected: Claim
 ) -> None:
     assert in_training(*mine, opened, now) is expected
 
