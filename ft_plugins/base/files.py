@@ -97,17 +97,23 @@ def sync_folder(folder: Path) -> None:
 # ---- JSON with a digest of its content ----
 
 
-def write_digested(path: Path, content: dict[str, Any]) -> None:
-    """Write a small file durably, with a digest of its content."""
-    write(path, json.dumps({**content, "digest": _digest_of(content)}), durable=True)
+def write_digested(path: Path, content: dict[str, Any], *, durable: bool = True, shared: bool = False) -> None:
+    """Write a small file, with a digest of its content."""
+    write(path, digested(content), durable=durable, shared=shared)
 
 
-def _digest_of(content: Mapping[str, Any]) -> str:
+def digested(content: Mapping[str, Any]) -> str:
+    """The text of such a file."""
+    return json.dumps({**content, "digest": digest_of(content)})
+
+
+def digest_of(content: Mapping[str, Any]) -> str:
+    """The digest of its content."""
     return str(xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode()))
 
 
 def read_digested(path: Path, limit: int = FILE_LIMIT) -> dict[str, Any]:
-    """Read a small file. Raises FileNotFoundError, StorageError."""
+    """The content of a small file. Raises FileNotFoundError, StorageError."""
     try:
         return checked(read_bytes(path, limit), path)
     except FileNotFoundError:
@@ -125,6 +131,6 @@ def checked(encoded: bytes, where: object) -> dict[str, Any]:
     except ValueError as error:
         raise StorageError(f"{where}: cannot be read ({error})") from error
     digest = content.pop("digest")
-    if digest != _digest_of(content):
+    if digest != digest_of(content):
         raise StorageError(f"{where}: does not match its digest")
     return content

@@ -31,6 +31,7 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Word = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]  # a digest or a number in shared memory
 Port = Annotated[int, Field(strict=True, ge=0, lt=1 << 16)]
 Text = Annotated[str, Field(strict=True, max_length=4096)]
+RunIdentity = Annotated[str, Field(strict=True, pattern="^([0-9a-f]{32})?$")]  # of a run; '' if unknown
 Address = Annotated[Text, AfterValidator(lambda text: str(ip_address(text)) and text)]  # no name to resolve
 Seconds = Annotated[float, Field(strict=True, ge=0, le=SECONDS_LIMIT, allow_inf_nan=False)]
 

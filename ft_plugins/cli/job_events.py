@@ -6,13 +6,14 @@ In: a job's name, or files. Out: events. Raises ConfigError.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import ConfigError
-from ..events import Damage, Event, read
+from ..events import Damage, Event, catalogue, read
 from .status_facts import run_directories
 
 JobArgument = Annotated[str | None, typer.Argument(help="name of the job, from `status`; of several")]
@@ -22,12 +23,32 @@ EventsOption = Annotated[
 
 
 def job_events(job: str | None, files: list[Path] | None) -> list[Event]:
-    """The events of a job's nodes on this machine, or of `files`; how many were damaged is said. Raises ConfigError."""
+    """The events of the last run of a job, of its nodes on this machine, or of `files`; how many were damaged is said.
+    Raises ConfigError."""
     damage = Damage()
-    found = [event for path in histories(job, files) for event in read(path, damage)]
+    found = [list(read(path, damage)) for path in histories(job, files)]
     if damage.lines:
         print(damage, file=sys.stderr)
-    return found
+    return of_last_run(found)
+
+
+def of_last_run(histories: Iterable[Sequence[Event]]) -> list[Event]:
+    """The events of the run that was started or restored last, of the histories of several nodes. Starts of which the
+    run is not known, because they failed before, are of it if they are not older."""
+    starts: list[list[Event]] = []
+    for history in histories:
+        starts.append([])
+        for event in history:
+            if event.type is catalogue.JOB_STARTED:
+                starts.append([])
+            starts[-1].append(event)
+    runs = [{event.fields["run"]: event.time for event in start if "run" in event.fields} for start in starts]
+    last = max(((at, run) for each in runs for run, at in each.items()), default=(0.0, ""))[1]
+    since = min((start[0].time for start, own in zip(starts, runs, strict=True) if last in own), default=0.0)
+    if len(set[str]().union(*runs)) < 2:
+        return [event for start in starts for event in start]
+    ours = [start for start, own in zip(starts, runs, strict=True) if last in own or start and not own]
+    return [event for start in ours if start[0].time >= since for event in start]
 
 
 def histories(job: str | None, files: list[Path] | None) -> list[Path]:

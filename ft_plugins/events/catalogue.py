@@ -32,6 +32,7 @@ _WORLD_SIZE = Field("int", "ranks of the job")
 _SEGMENTS = Field("int", "shared-memory segments")
 _COUNT = Field("int", "how many times")
 _LOST = Field("list", "lost nodes or ranks, in words")
+_RUN = Field("str", "identity of the run: the same from its first start on, also after restarts and on other nodes")
 _ECHO = Field("bool", "another rank reports the cause")
 _PACE: dict[str, Any] = {
     "iterations": Field("int", "iterations between the two newest committed versions", "iterations", optional=True),
@@ -461,18 +462,18 @@ PROBE_FAILED = EventType(
 
 TRAINING_STARTED = EventType(
     "training.started", NOTICE, "Training starts from its beginning: there was nothing to resume from.",
-    reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
+    run=_RUN, reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
     lost=Field("int", "iterations to be computed again", "iterations"),
 )  # fmt: skip
 STATE_LOST = EventType(
     "state.lost", ALARM, "No tier has a restorable version: training starts from its beginning, and progress is lost.",
     "Configure checkpoints (--reft-checkpoint-dir), or survive more lost nodes (--reft-redundancy).", once=True,
-    reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
+    run=_RUN, reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
     lost=Field("int", "iterations to be computed again", "iterations"),
 )  # fmt: skip
 STATE_RESTORED = EventType(
     "state.restored", NOTICE, "A rank's state was restored.", **_VERSION, tier=Field("str", "process, node or storage"),
-    reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
+    run=_RUN, reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
     lost=Field("int", "iterations to be computed again", "iterations"),
     mark=Field("str", "what an audit found of the version"), seconds=_SECONDS,
     verify_seconds=Field("float", "until every snapshot was whole and verified", "s"),
@@ -561,6 +562,11 @@ CHECKPOINT_CORRUPTED = EventType(
 STORAGE_FAILED = EventType(
     "storage.failed", ALARM, "The folder for checkpoints cannot be read; the job resumes from memory.",
     "Make it a folder that all nodes share and may write to.", reason=_REASON,
+)  # fmt: skip
+LEASE_LOST = EventType(
+    "lease.lost", ALARM, "Another run uses the folder for checkpoints: this one writes none any more, and trains on.",
+    "If this run is the one that is wanted, end the other one and give this one's command again; else end this one.",
+    reason=_REASON,
 )  # fmt: skip
 EXPORT_DISABLED = EventType(
     "export.disabled", WARNING, "Checkpoints of this job cannot be exported in the framework's own format.",

@@ -68,6 +68,7 @@ DOES: Mapping[EventType, str] = {
     catalogue.CHECKPOINT_FAILED: _TRAINS_ON + " The next checkpoint is tried at its time.",
     catalogue.CHECKPOINT_CORRUPTED: "It restores the newest checkpoint that is whole.",
     catalogue.STORAGE_FAILED: "It resumes from memory.",
+    catalogue.LEASE_LOST: _TRAINS_ON + " It writes no checkpoints; its snapshots in memory stay.",
     catalogue.PROFILE_LOST: _TRAINS_ON + " Copies are sent at a limited rate.",
     catalogue.AUDIT_FAILED: "By default a wrong minority is repaired from the majority; without a majority replicas "
     "are averaged. `--paft-on-corruption` says otherwise.",

@@ -36,6 +36,7 @@ from . import job_identity, slurm
 from .agent.watcher import Job
 from .agent.why import why
 from .node_launch import Outcome, launch
+from .rendezvous import wait_report
 from .rendezvous.rendezvous_settings import BACKEND
 
 _WORKER = "ft_plugins.launcher.worker"
@@ -58,6 +59,7 @@ class Plan:
     node: str
     bounded: bool
     from_slurm: str = ""  # the flags that Slurm gave
+    words: tuple[str, ...] = ()  # of the command line, with all that says which job it is and how large
 
     @property
     def protected(self) -> bool:
@@ -102,14 +104,26 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str, environment: Map
         _require_replaceable(options)
     id_given = "" if options.standalone else options.rdzv_id
     script, arguments = options.training_script, options.training_script_args
+    job = job_identity.job_name(config.job, id_given, uid, folder, script, arguments)
     return Plan(
         config=config,
         torch=options,
-        job=job_identity.job_name(config.job, id_given, uid, folder, script, arguments),
+        job=job,
         node=config.node_name or job_identity.safe_name(host),
         bounded=options.max_restarts is not _UNSET or not config.systems,
         from_slurm=" ".join(taken),
+        words=(*_left_out(options, job, argv), *argv),
     )
+
+
+def _left_out(options: argparse.Namespace, job: str, argv: Sequence[str]) -> list[str]:
+    """The flags that the user did not give, because surroundings (Slurm, an environment, a folder) gave them."""
+    given = argv[: len(argv) - len(options.training_script_args)]
+    names = {word.partition("=")[0].replace("_", "-") for word in given}
+    meant = {"nnodes": options.nnodes, "nproc-per-node": options.nproc_per_node, "ftp-job": job}
+    meant["rdzv-endpoint"] = options.rdzv_endpoint
+    missing = [(f"--{flag}", value) for flag, value in meant.items() if value and f"--{flag}" not in names]
+    return [part for pair in missing for part in pair]
 
 
 def _take_from(step: slurm.SlurmStep, options: argparse.Namespace) -> list[str]:
@@ -174,7 +188,8 @@ def execute(plan: Plan) -> Outcome:
         arguments = ["-u", "-m", _WORKER, *arguments[1:]]  # torchrun's are -u [-m] script args
     job, remedy = None, ""
     if plan.protected:
-        job = Job(plan.config, plan.job, plan.node, run_directory(plan.job, plan.node))
+        again = wait_report.command([sys.argv[0], *plan.words])
+        job = Job(plan.config, plan.job, plan.node, run_directory(plan.job, plan.node), again)
     else:
         remedy = _hint(options) or "Add --reft."
         print(f"ft-run: no system is on, nothing is protected: running as torchrun. {remedy}", file=sys.stderr)

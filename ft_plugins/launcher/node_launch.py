@@ -47,9 +47,10 @@ from .agent.orderly_end import EndPlan, end_plan, reached
 from .agent.restarts import Status
 from .agent.signals import SignalStop, end_by_signals, notices, report_missed
 from .agent.watcher import Job, Watcher
-from .job_identity import JobLock
+from .job_identity import JobLock, load_secret
 from .rendezvous import round_join
 from .rendezvous.endpoint import Endpoint, address_towards
+from .rendezvous.peers import Credentials
 from .rendezvous.rendezvous import Rendezvous
 from .rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
 
@@ -110,6 +111,9 @@ def launch(
                 _parameters(config, job)  # refuses an interface that is not there
                 lock = stack.enter_context(JobLock(run_dir))
                 stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
+                if config.max_nodes == 1:
+                    secret = load_secret(job.config.secret_file)
+                    round_join.require_alone(Credentials(secret, job.name, job.node, job.config.encrypt), run_dir)
                 write_note(run_dir, FtRunNote(FtRunPhase.STARTING))
                 events.subscribe(file_sink(run_dir / "events.jsonl"))
                 events.subscribe(log_sink("ft-run: "))
@@ -347,6 +351,7 @@ def _rendezvous_defaults(job: Job) -> dict[str, Any]:
     """Settings of our rendezvous for a protected job, which --rdzv-conf may override."""
     settings: dict[str, Any] = {
         "node_name": job.node, "run_dir": job.run_dir, "detect_seconds": job.config.detect_seconds,
+        "command": job.command,
     }  # fmt: skip
     if job.config.secret_file:
         settings |= {"secret_file": job.config.secret_file, "encrypt": job.config.encrypt}

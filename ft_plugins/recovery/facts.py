@@ -18,7 +18,8 @@ from ..snapshot.segment.slots import Mark, Slot, SlotState, Version, marks_of
 
 @dataclass(frozen=True)
 class RankFacts:
-    """A rank's segment before recovery. `damaged` names the records of its header that failed their digest."""
+    """A rank's segment before recovery. `damaged` names the records of its header that failed their digest. `run`: the
+    identity of the run that opened its lineage, '' if unknown; `drawn`: one for a run that begins now."""
 
     rank: int
     slots: tuple[Slot, ...]
@@ -29,6 +30,8 @@ class RankFacts:
     lost: bool = False  # the segment replaced one whose header was damaged
     agreed: int | None = None  # see `Segment`
     doubted: tuple[int, int] | None = None
+    run: str = ""
+    drawn: str = ""
 
     def restorable(self) -> dict[Version, int]:
         """The versions that can be restored, and their slots."""
@@ -56,7 +59,8 @@ class NodeFacts:
     the digest of the exchange plan when they were stored. `committed` is the newest committed version that it knows of,
     `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
     `released`: the lineage in which the job continued while this node was a spare; older versions are of no use.
-    `marks` are those of the versions in `slots`; `damage` is a message on parity that is damaged.
+    `marks` are those of the versions in `slots`; `damage` is a message on parity that is damaged. `run`: the newest
+    lineage here whose run is known, and that run.
     """
 
     slots: Mapping[int, frozenset[Version]]  # by rank
@@ -69,16 +73,30 @@ class NodeFacts:
     released: int = 0
     marks: Mapping[Version, Mark] = field(default_factory=dict)
     damage: str = ""
+    run: tuple[int, str] = (0, "")
+
+
+def run_of(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> str:
+    """The run that opened the newest lineage; '' if unknown, or if two did: memory of two jobs of one name has met."""
+    known = {(rank.lineage, rank.run) for rank in facts if rank.run} | {node.run for node in nodes if node.run[1]}
+    newest = max((lineage for lineage, _ in known), default=0)
+    runs = [run for lineage, run in known if lineage == newest]
+    return runs[0] if len(runs) == 1 else ""
 
 
 def usable(
-    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]
-) -> tuple[Sequence[RankFacts], Sequence[NodeFacts], Mapping[Version, Mark]]:
-    """The facts without versions that must not be restored, and the marks of all that are not void."""
+    facts: Sequence[RankFacts], nodes: Sequence[NodeFacts], run: str = ""
+) -> tuple[Sequence[RankFacts], Sequence[NodeFacts], Mapping[Version, Mark], str]:
+    """The facts without versions that must not be restored, of other runs than `run` too; the marks of all that are not
+    void; a message on the ranks that hold versions of another run, '' for none."""
     facts, nodes = _without_void(facts, nodes)
+    strange = [rank.rank for rank in facts if rank.run not in ("", run) and rank.restorable()]
+    facts = [replace(rank, slots=()) if rank.rank in strange else rank for rank in facts]
+    nodes = [node if node.run[1] in ("", run) else NodeFacts({}, lineage=node.lineage) for node in nodes]
     reported = [(slot.version, slot.mark) for rank in facts for slot in rank.slots]
     marks = marks_of([*reported, *(entry for node in nodes for entry in node.marks.items())])
-    return *_only(lambda version: marks.get(version) is not Mark.MISMATCHED, facts, nodes), marks
+    other = f"{_ranks(strange)}: memory of another run of this job's name" if strange else ""
+    return *_only(lambda version: marks.get(version) is not Mark.MISMATCHED, facts, nodes), marks, other
 
 
 def _without_void(

@@ -106,6 +106,7 @@ class SeenNodes:
                 inventory["released"],
                 read_marks(inventory["marks"]),
                 inventory["damage"],
+                (inventory["run"][0], inventory["run"][1]),
             )
             for inventory in self.ask(lambda client: client.inventory())
         ]

@@ -32,6 +32,7 @@ from .facts import (
     first_capture_interrupted,
     in_memory,
     newest_lineage,
+    run_of,
     trust_of,
     usable,
 )
@@ -69,7 +70,8 @@ class RecoveryPlan:
     iterations of newer versions that are not preferred. `damage`: what failed its digest, by rank. `agreed`, `doubted`:
     see `Segment`; `refused`: the iteration of a newer checkpoint of the framework's own that is therefore not used.
     `lacking`: what of the job's state the framework's own checkpoint lacks, '' for nothing; `repeated`: the iteration
-    of a newer one that is therefore not used: this job comes to it again.
+    of a newer one that is therefore not used: this job comes to it again. `run`: the identity of the run that is
+    continued, '' if none is; `drawn`: the one that begins then.
     """
 
     version: Version | None
@@ -92,6 +94,8 @@ class RecoveryPlan:
     refused: int = 0
     lacking: str = ""
     repeated: int = 0
+    run: str = ""
+    drawn: str = field(default="", compare=False)
 
     @property
     def fresh(self) -> bool:
@@ -150,7 +154,8 @@ def plan_recovery(
     lineage = 1 + newest_lineage(facts, nodes)  # above every version anywhere
     agreed, doubted = trust_of(facts)
     damage = tuple(filter(None, (rank.damage() for rank in facts)))
-    facts, nodes, marks = usable(facts, nodes)
+    run, drawn = run_of(facts, nodes), facts[0].drawn
+    facts, nodes, marks, other_run = usable(facts, nodes, run)
     completed = completed_by_all(facts, nodes)
     own = {rank.rank: {v for v in rank.restorable() if (rank.rank, v) not in corrupt} for rank in facts}
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
@@ -169,7 +174,7 @@ def plan_recovery(
         reason = f"newest {mark.word} that all ranks can have" if newer else "newest that all ranks can have"
         return RecoveryPlan(
             version, tier, lineage, completed, lost, reason, sources=sources, holders=holders, gone=gone, mark=mark,
-            passed_over=newer, damage=damage, agreed=agreed, doubted=doubted,
+            passed_over=newer, damage=damage, agreed=agreed, doubted=doubted, run=run, drawn=drawn,
         )  # fmt: skip
     reason = _why_none(facts, marks, bool(damage))
     gone = ()
@@ -187,9 +192,11 @@ def plan_recovery(
         state_lost = True
     if exchange is None and (elsewhere := _on_another_node(own, corrupt, nodes)):
         reason, state_lost = f"{reason}; {elsewhere}", True
+    if other_run:
+        reason, state_lost = f"{reason}; {other_run}: end the job on the nodes that are not to go on", True
     return RecoveryPlan(
         None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone, in_memory=sealed,
-        damage=damage, agreed=agreed, doubted=doubted,
+        damage=damage, agreed=agreed, doubted=doubted, run=run, drawn=drawn,
     )  # fmt: skip
 
 

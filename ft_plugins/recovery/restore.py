@@ -9,6 +9,7 @@ In: segment, layout, live tensors. Out: the plan, the restored tensors, the slot
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,10 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 
 from ..base import faults
+from ..base.intake import RunIdentity, typed
 from ..collective import Collective
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
 from ..snapshot.capture.copiers import flat_bytes
@@ -30,6 +33,7 @@ from .facts import RankFacts
 from .nodes import SeenNodes
 from .recovery_plan import RecoveryPlan, Way, plan_recovery
 
+_RUN: TypeAdapter[str] = TypeAdapter(RunIdentity)
 _FACTS_BYTES = 1 << 16  # of a rank's report on its slots
 
 
@@ -169,7 +173,7 @@ def _facts(segment: Segment) -> bytes:
     ]
     completed = None if COMPLETED in segment.damaged else header.completed
     facts = [segment.rank, slots, opened.lineage, completed, opened.from_nothing, segment.damaged, opened.lost]
-    facts += [header.agreed, header.doubted]
+    facts += [header.agreed, header.doubted, opened.run, secrets.token_hex(16)]
     return bytes(msgpack.packb(facts))
 
 
@@ -178,12 +182,14 @@ def _read_facts(rank: int, payload: bytes) -> RankFacts:
     try:
         if len(payload) > _FACTS_BYTES:
             raise ValueError(f"{len(payload)} bytes; expected at most {_FACTS_BYTES}")
-        owner, slots, lineage, completed, from_nothing, damaged, lost, agreed, doubted = msgpack.unpackb(payload)
+        owner, slots, lineage, completed, from_nothing, damaged, lost, agreed, doubted, *runs = msgpack.unpackb(payload)
+        run, drawn = (typed(_RUN, run) for run in runs)
         first, last = (None, None) if doubted is None else map(_number, doubted)
         facts = RankFacts(
             _number(owner), tuple(_read_slot(*slot) for slot in slots), _number(lineage),
             None if completed is None else _number(completed), bool(from_nothing), tuple(map(str, damaged)), bool(lost),
             None if agreed is None else _number(agreed), None if first is None or last is None else (first, last),
+            run, drawn,
         )  # fmt: skip
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"rank {rank}: its report on its segment cannot be read ({error})") from error

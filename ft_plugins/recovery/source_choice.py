@@ -83,8 +83,9 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
         reason += f"; it lacks {plan.lacking}, which begins again"
     lost = max(0, plan.completed - loaded)
     return RecoveryPlan(
-        None, "storage" if loaded else "none", plan.lineage, plan.completed, lost, reason, loaded, damage=plan.damage
-    )
+        None, "storage" if loaded else "none", plan.lineage, plan.completed, lost, reason, loaded, damage=plan.damage,
+        run="" if mode == "fresh" else plan.run, drawn=plan.drawn,
+    )  # fmt: skip
 
 
 def require_older(loaded: int, before: int) -> None:

@@ -14,7 +14,9 @@ In: the plan from memory, a folder. Out: a `RecoveryPlan`, and a sealed slot on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,33 +27,38 @@ from ..base import files
 from ..base.intake import changes, shown, within
 from ..collective import Collective
 from ..errors import ResumeError, StorageError, printable
-from ..events import EventType, catalogue
+from ..events import EventType, catalogue, say
 from ..model.host import resizable
+from ..smp.watch import liveness
 from ..snapshot.capture import retention
-from ..snapshot.checkpoint import checkpoint, persist
+from ..snapshot.checkpoint import checkpoint, lease, persist
 from ..snapshot.checkpoint.checkpoint import Origin
+from ..snapshot.checkpoint.lease import Claim, Lease
 from ..snapshot.segment.segment import Segment
 from ..snapshot.segment.slots import Mark, SlotState, Version
 from .recovery_plan import RecoveryPlan
 from .source_choice import choose_source, iteration_bound, nothing_older, require_older, set_aside
 
 LOOK_SECONDS = 60.0  # timeout of listing the folder; slower storage is unreachable
+_PAUSE_SECONDS = 1.0  # between two looks at a lease
+_NODES = 8  # that a lease names
 _OFFERED = 16  # checkpoints tried, in the order of `retention.candidates`
 
 
 @dataclass(frozen=True)
 class StorageListing:
-    """What rank 0 found in storage. Each of `candidates`: version, folder name, known problem ('' for none), mark.
+    """What rank 0 found in storage. Each of `candidates`: version, folder name, known problem ('' for none), mark, run.
 
-    `other` describes the newest checkpoint of another job, `unreachable` says why storage could not be listed.
+    `other` describes the newest checkpoint of another job or run, `unreachable` says why storage could not be listed.
     """
 
-    candidates: tuple[tuple[Version, str, str, Mark], ...]
-    lineage: int  # the newest in storage
+    candidates: tuple[tuple[Version, str, str, Mark, str], ...]
+    lineage: int  # the newest in storage, or taken by a run that had the folder
     other: str = ""
     unreachable: str = ""
     resized: Version | None = None  # the version of `other`, if that is of this job at another data-parallel size
     passed_over: tuple[str, ...] = ()  # names like those of checkpoints, but not valid
+    run: str = ""  # that of this job, or that had the folder last
 
 
 def with_storage(
@@ -94,12 +101,60 @@ class StorageTier:
     """The storage tier in the recovery of one rank."""
 
     def __init__(
-        self, folder: Path, job: str, collective: Collective, report: Callable[[EventType, str], None]
-    ) -> None:
-        """`folder` as configured; `report` is called with an event's declaration and its reason."""
+        self, folder: Path, job: str, collective: Collective, report: Callable[[EventType, str], None],
+        nodes: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`folder` as configured; `report` is called with an event's declaration and its reason; `nodes`: by rank."""
         self._base = folder / job
         self._collective = collective
         self._report = report
+        self._nodes = sorted(set(nodes))
+        self._memory = ("", 0)  # the run in memory, and its newest lineage
+        self._replaced: Lease | None = None  # the lease that was there
+        self._unreachable = ""
+
+    def take(self, plan: RecoveryPlan) -> None:
+        """Take the folder for the lineage of `plan`, before any version becomes void. Every rank of the job calls.
+        Raises ResumeError, on all ranks, if another run has taken it meanwhile. One that cannot be written to is
+        reported."""
+        now, me, nodes = time.time(), liveness.identified(os.getpid()), tuple(self._nodes[:_NODES])
+        taken = Lease(plan.lineage, plan.run, nodes, len(self._nodes) == 1, me, taken=now, renewed=now)
+        with self._collective.agreement():
+            if self._collective.rank == 0 and not self._unreachable:
+                try:
+                    lease.take(self._base, taken, self._settled(self._replaced, float("inf")))
+                except FileExistsError:
+                    raise self._refusal(self._look()) from None
+                except (OSError, TimeoutError) as error:
+                    self._report(catalogue.STORAGE_FAILED, f"{self._base}: no lease can be written ({error})")
+
+    def _settled(self, first: Lease | None, unchanged: float) -> Lease | None:
+        """The lease, once this start may go on: it was `first`, the same for `unchanged` seconds. A folder that stalls
+        does not count as one that does not change. Raises ResumeError if another run has it, OSError, TimeoutError."""
+        while True:
+            looked, now = time.monotonic(), self._look()
+            gone = now is not None and liveness.has_ended(now.process)
+            decision = lease.at_start(*self._memory, first, now, unchanged, gone)
+            if decision is Claim.REFUSE:
+                raise self._refusal(now)
+            if decision is Claim.TAKE:
+                return now
+            if not unchanged:
+                say(f"{self._base}: waiting to see whether its last user lives ({now}); if not, this run goes on")
+            time.sleep(_PAUSE_SECONDS)
+            unchanged += min(time.monotonic() - looked, 2 * _PAUSE_SECONDS)
+
+    def _look(self) -> Lease | None:
+        return within(LOOK_SECONDS, lambda: lease.newest(self._base))
+
+    def _refusal(self, now: Lease | None) -> ResumeError:
+        (run, _), job = self._memory, self._base.name
+        return ResumeError(
+            f"{self._base} is in use by {now}; this start, on {', '.join(self._nodes)} at {time.strftime('%F %T')}, "
+            f"has {f'older memory of run {run[:8]}' if run else 'no memory of a run'}: end the other one ('ft-plugins "
+            f"end {job}' on its nodes) and start again, or give this job another name (--ftp-job) or another folder "
+            "(--reft-checkpoint-dir)"
+        )
 
     def recover(self, in_memory: RecoveryPlan, mode: str, loaded: int, segment: Segment, token: int) -> RecoveryPlan:
         """The plan, given the one from memory, `mode`, `loaded` and storage. Every rank of the job calls.
@@ -107,7 +162,7 @@ class StorageTier:
         If the plan's tier is `storage` and it names a version, that is CLEAN in a slot of every rank. Raises
         ResumeError, and the errors of `persist.read_rank`, on all ranks.
         """
-        listing = self._list(segment.fingerprint, iteration_bound(mode))
+        listing = self._list(segment.fingerprint, mode, in_memory)
         if listing.passed_over:
             names = ", ".join(map(shown, listing.passed_over))
             reason = f"{self._base}: {names}: not a checkpoint name"
@@ -121,14 +176,15 @@ class StorageTier:
                 )
             self._report_once(catalogue.STORAGE_FAILED, listing.unreachable)
         memory_lineage = in_memory.lineage - 1
-        base = replace(in_memory, lineage=max(in_memory.lineage, listing.lineage + 1))
+        run = listing.run if loaded else in_memory.run  # the framework's own does not say of which run it is
+        base = replace(in_memory, lineage=max(in_memory.lineage, listing.lineage + 1), run=run)
         if mode == "memory":  # listed for the lineage only: the job may have continued elsewhere in this one
             return choose_source(base, mode, loaded)
         damaged, before = "", iteration_bound(mode)
         if before is not None:
             require_older(loaded, before)
         candidates = [each for each in listing.candidates if before is None or each[0].iteration < before]
-        for number, (version, name, problem, mark) in enumerate(candidates):
+        for number, (version, name, problem, mark, run) in enumerate(candidates):
             # a certified one may come before one of a later lineage, which still shows that memory is outdated
             left = [version] if base.mark.preferred else [other[0] for other in candidates[number:]]
             later = max(other.lineage for other in left) > memory_lineage
@@ -138,7 +194,7 @@ class StorageTier:
             if problem:
                 self._report_once(catalogue.CHECKPOINT_CORRUPTED, problem)
             elif self._fetch(name, version, segment, token):
-                return plan
+                return replace(plan, run=run or listing.run)
             damaged = damaged or problem or name
         if before is not None:
             if base.version is None and not loaded:
@@ -157,22 +213,37 @@ class StorageTier:
             )
         if listing.other:
             raise ResumeError(
-                f"the checkpoints in {self._base} belong to another job ({listing.other}); start that job again, give "
-                "this one another name with --ftp-job, or start from the beginning with --ftp-resume fresh"
+                f"the checkpoints in {self._base} belong to another job or run ({listing.other}); start that one "
+                "again, give this one another name with --ftp-job, or start from the beginning with --ftp-resume fresh"
             )
 
-    def _list(self, fingerprint: Mapping[str, Any], before: int | None) -> StorageListing:
-        """Rank 0 lists the folder and sends the result to all ranks."""
+    def _list(self, fingerprint: Mapping[str, Any], mode: str, in_memory: RecoveryPlan) -> StorageListing:
+        """Rank 0 waits until this run may use the folder, lists it, and sends the result to all ranks. Raises
+        ResumeError, on all ranks, if another run uses it."""
         packed = b""
-        if self._collective.rank == 0:
-            packed = bytes(msgpack.packb(_listing(self._base, fingerprint, self._collective.world_size, before)))
-        candidates, lineage, other, unreachable, resized, passed_over = msgpack.unpackb(
+        with self._collective.agreement():
+            if self._collective.rank == 0:
+                packed = bytes(msgpack.packb(self._found(fingerprint, mode, in_memory)))
+        found, lineage, other, unreachable, resized, passed_over, run = msgpack.unpackb(
             self._collective.gather(packed)[0]
         )
+        self._unreachable = unreachable
         return StorageListing(
-            tuple((Version(*version), name, problem, Mark(mark)) for version, name, problem, mark in candidates),
-            lineage, other, unreachable, Version(*resized) if resized else None, tuple(passed_over),
+            tuple((Version(*version), name, problem, Mark(mark), own) for version, name, problem, mark, own in found),
+            lineage, other, unreachable, Version(*resized) if resized else None, tuple(passed_over), run,
         )  # fmt: skip
+
+    def _found(self, fingerprint: Mapping[str, Any], mode: str, in_memory: RecoveryPlan) -> list[Any]:
+        """The fields of a `StorageListing` as plain values. Creates the folder if it is missing."""
+        try:
+            within(LOOK_SECONDS, lambda: files.make_private(self._base))
+            self._memory = (in_memory.run, in_memory.lineage - 1)
+            self._replaced = self._settled(self._look(), 0.0)
+            before = self._replaced or Lease(0, "")
+            origin = Origin("", self._collective.world_size, fingerprint, in_memory.run or before.run)
+            return _listing(self._base, origin, mode, before.lineage)
+        except (OSError, TimeoutError, StorageError) as error:
+            return [[], 0, "", getattr(error, "strerror", None) or str(error), None, [], in_memory.run]
 
     def _fetch(self, name: str, version: Version, segment: Segment, token: int) -> bool:
         """Read this rank's file of a checkpoint; returns whether every rank could. Raises on all ranks or none. If some
@@ -195,25 +266,24 @@ class StorageTier:
             self._report(kind, reason)
 
 
-def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int, before: int | None) -> list[Any]:
-    """The fields of a `StorageListing` as plain values, for the other ranks; candidates older than iteration `before`
-    come first. Creates the folder if it is missing."""
-    origin = Origin("", world_size, fingerprint)
+def _listing(base: Path, origin: Origin, mode: str, taken: int) -> list[Any]:
+    """The fields of a `StorageListing` as plain values, for the other ranks; with --ftp-resume before:N, candidates
+    older than that come first. `taken`: the newest lineage of a lease. Raises OSError, TimeoutError, StorageError."""
+    fingerprint, before = origin.fingerprint, iteration_bound(mode)
     other_fingerprint: Mapping[str, Any] = {}
     ignored: list[str] = []
-    try:
-        stored = within(LOOK_SECONDS, lambda: _folders(base, lambda name: ignored.append(printable(name))))
-        others = [each for each in stored if each.complete and each.fingerprint not in (origin.fingerprint_digest, "")]
-        newest = max(others, key=lambda each: each.version, default=None)
-        if newest is not None:
-            other_fingerprint = within(LOOK_SECONDS, lambda: checkpoint.read_manifest(base / newest.name)).fingerprint
-    except (OSError, TimeoutError, StorageError) as error:
-        return [[], 0, "", getattr(error, "strerror", None) or str(error), None, []]
-    own = sorted(
-        retention.candidates(stored, origin.fingerprint_digest),
-        key=lambda each: before is not None and each.version.iteration >= before,
-    )[:_OFFERED]
+    stored = within(LOOK_SECONDS, lambda: checkpoint.listing(base, lambda name: ignored.append(printable(name))))
+    others = [each for each in stored if each.complete and each.fingerprint not in (origin.fingerprint_digest, "")]
+    newest = max(others, key=lambda each: each.version, default=None)
+    if newest is not None:
+        other_fingerprint = within(LOOK_SECONDS, lambda: checkpoint.read_manifest(base / newest.name)).fingerprint
+    of_job = retention.candidates(stored, origin.fingerprint_digest)
+    offered = retention.candidates(origin.own(stored), origin.fingerprint_digest)
     other, resized = "", None
+    if of_job and not offered:
+        other = f"{of_job[0].name}: run {of_job[0].run[:8]}, not {origin.run[:8]}; --ftp-resume storage goes on from it"
+        offered = of_job if mode == "storage" else offered
+    own = sorted(offered, key=lambda each: before is not None and each.version.iteration >= before)[:_OFFERED]
     if newest is not None:
         other = f"{newest.name}: {changes(other_fingerprint, fingerprint)}"
         if resizable(other_fingerprint) == resizable(fingerprint):
@@ -224,13 +294,9 @@ def _listing(base: Path, fingerprint: Mapping[str, Any], world_size: int, before
             each.name,
             each.problem,
             int(Mark.CERTIFIED if each.certified else Mark.NONE),
+            each.run,
         ]
         for each in own
     ]
-    lineage = max((each.version.lineage for each in stored), default=0)
-    return [candidates, lineage, other, "", resized, ignored[:_OFFERED]]
-
-
-def _folders(base: Path, passed_over: Callable[[str], None]) -> tuple[retention.StoredCheckpoint, ...]:
-    files.make_private(base)
-    return checkpoint.listing(base, passed_over)
+    lineage = max([taken, *(each.version.lineage for each in stored)])
+    return [candidates, lineage, other, "", resized, ignored[:_OFFERED], origin.run]

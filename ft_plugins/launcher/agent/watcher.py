@@ -65,12 +65,13 @@ _LOST, _WAITING = TypeAdapter(_Lost), TypeAdapter(_Waiting)
 
 @dataclass(frozen=True)
 class Job:
-    """A job on this node, as its ft-run knows it."""
+    """A job on this node, as its ft-run knows it. `command` starts another node of it, '' if unknown."""
 
     config: Config
     name: str
     node: str
     run_dir: Path
+    command: str = ""
 
 
 class Watcher:

@@ -2,6 +2,7 @@
 
 --rdzv-endpoint host:port[,host:port...]    any nodes of the job; the same list on all
 --rdzv-conf key=value[,key=value...]
+    command         with which another node is started; default: that of this process
     node_name       name of this node; default: its host name
     node_rank       the group rank it should have in a first round; default: by its name
     sizes           allowed numbers of nodes, as 8/6/4; default: all that --nnodes allows
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 BACKEND = "ft_plugins"
 _KEYS = (
-    "detect_seconds encrypt join_timeout last_call_timeout node_name node_rank run_dir secret_file sizes wait_seconds"
+    "command detect_seconds encrypt join_timeout last_call_timeout node_name node_rank run_dir secret_file sizes "
+    "wait_seconds"
 ).split()
 _LONGEST_REACH = 3.0  # for one request, including one retransmission of TCP
 _RUN_LIMIT = 256  # characters of the job's name, as a handshake takes them
@@ -110,7 +112,7 @@ class RendezvousSettings:
             encrypt=str(parameters.get("encrypt", "")).lower() in ("true", "1"),
             loopback_only=not secret_file,
             secret_file=str(Path(secret_file).absolute()) if secret_file else "",
-            command=wait_report.command(),
+            command=str(parameters.get("command") or wait_report.command()),
         )
 
 

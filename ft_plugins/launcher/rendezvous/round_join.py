@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import (
@@ -32,7 +33,7 @@ from ...smp.watch.job_state import NOTHING
 from ..agent.node_check import NodeCheck
 from ..rounds import round_store
 from ..rounds.field_types import reason_text
-from ..rounds.node_messages import Admission, Leader, RoundView
+from ..rounds.node_messages import Admission, Leader, Meeting, RoundView
 from ..rounds.node_service import NodeIdentity, NodeService
 from ..rounds.roster import Roster, RosterPage
 from ..rounds.roster_file import RosterFile
@@ -327,6 +328,21 @@ def search_pauses(nodes: int) -> Iterator[float]:
 def pause(seconds: float = LOOK_SECONDS) -> None:
     """Sleep for about `seconds`, at a random time."""
     time.sleep(seconds * random.uniform(0.5, 1.0))
+
+
+def require_alone(us: Credentials, run_dir: Path) -> None:
+    """Raises ConfigError if this node, which is started as the only one of its job, has a part in one whose other nodes
+    live: it would be a second job of that name."""
+    known = RosterFile(us.run, run_dir).roster.places
+    others = {place.endpoint: place.node for place in known if place.node != us.node}
+    replies = peers.ask_all(list(others), {"do": "meet", "lead": None}, _MEET_SECONDS, us) if others else {}
+    for endpoint, reply in replies.items():
+        if not isinstance(reply, ConnectionError) and not parsed(Meeting, reply).closed:
+            raise ConfigError(
+                f"node {us.node} has a part in job '{us.run}', whose node {others[endpoint]} lives: give the command "
+                f"with which that job waits for it, which is in its log (--nnodes, --rdzv-endpoint {endpoint}), or end "
+                "the job there first"
+            )
 
 
 def report_refusal(settings: RendezvousSettings, reason: str, serves: bool) -> None:

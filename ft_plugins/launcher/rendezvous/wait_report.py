@@ -25,10 +25,10 @@ _OF_ONE_NODE = ("--ftp-node-name", "--ftp-failure-domain", "--node-rank", "--nod
 
 
 def command(argv: Sequence[str] | None = None) -> str:
-    """The command of this process, without the flags of this node alone."""
+    """The command of this process, without the flags of this node alone, for any shell of any node."""
     program, *words = sys.argv if argv is None else argv
-    name = Path(program).name
-    shared = ["ft-run"] if name == "command.py" else ["python", program] if name.endswith(".py") else [name]
+    own = ["-m", "ft_plugins.launcher.command"] if Path(program).name == "command.py" else [program]
+    shared = [sys.executable, *own] if program.endswith(".py") else own
     skip = False
     for word in words:
         if not skip and word.partition("=")[0] not in _OF_ONE_NODE:

@@ -54,6 +54,7 @@ class PreviousJob:
         self._run_dir = run_dir
         self._report = report
         self._spares: list[Spare] = []
+        self.run = ""  # the newest that any report knows, '' if none does
 
     def plan_resize(self, fingerprint: Mapping[str, Any]) -> ResizePlan | None:
         """Choose the state to restore, and gather it on the nodes that the plan names.
@@ -62,7 +63,9 @@ class PreviousJob:
         reports = self._nodes.ask(lambda client: client.previous_sizes())
         self._spares = self._ask_spares(reports)
         self._share_jobs(reports)
-        for report in (*reports, *(spare.report for spare in self._spares)):
+        every = [*reports, *(spare.report for spare in self._spares)]
+        self.run = max(tuple(each.get("run", (0, ""))) for each in every)[1]
+        for report in every:
             if any(resizable(previous) != resizable(fingerprint) for _, previous in report["fingerprints"]):
                 raise self._refusal(
                     "the state in memory belongs to a job that differs in more than its data-parallel size; start the "

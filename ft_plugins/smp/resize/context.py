@@ -64,7 +64,8 @@ class PreviousStorage:
 
     def _begin(self, storage: Storage) -> Persister:
         size = storage.world_size
-        persister = Persister(replace(self._smp, node=f"{self._smp.node}.of{size}"), memory=f"storage-of{size}.json")
+        smp, memory = replace(self._smp, node=f"{self._smp.node}.of{size}"), f"storage-of{size}.json"
+        persister = Persister(smp, memory=memory, lease=self._persister.lease)
         persister.write_for(storage, {rank: one.path for rank, one in self._previous.by_size()[size].items()})
         return persister
 

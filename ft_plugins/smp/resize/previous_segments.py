@@ -119,6 +119,7 @@ class PreviousSegments:
             fingerprints  [size, fingerprint of the job at that size]
             marks         results of comparing the replicas of these versions
             damaged       [size, rank] of segments with an unreadable slot
+            run           the newest lineage whose run is known, and that run
 
         Raises SegmentError where a fingerprint is damaged.
         """
@@ -135,6 +136,7 @@ class PreviousSegments:
                 [size, one.fingerprint] for size, one in sorted({one.world_size: one for one in reported}.items())
             ],
             "marks": segments.marks_in(reported),
+            "run": segments.newest_run(reported),
             "damaged": [[one.world_size, one.rank] for one in reported if any(slot.damaged for slot in one.slots())],
         }
 

@@ -81,9 +81,12 @@ class Client(LocalConnection):
         )  # fmt: skip
         return Path(reply["path"])
 
-    def open_lineage(self, rank: int, token: int, lineage: int, base: Version | None, loaded: int = 0) -> None:
-        """Open `lineage`, growing from `base`, for this rank; `loaded`: see `requests.Restore`."""
-        self._ask("restore", rank=rank, token=token, lineage=lineage, base=protocol.packed(base), loaded=loaded)
+    def open_lineage(
+        self, rank: int, token: int, lineage: int, base: Version | None, loaded: int = 0, run: str = ""
+    ) -> None:
+        """Open `lineage`, growing from `base`, for this rank; `loaded`, `run`: see `requests.Restore`."""
+        base_version = protocol.packed(base)
+        self._ask("restore", rank=rank, token=token, lineage=lineage, base=base_version, loaded=loaded, run=run)
 
     def shutdown(self, rank: int, token: int) -> None:
         """This rank has ended in order."""

@@ -35,20 +35,16 @@ _STAMP: TypeAdapter[tuple[str, float]] = TypeAdapter(tuple[str, float])
 
 def stamp(run_dir: Path) -> None:
     """Record that the SMP of a run directory lives now. Raises OSError."""
-    files.write_json(run_dir / paths.STAMP_FILE, [_boot(), liveness.age(0)])
+    files.write_json(run_dir / paths.STAMP_FILE, [liveness.boot(), liveness.age(0)])
 
 
 def _since_stamp(run_dir: Path) -> float:
     """Seconds since `stamp`; infinite if there was none since the machine was started."""
     try:
         boot, seconds = read_json(run_dir / paths.STAMP_FILE, _STAMP)
-        return liveness.age(0) - seconds if boot == _boot() else float("inf")
+        return liveness.age(0) - seconds if boot == liveness.boot() else float("inf")
     except (OSError, ValueError):
         return float("inf")
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _age(last: float, bound: float = float("inf")) -> float:

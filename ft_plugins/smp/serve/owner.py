@@ -33,6 +33,7 @@ from ..resize.context import PreviousStorage, ResizeContext
 from ..resize.spares import SpareClient, SpareServer
 from ..resize.transition import ResizeTransition
 from ..storage.checkpoint_schedule import REQUEST
+from ..storage.folder_lease import FolderLease
 from ..storage.persister import Persister
 from ..tree.node import NodeTier
 from ..tree.other_nodes import reported
@@ -91,7 +92,7 @@ class SnapshotProcess:
         self._previous, self._alarms = context.previous, context.alarms
         self._alarms.forget()  # those of a previous SMP
         self._tier = NodeTier(context)
-        self.persister = Persister(context)
+        self.persister = Persister(context, lease=FolderLease(context, lambda: self.watched))
         self._previous_storage = PreviousStorage(context, self.persister)
         self._hangs = HangWatch(context, self._tier)
         self._metrics = MetricsEndpoint(run_dir, self._status_in_time, events)
@@ -284,7 +285,7 @@ class SnapshotProcess:
         if segment is None:
             raise ProtocolError(f"rank {request.rank}: restore before attach")
         self._history.opened(request.loaded if request.base is None else request.base.iteration)
-        segment.open_lineage(request.lineage, request.base, voided_slots(segment.slots(), request.base))
+        segment.open_lineage(request.lineage, request.base, voided_slots(segment.slots(), request.base), request.run)
         return {}
 
     def _shutdown(self, request: requests.Shutdown) -> dict[str, Any]:
@@ -377,7 +378,7 @@ class SnapshotProcess:
         return self.persister.busy or self._previous_storage.busy
 
     def _end(self, request: requests.WithoutFields) -> dict[str, Any]:
-        self.finish("in order")
+        self.finish("in order", in_order=True)
         return {}
 
     def check_trainers(self) -> None:
@@ -479,7 +480,7 @@ class SnapshotProcess:
         with self._lock:
             self.finish(reason, keep)
 
-    def finish(self, reason: str, keep: bool = False) -> None:
+    def finish(self, reason: str, keep: bool = False, in_order: bool = False) -> None:
         """Remove the segments, unless another SMP shall adopt them (`keep`), and let the daemon end, even if that
         fails."""
         try:
@@ -490,7 +491,7 @@ class SnapshotProcess:
             self._spare_client.forget()
             self._spare_server.forget()
             self._previous_storage.stop()
-            self.persister.stop()
+            self.persister.stop(in_order)
             for segment in self._segments.values():
                 segment.close()
             self._segments.clear()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ...base.intake import Address, Count, Flag, Port, Seconds, Text, Unfit, parsed, require_shallow, shown
+from ...base.intake import Address, Count, Flag, Port, RunIdentity, Seconds, Text, Unfit, parsed, require_shallow, shown
 from ...errors import ProtocolError
 from ...snapshot.capture.retention import Storage
 from ...snapshot.segment.shape import Shape
@@ -106,12 +106,13 @@ class Attach(OfRank):
 
 @dataclass(frozen=True)
 class Restore(OfRank):
-    """Open a lineage, growing from `base`, for this rank's segment; without a base, from the framework's own checkpoint
-    of iteration `loaded` (0: from the beginning)."""
+    """Open a lineage of `run`, growing from `base`, for this rank's segment; without a base, from the framework's own
+    checkpoint of iteration `loaded` (0: from the beginning)."""
 
     lineage: Count
     base: MaybeVersion = None
     loaded: Count = 0
+    run: RunIdentity = ""
 
 
 @dataclass(frozen=True)

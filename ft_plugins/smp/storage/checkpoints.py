@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ class Checkpoints:
                     raise StorageError("another version was begun before its replicas were compared")
                 item.unpin()
             except StorageError as error:
-                self._abandon(base, item, error)
+                self.abandon(base, item, error)
 
     def scan(self, base: Path, origin: Origin, seen: NodeView) -> None:
         """Once for each job: find complete checkpoints in storage, and give one that lacks only its name that name."""
@@ -119,7 +119,7 @@ class Checkpoints:
             return
         self._scanned, self.last, self.done = origin, None, None
         with suppress(OSError):  # writing will report it
-            own = retention.candidates(self._list(base), origin.fingerprint_digest)
+            own = retention.candidates(origin.own(self._list(base)), origin.fingerprint_digest)
             for stored in sorted(own, key=lambda each: each.version):
                 if stored.problem or stored.version.lineage > seen.lineage:
                     continue
@@ -168,7 +168,7 @@ class Checkpoints:
         except WriterStopped:
             raise
         except Exception as error:  # a file system, an overwritten slot, a bug: it ends this checkpoint
-            checkpoint.withdraw(folder, ranks)
+            checkpoint.withdraw(folder, ranks, origin.run)
             self._fail_version(base, version, describe(error), calls)
         finally:
             self.writing = None
@@ -179,9 +179,9 @@ class Checkpoints:
         if self._stopping.is_set():
             raise WriterStopped
 
-    def complete(self, storage: Storage, base: Path, item: Unfinished) -> None:
+    def complete(self, storage: Storage, base: Path, item: Unfinished, held: Callable[[], None]) -> None:
         """Write the manifest of a checkpoint if all files are there, or notice that another node has written it.
-        Abandon the checkpoint if that takes too long."""
+        Abandon the checkpoint if that takes too long. `held` raises if this run may not write any more."""
         final, folder = checkpoint.folder_of(base, item.version), checkpoint.partial_of(base, item.version)
         facts = {"adopted": self.adopted}
         late = time.monotonic() - item.written > max(self._patience, 10 * (item.written - item.begun))
@@ -190,6 +190,7 @@ class Checkpoints:
                 absent = checkpoint.unusable(folder, item.origin, item.version)
                 item.update_verdict()
                 if not absent:
+                    held()
                     audited = bool(storage.audits)
                     path = checkpoint.commit(base, item.version, item.origin, audited=audited, mark=item.heard, **facts)
                     self._finished(item, path)
@@ -207,13 +208,13 @@ class Checkpoints:
             else:
                 item.update_verdict()
         except Exception as error:
-            self._abandon(base, item, error)
+            self.abandon(base, item, error)
 
-    def _abandon(self, base: Path, item: Unfinished, error: Exception) -> None:
+    def abandon(self, base: Path, item: Unfinished, error: Exception) -> None:
         """Remove what this node wrote of a checkpoint, because it will not become complete."""
         self.unfinished.remove(item)
         item.unpin()
-        checkpoint.withdraw(checkpoint.partial_of(base, item.version), item.ranks)
+        checkpoint.withdraw(checkpoint.partial_of(base, item.version), item.ranks, item.origin.run)
         self._fail_version(base, item.version, describe(error), item.calls)
 
     def _finished(self, item: Unfinished, path: Path) -> None:
@@ -285,7 +286,7 @@ class Checkpoints:
         surplus: Sequence[StoredCheckpoint] = ()
         failed = ""
         try:
-            surplus = retention.surplus(self._list(base), storage.keep, origin.fingerprint_digest)
+            surplus = retention.surplus(origin.own(self._list(base)), storage.keep, origin.fingerprint_digest)
         except OSError as error:
             failed = describe(error)
         for stored in surplus:

@@ -10,6 +10,7 @@ In: where trainers want checkpoints (recorded in the run directory for a success
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,11 +22,12 @@ from pydantic import TypeAdapter
 
 from ...base import files
 from ...base.intake import read_json
+from ...errors import StorageError
 from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint.checkpoint import Origin
 from ...snapshot.schedule import newest
-from ...snapshot.segment.segment import Segment
+from ...snapshot.segment.segment import Segment, newest_run
 from ...snapshot.segment.slots import Pin, Version
 from ..serve.node_context import NodeContext
 from .checkpoint_schedule import (
@@ -38,6 +40,7 @@ from .checkpoint_schedule import (
     view,
 )
 from .checkpoints import Checkpoints, WriterStopped, describe, pin_all
+from .folder_lease import FolderLease
 
 PATIENCE_SECONDS = 300.0  # for other nodes' files; a network file system may show them a minute late
 _STOP_SECONDS = 5.0  # for the piece that is being written
@@ -49,9 +52,11 @@ class Persister:
     """The storage tier of one node. Its thread runs once the job has a folder for checkpoints."""
 
     def __init__(
-        self, smp: NodeContext, patience: float = PATIENCE_SECONDS, memory: str = "storage.json"
+        self, smp: NodeContext, patience: float = PATIENCE_SECONDS, memory: str = "storage.json",
+        lease: FolderLease | None = None,
     ) -> None:  # fmt: skip
-        """`memory` is the file in the run directory that a successor reads."""
+        """`memory` is the file in the run directory that a successor reads; `lease`: this node's."""
+        self.lease = lease or FolderLease(smp)
         self._memory = smp.run_dir / memory
         self._job, self._events = smp.job, smp.events
         self._lock = threading.Lock()
@@ -144,12 +149,14 @@ class Persister:
             "kept": [[version.lineage, version.iteration] for version in sorted(self._checkpoints.kept)],
         }
 
-    def stop(self) -> None:
-        """End. A checkpoint being written is abandoned at its next piece."""
+    def stop(self, in_order: bool = False) -> None:
+        """End. A checkpoint being written is abandoned at its next piece. `in_order`: so has the job."""
         self._stopping.set()
         self._wake.set()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
+        if in_order and self.storage is not None:
+            self.lease.release(Path(self.storage.folder) / self._job, self._segments.values())
         for item in list(self._checkpoints.unfinished):
             item.unpin()
 
@@ -198,9 +205,17 @@ class Persister:
             return FAR_SECONDS
         storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         base = Path(storage.folder) / self._job
+        with suppress(OSError):  # writing will report it
+            self.lease.keep(base, segments, storage.world_size)
+        if self.lease.lost:
+            for item in list(self._checkpoints.unfinished):
+                self._checkpoints.abandon(base, item, StorageError(self.lease.lost))
+            self._answer_all("failed", reason=self.lease.lost)
+            return FAR_SECONDS
+        held = functools.partial(self.lease.keep, base, segments, storage.world_size, writes=True)
         waiting = list(self._calls)  # before the slots are read: a later call is for what is not seen here
         for item in list(self._checkpoints.unfinished):
-            self._checkpoints.complete(storage, base, item)
+            self._checkpoints.complete(storage, base, item, held)
             for segment in segments.values() if self._checkpoints.seconds else ():
                 segment.header.stored_ms = round(1e3 * self._checkpoints.seconds)
         if not (self._schedule.may_be_due(storage, segments, self._checkpoints.last) or waiting):
@@ -210,7 +225,8 @@ class Persister:
         storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         if taking_part(dict(self._segments), storage.world_size) != segments:
             return NEAR_SECONDS  # a rank has attached meanwhile; without it the checkpoint would stay incomplete
-        origin = Origin(self._job, storage.world_size, next(iter(segments.values())).fingerprint)
+        fingerprint, (_, run) = next(iter(segments.values())).fingerprint, newest_run(segments.values())
+        origin = Origin(self._job, storage.world_size, fingerprint, run)
         self._checkpoints.scan(base, origin, seen)
         calls: list[CheckpointCall] = []
         ending = any(call.only_due for call in waiting)
@@ -218,6 +234,7 @@ class Persister:
         if version is None:
             version, calls = self._called(waiting, storage, base, seen)
         if version is not None:
+            held()
             self._checkpoints.settle(base)
             pinned = pin_all(seen, version)
             if len(pinned) < len(seen.segments) and seen.alone:

@@ -27,7 +27,7 @@ from ...errors import FtError, ProtocolError
 from ...events import catalogue, standing_alarm
 from ...redundancy.exchange_plan import ExchangePlan
 from ...snapshot.segment.paths import parity_path_of
-from ...snapshot.segment.segment import Segment, marks_in
+from ...snapshot.segment.segment import Segment, marks_in, newest_run
 from ...snapshot.segment.slots import Pin, SlotState, Version
 from ...transport.calls import Handover, Peer
 from ...transport.protocol import packed
@@ -176,6 +176,7 @@ class NodeTier:
                 "lineage": max(
                     [self._released, self._previous.lineage, *(s.newest_lineage for s in self._segments.values())]
                 ),
+                "run": newest_run([*self._segments.values(), *self._previous.all()]),
                 **{name: value for name, value in parity.items() if name != "protection"},
             }
 

@@ -42,6 +42,23 @@ def started(pid: int) -> int:
     return 0 if state in b"ZX" else began
 
 
+def boot() -> str:
+    """The identity of this machine since it was started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def identified(pid: int) -> str:
+    """What names a process of this machine and process namespace for ever."""
+    return f"{boot()} {os.readlink('/proc/self/ns/pid')} {pid} {started(pid)}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process that was `identified` is known to be dead; False for those of other machines and namespaces."""
+    place, _, rest = process.rpartition("] ")
+    pid = rest.partition(" ")[0]
+    return pid.isdigit() and process != (now := identified(int(pid))) and now.startswith(f"{place}] ")
+
+
 def age(began: int) -> float:
     """Seconds since `began`, as `started` returns it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")

@@ -66,9 +66,9 @@ class NodeOffer:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's fingerprint, '' if no file holds it
-    yet. `problem` is why a complete checkpoint cannot be used. `certified` is that of its
-    `checkpoint.CheckpointManifest`. `kept`: retention never removes it."""
+    """A checkpoint's folder in storage. `fingerprint` is the digest of its job's fingerprint, '' without a manifest.
+    `problem` is why a complete checkpoint cannot be used. `certified` is that of its `checkpoint.CheckpointManifest`.
+    `kept`: retention never removes it. `run`: the identity of its run, '' if unknown."""
 
     version: Version
     name: str
@@ -77,6 +77,7 @@ class StoredCheckpoint:
     problem: str = ""
     certified: bool | None = None
     kept: bool = False
+    run: str = ""
 
 
 def due(
@@ -155,19 +156,15 @@ def surplus(stored: Sequence[StoredCheckpoint], keep: int, fingerprint: str) -> 
     """The checkpoints to remove once a new one of the job with `fingerprint` is complete.
 
     These are its complete ones beyond the newest `keep`, except the newest certified one and those marked `kept`, which
-    are not counted; and unfinished ones of this job, or of none known yet, older than its newest complete one. Complete
-    and unfinished checkpoints of other jobs stay: they may still be wanted, or be in progress.
+    are not counted; and unfinished ones older than its newest complete one: only the job that holds the folder's lease
+    writes there. Complete checkpoints of other jobs stay: they may still be wanted.
     """
     own = sorted((each for each in stored if each.complete and each.fingerprint == fingerprint), key=_version)
     if not own:
         return ()
     agreed = [each for each in own if each.certified][-1:]
     older = [each for each in [each for each in own if not each.kept][:-keep] if each not in agreed]
-    unfinished = [
-        each
-        for each in stored
-        if not each.complete and each.fingerprint in (fingerprint, "") and each.version < own[-1].version
-    ]
+    unfinished = [each for each in stored if not each.complete and each.version < own[-1].version]
     return tuple(sorted([*older, *unfinished], key=_version))
 
 

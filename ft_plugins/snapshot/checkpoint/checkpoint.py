@@ -2,13 +2,14 @@
 
 Invariant: a checkpoint is complete when it has its manifest, which is written last, after every rank's file is durable.
 A file is renamed into place only when it is durable, so a writer that stops at any instruction leaves earlier
-checkpoints intact. Every small file carries its own digest and is size-limited and checked on reading. Files are
-accessible to their owner only (0600, folders 0700). Folders whose name is not a version's are neither read nor removed.
+checkpoints intact. Every small file carries its own digest and is size-limited and checked on reading. The
+manifest seals the ranks' records: one of another run, or replaced later, is not of the checkpoint. Files are accessible
+to their owner only (0600, folders 0700). Folders whose name is not a version's are neither read nor removed.
 
     <dir>/<job>/v<lineage>-<iteration>/    with the suffix `.partial` until the manifest is written
         rank-00003.safetensors             a rank's share: see `persist`
         rank-00003.json                    its size, layout, digest over the file's header, digest table, small state
-        manifest.json                      job, fingerprint, number of ranks
+        manifest.json                      job, run, fingerprint, number of ranks, digest of each rank's record
         keep                               empty; if it exists, retention does not remove the checkpoint
 
 In: a job's folder in storage. Out: `StoredCheckpoint`, `RankRecord`, `CheckpointManifest`; complete or removed folders.
@@ -20,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,13 +32,14 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from ...base import faults, files
 from ...base.files import read_digested, write_digested
-from ...base.intake import Count, Text, Unfit, Word, json_value, open_regular, shown, typed
+from ...base.intake import Count, RunIdentity, Text, Unfit, Word, shown, typed
 from ...errors import StorageError
 from ...events import catalogue
 from ..capture.retention import StoredCheckpoint
 from ..segment.slots import Mark, Version
 
-FORMAT = "ft_plugins checkpoint 2"
+FORMAT = "ft_plugins checkpoint 3"
+_READABLE = (FORMAT, "ft_plugins checkpoint 2")  # the older one without runs and digests of records
 _PARTIAL = ".partial"
 _VOID = ".void"
 _MOST_VOID = 100  # void checkpoints of one version
@@ -48,7 +50,6 @@ _FOLDER = re.compile(
 )
 _LIKE_A_FOLDER = re.compile(r"v[^.]*-[^.]*(\.partial)?")
 _RECORD = re.compile(r"rank-([0-9]{5,10})\.json")
-_DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors(\.new)?")
 HEAD_LIMIT = 90 << 20  # bytes of the header of a rank's file; readers of safetensors take 100 MB
 
 T = TypeVar("T")
@@ -56,15 +57,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Origin:
-    """The job that a checkpoint belongs to; the same in all of its files."""
+    """The job and the run that a checkpoint belongs to; the same in all of its files. `run`: '' if unknown."""
 
     job: str
     world_size: int
     fingerprint: Mapping[str, Any]
+    run: str = ""
 
     @property
     def fingerprint_digest(self) -> str:
         return xxhash.xxh3_64_hexdigest(json.dumps(self.fingerprint, sort_keys=True).encode())
+
+    def own(self, stored: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
+        """Those checkpoints that are not known to be of another run."""
+        return [each for each in stored if not self.run or each.run in ("", self.run)]
 
 
 @dataclass(frozen=True)
@@ -83,11 +89,17 @@ class RankRecord:
     buckets: Count
     layout: Word
     seal: Text
+    run: RunIdentity = ""
     mark: Annotated[int, Field(strict=True, ge=min(Mark), le=max(Mark))] = Mark.NONE  # when the file was completed
 
     @property
     def version(self) -> Version:
         return Version(self.lineage, self.iteration)
+
+    @property
+    def digest(self) -> str:
+        """Of what is not empty, so that fields of later builds do not change it."""
+        return files.digest_of({name: value for name, value in vars(self).items() if value})
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,8 @@ class CheckpointManifest:
     fingerprint: dict[str, Any]
     nbytes: Count  # of all ranks' files
     certified: Annotated[bool, Field(strict=True)] | None = None
+    run: RunIdentity = ""
+    records: tuple[Text, ...] | None = None  # digests of the ranks' records; None in those of older builds
 
 
 _RECORD_OF, _MANIFEST_OF = TypeAdapter(RankRecord), TypeAdapter(CheckpointManifest)
@@ -151,7 +165,8 @@ def commit(
     """
     building, final = partial_of(base, version), folder_of(base, version)
     nbytes = sum((building / data_file(rank)).stat().st_size for rank in range(origin.world_size))
-    marks = {rank: read_record(building, rank).mark for rank in range(origin.world_size)}
+    records = [read_record(building, rank) for rank in range(origin.world_size)]
+    marks = {record.rank: record.mark for record in records}
     mismatched = [rank for rank, recorded in marks.items() if recorded == Mark.MISMATCHED]
     if mismatched or mark is Mark.MISMATCHED:
         raise StorageError(mixture_reason(version, mismatched))
@@ -159,19 +174,20 @@ def commit(
     certified = True if best is Mark.CERTIFIED else False if audited and best is not Mark.DIVERGED else None
     manifest = CheckpointManifest(
         FORMAT, origin.job, version.lineage, version.iteration, origin.world_size, dict(origin.fingerprint), nbytes,
-        certified,
+        certified, origin.run, tuple(record.digest for record in records),
     )  # fmt: skip
     faults.reach("persist.manifest.before", iteration=version.iteration, **facts)
     write_digested(building / "manifest.json", asdict(manifest))
     faults.reach("persist.manifest.after", iteration=version.iteration, **facts)
     publish(building, final)
-    absent = unusable(final, origin, version)  # a node that gave up before the rename took its files; now it cannot
+    # a node that gave up before the rename took its files, or another writer replaced one; now it shows
+    absent = [rank for rank in range(origin.world_size) if not _belongs(final, rank, origin, version, manifest)]
     if absent:
         (final / "manifest.json").unlink()
         files.sync_folder(final)
         with suppress(OSError):  # where the other nodes withdraw their files
             os.rename(final, building)
-        raise StorageError(f"{final}: the files of ranks {absent} were removed while it was being completed")
+        raise StorageError(f"{final}: files of ranks {absent} were removed or replaced while it was being completed")
     return final
 
 
@@ -198,17 +214,32 @@ def keep(folder: Path) -> None:
     files.sync_folder(folder)
 
 
-def withdraw(folder: Path, ranks: list[int]) -> None:
-    """Remove the files of `ranks` from an unfinished checkpoint, and the folder once it is empty. A checkpoint with a
-    manifest stays. Never raises: what unavailable or read-only storage retains is stale, and `remove` deletes it later.
-    """
+def withdraw(folder: Path, ranks: list[int], run: str = "") -> None:
+    """Remove the files of `ranks` of `run` from an unfinished checkpoint, and the folder once it is empty. A checkpoint
+    with a manifest stays. Never raises: what unavailable or read-only storage retains is stale, and `remove` deletes it
+    later."""
     with suppress(OSError):
         if (folder / "manifest.json").exists():
             return
         for rank in ranks:
-            for path in folder.glob(f"rank-{rank:05d}.*"):  # also of earlier formats, or not renamed yet
-                path.unlink(missing_ok=True)
+            with suppress(StorageError):
+                require_own(folder, rank, run)
+                for path in folder.glob(f"rank-{rank:05d}.*"):  # also of earlier formats, or not renamed yet
+                    path.unlink(missing_ok=True)
         folder.rmdir()  # fails while files of other ranks are in it
+
+
+def require_own(folder: Path, rank: int, run: str) -> None:
+    """Raises StorageError if a record of that rank is there, of another run than `run`."""
+    try:
+        found = read_record(folder, rank).run
+    except StorageError:  # none, or a damaged one
+        return
+    if found != run:
+        raise StorageError(
+            f"{folder / record_file(rank)} is of another run of this job's name ({found or 'unknown'}; this one is "
+            f"{run or 'unknown'}) and is not overwritten; give one of the two another name with --ftp-job"
+        )
 
 
 def remove(folder: Path) -> None:
@@ -280,7 +311,7 @@ def _stored(folder: Path, version: Version) -> StoredCheckpoint:
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
-        return StoredCheckpoint(version, folder.name, complete=False, fingerprint=_begun_by(folder))
+        return StoredCheckpoint(version, folder.name, complete=False)
     except StorageError as error:
         return StoredCheckpoint(version, folder.name, complete=True, problem=str(error))
     if Version(manifest.lineage, manifest.iteration) != version:
@@ -288,34 +319,18 @@ def _stored(folder: Path, version: Version) -> StoredCheckpoint:
         return StoredCheckpoint(version, folder.name, complete=True, problem=problem)
     digest = Origin(manifest.job, manifest.world_size, manifest.fingerprint).fingerprint_digest
     kept = os.path.lexists(folder / _KEEP)
-    return StoredCheckpoint(version, folder.name, True, fingerprint=digest, certified=manifest.certified, kept=kept)
-
-
-def _begun_by(folder: Path) -> str:
-    """The digest of the fingerprint of the job that began a checkpoint, from the first file that has it; '' if none
-    does."""
-    with suppress(OSError):
-        names = sorted(os.listdir(folder))
-        for name in names:
-            if _RECORD.fullmatch(name):
-                with suppress(StorageError, FileNotFoundError):
-                    return _record(folder / name).fingerprint
-        for name in filter(_DATA.fullmatch, names):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                with open(open_regular(folder / name), "rb") as file:
-                    head = file.read(min(HEAD_LIMIT, int.from_bytes(file.read(8), "little")))
-                return str(json_value(head)["__metadata__"]["fingerprint"])
-    return ""
+    return StoredCheckpoint(version, folder.name, True, digest, "", manifest.certified, kept, manifest.run)
 
 
 def is_complete(folder: Path, origin: Origin) -> bool:
-    """Whether `folder` is a complete checkpoint of this job. Raises StorageError for one of another job, OSError."""
+    """Whether `folder` is a complete checkpoint of this run. Raises StorageError for one of another, OSError."""
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
         return False
-    if Origin(manifest.job, manifest.world_size, manifest.fingerprint).fingerprint_digest != origin.fingerprint_digest:
-        raise StorageError(f"{folder} is a checkpoint of another job; choose another folder")
+    found = Origin(manifest.job, manifest.world_size, manifest.fingerprint, manifest.run)
+    if (found.fingerprint_digest, found.run) != (origin.fingerprint_digest, origin.run):
+        raise StorageError(f"{folder} is a checkpoint of another job or run; choose another folder")
     return True
 
 
@@ -323,7 +338,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """Raises FileNotFoundError if there is none, StorageError if it is damaged or of another format version."""
     path = folder / "manifest.json"
     content = read_digested(path)
-    if content.get("format") != FORMAT:
+    if content.get("format") not in _READABLE:
         raise StorageError(
             f"{folder}: expected format '{FORMAT}', found {shown(content.get('format'))}: resume or export it with the "
             "ft_plugins that wrote it"
@@ -331,26 +346,33 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     return _checked(path, _MANIFEST_OF, content)
 
 
-def read_record(folder: Path, rank: int) -> RankRecord:
-    """Raises StorageError if it is missing or damaged."""
+def read_record(folder: Path, rank: int, sealed_by: CheckpointManifest | None = None) -> RankRecord:
+    """Raises StorageError if it is missing or damaged, or is not the one that is sealed by the manifest, if given."""
+    path = folder / record_file(rank)
     try:
-        return _record(folder / record_file(rank))
+        record = _record(path)
     except FileNotFoundError as error:
-        raise StorageError(f"{folder / record_file(rank)}: there is no such file; is the folder shared?") from error
+        raise StorageError(f"{path}: there is no such file; is the folder shared?") from error
+    if sealed_by is not None and sealed_by.records is not None and record.digest not in sealed_by.records[rank:][:1]:
+        whose = "was replaced after" if record.run == sealed_by.run else f"is of another run ({record.run}) than"
+        raise StorageError(f"{path}: it {whose} the manifest, so the checkpoint is incomplete")
+    return record
 
 
 def _record(path: Path) -> RankRecord:
     return _checked(path, _RECORD_OF, read_digested(path))
 
 
-def _belongs(folder: Path, rank: int, origin: Origin, version: Version) -> bool:
+def _belongs(
+    folder: Path, rank: int, origin: Origin, version: Version, sealed_by: CheckpointManifest | None = None
+) -> bool:  # fmt: skip
     try:
-        record = read_record(folder, rank)
+        record = read_record(folder, rank, sealed_by)
         size = (folder / data_file(rank)).stat().st_size
     except (StorageError, OSError):
         return False
-    ours = (version, origin.world_size, origin.fingerprint_digest)
-    return (record.version, record.world_size, record.fingerprint) == ours and size == record.nbytes
+    ours = (version, origin.world_size, origin.fingerprint_digest, origin.run)
+    return (record.version, record.world_size, record.fingerprint, record.run) == ours and size == record.nbytes
 
 
 # ---- checking small files ----

@@ -69,10 +69,10 @@ class CheckpointReader:
 
     def _read(self, rank: int) -> tuple[RankRecord, bytes, Any, bytes]:
         """The record and `read_head` of a rank's file, which must be of this checkpoint."""
-        record, own = read_record(self.folder, rank), self.manifest
+        own, record = self.manifest, read_record(self.folder, rank, self.manifest)
         origin = Origin(own.job, own.world_size, own.fingerprint)
-        identity = (record.lineage, record.iteration, record.world_size, record.fingerprint)
-        if identity != (own.lineage, own.iteration, own.world_size, origin.fingerprint_digest):
+        identity = (record.lineage, record.iteration, record.world_size, record.fingerprint, record.run)
+        if identity != (own.lineage, own.iteration, own.world_size, origin.fingerprint_digest, own.run):
             raise StorageError(f"{self.folder}: the file of rank {rank} is of another version or job than the manifest")
         return record, *read_head(self.folder / data_file(rank), record)
 

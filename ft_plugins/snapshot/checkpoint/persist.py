@@ -55,8 +55,10 @@ from .checkpoint import (
     RankRecord,
     data_file,
     mixture_reason,
+    read_manifest,
     read_record,
     record_file,
+    require_own,
 )
 from .index import staged_text
 
@@ -97,10 +99,11 @@ def write_rank(
     nbytes = len(head) + digests.nbytes + shape.data_nbytes + len(small)
     record = RankRecord(
         rank, version.lineage, version.iteration, origin.world_size, origin.fingerprint_digest,
-        nbytes, shape.data_nbytes, len(digests), shape.layout, seal.hexdigest(),
+        nbytes, shape.data_nbytes, len(digests), shape.layout, seal.hexdigest(), origin.run,
     )  # fmt: skip
     if _present(folder, record):
         return record
+    require_own(folder, rank, origin.run)
     (folder / record_file(rank)).unlink(missing_ok=True)  # it would vouch for data that it does not describe
     with _durable(folder / data_file(rank), facts) as write:
         write(head)
@@ -124,7 +127,8 @@ def _head(segment: Segment, version: Version, origin: Origin, small: bytes, stag
     shape, rank, buckets = segment.shape, segment.rank, len(segment.data_ranges)
     held = manifest.read(manifest.split(small, f"rank {rank}")[0], f"rank {rank}").tensors
     metadata = {
-        "format": FORMAT, "job": origin.job, "fingerprint": origin.fingerprint_digest, "rank": str(rank),
+        "format": FORMAT, "job": origin.job, "run": origin.run, "fingerprint": origin.fingerprint_digest,
+        "rank": str(rank),
         "world_size": str(origin.world_size), "lineage": str(version.lineage), "iteration": str(version.iteration),
         "layout": str(shape.layout),
     }  # fmt: skip
@@ -240,7 +244,10 @@ def read_rank(folder: Path, segment: Segment, version: Version, token: int) -> i
     """
     rank = segment.rank
     path = folder / data_file(rank)
-    record = read_record(folder, rank)
+    try:
+        record = read_record(folder, rank, read_manifest(folder))
+    except FileNotFoundError as error:
+        raise StorageError(f"{folder}: its manifest is gone") from error
     shape, buckets = segment.shape, segment.data_ranges
     if (record.data_nbytes, record.buckets, record.layout) != (shape.data_nbytes, len(buckets), shape.layout):
         raise ResumeError(

@@ -32,7 +32,7 @@ from ..schedule import PACKED, ChosenSchedule
 from .shape import PAGE, Shape
 from .slots import Version
 
-MAGIC = int.from_bytes(b"FTPSEG08", "little")
+MAGIC = int.from_bytes(b"FTPSEG09", "little")
 GATE = 512  # offset in the page; zeros, as at creation, mean closed
 PROGRESS = 784  # offset in the page, after the gate and before the fingerprint; zeros, as at creation, mean no words
 _FINGERPRINT = 1024  # offset in the page: length, then JSON
@@ -180,13 +180,15 @@ class Incarnation:
 class OpenedLineage:
     """The newest lineage that was opened, 0 before the first; the token that opened it; whether it began without a
     restored version (`from_nothing`), which voids all older versions. `voiding`: void versions may still be in their
-    slots. `lost`: this segment replaced a damaged one, and no lineage was opened since."""
+    slots. `lost`: this segment replaced a damaged one, and no lineage was opened since. `run`: the identity of the run,
+    32 hexadecimal digits; '' if unknown."""
 
     lineage: int = 0
     token: int = 0
     from_nothing: bool = False
     lost: bool = False
     voiding: bool = False
+    run: str = ""
 
 
 class Header:
@@ -254,12 +256,14 @@ class Header:
 
     @property
     def opened(self) -> OpenedLineage:
-        lineage, token, *flags = self._opened.read() or (0, 0)
-        return OpenedLineage(lineage, token, *map(bool, flags))
+        lineage, token, flags, high, low = self._opened.read() or (0, 0, 0, 0, 0)
+        run = f"{high << 64 | low:032x}" if high or low else ""
+        return OpenedLineage(lineage, token, bool(flags & 1), bool(flags & 2), bool(flags & 4), run)
 
     @opened.setter
     def opened(self, value: OpenedLineage) -> None:
-        self._opened.write([int(one) for one in vars(value).values()])
+        flags, run = value.from_nothing | value.lost << 1 | value.voiding << 2, int(value.run or "0", 16)
+        self._opened.write([value.lineage, value.token, flags, run >> 64, run % (1 << 64)])
 
     def await_version(self, version: Version) -> None:
         """Record, in one store, the version that is exchanged next, whose parity the rank is to compute. Called by the

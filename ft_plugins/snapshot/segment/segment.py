@@ -103,9 +103,9 @@ class Segment(SegmentFile):
                 self._void(index)
                 self._discard_pages(index)
 
-    def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int]) -> None:
-        """Open `lineage`, which continues from `base`, and void the slots in `voided`, and the parity of newer versions
-        than `base`. Idempotent.
+    def open_lineage(self, lineage: int, base: Version | None, voided: Sequence[int], run: str = "") -> None:
+        """Open `lineage` of `run`, which continues from `base`, and void the slots in `voided`, and the parity of newer
+        versions than `base`. Idempotent.
 
         Slots are voided first, so a death in between leaves `base` the newest version. Without a `base`, that is
         recorded first, so a death in between leaves all versions void, on every rank.
@@ -113,11 +113,11 @@ class Segment(SegmentFile):
         completed = base.iteration if base else 0
         guarded_word(completed, 0)  # raises before any slot is void
         if base is None:
-            self.header.opened = OpenedLineage(lineage, self.header.token, from_nothing=True, voiding=True)
+            self.header.opened = OpenedLineage(lineage, self.header.token, True, voiding=True, run=run)
         for index in (*voided, *voided_slots(self.parity_slots(), base)):
             self._void(index)
         self.header.completed = completed
-        self.header.opened = OpenedLineage(lineage, self.header.token, base is None)
+        self.header.opened = OpenedLineage(lineage, self.header.token, base is None, run=run)
 
     def _void(self, index: int) -> None:
         self.unpin(index, ~Pin(0))
@@ -281,6 +281,12 @@ def write_again(segment: Segment) -> Segment:
     for slot in again.slots():
         again.unpin(slot.index, Pin.STORAGE)
     return again
+
+
+def newest_run(segments: Iterable[Segment]) -> tuple[int, str]:
+    """The newest lineage of these segments whose run is known, and that run; 0 and '' for none."""
+    opened = [segment.header.opened for segment in segments]
+    return max(((each.lineage, each.run) for each in opened if each.run), default=(0, ""))
 
 
 def marks_in(segments: Iterable[Segment]) -> list[list[int]]:

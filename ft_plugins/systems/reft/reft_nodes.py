@@ -67,7 +67,7 @@ class ReftNodes:
         self._config: ReftConfig = config.capture
         self._collective = collective
         self._names = names
-        self._nodes = names.nodes
+        self._nodes = self.by_rank = names.nodes
         self.leads = names.nodes.index(names.nodes[host.rank]) == host.rank
         self._run_dir = run_dir
         self._token = token
@@ -76,6 +76,7 @@ class ReftNodes:
         self._encoded = self._config.redundancy in ("raim5", "raim6", "both")
         self._resize_plan: ResizePlan | None = None
         self.lineage = 0  # the newest that any node knew at start, at any size of the job
+        self.run = ""  # that of state of another size, '' if there is none
         self.unprotected = ""  # why nodes do not protect each other although they were to
         self.losses = self._survivable(names.nodes)
         self._groups = self._cut_groups()
@@ -243,6 +244,7 @@ class ReftNodes:
                 echo=rank != 0,
             )
         self._resize_plan = previous.plan_resize(self._host.fingerprint())
+        self.run = previous.run
         if self._resize_plan is not None:
             self.lineage = max(self.lineage, self._resize_plan.now.lineage - 1)
             previous.keep_only(self._resize_plan)

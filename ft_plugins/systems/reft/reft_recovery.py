@@ -23,6 +23,7 @@ from ...recovery.nodes import JobNodes, SeenNodes
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.restore import agree_on_version, load_tensors
 from ...recovery.source_choice import choose_source, iteration_bound
+from ...recovery.storage import StorageTier
 from ...redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
 from ...smp.serve.client import Client
 from ...snapshot.capture import codec, manifest
@@ -73,6 +74,7 @@ class ReftRecovery:
         self._run_dir = run_dir
         self._token = token
         self._reports = reports
+        self._storage: StorageTier | None = None
 
     def run(self, segment: Segment, mode: str, loaded: int) -> Recovered:
         """Restore the newest version that all ranks can have, and open a lineage from it.
@@ -88,6 +90,8 @@ class ReftRecovery:
         verified = time.perf_counter()
         small = self._load(segment, plan)
         seconds = time.perf_counter() - verified
+        if self._storage is not None:
+            self._storage.take(plan)
         self._void_checkpoints(plan, mode)
         if plan.refused:  # also at later restarts, at which the framework loads it again
             segment.header.doubt(plan.agreed or 0, max(plan.completed, plan.refused))
@@ -100,15 +104,17 @@ class ReftRecovery:
         before = iteration_bound(mode)
         plan = agree_on_version(segment, self._collective, self._reports.damage, nodes, before)
         lacking = self._host.checkpoint_lacks if isinstance(self._host, Lacking) else ""
-        plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1), lacking=lacking)
+        run = plan.run or self._nodes.run
+        plan = replace(plan, lineage=max(plan.lineage, self._nodes.lineage + 1), lacking=lacking, run=run)
         storage, job = self._capture_plan.storage, self._run_dir.parent.name
         try:
             if storage is None:
-                return choose_source(plan, mode, loaded)
-            from ...recovery.storage import StorageTier  # only where there is storage
-
-            tier = StorageTier(Path(storage.folder), job, self._collective, self._reports.storage)
-            return tier.recover(plan, mode, loaded, segment, self._token)
+                plan = choose_source(plan, mode, loaded)
+            else:
+                folder, names = Path(storage.folder), self._nodes.by_rank
+                self._storage = StorageTier(folder, job, self._collective, self._reports.storage, names)
+                plan = self._storage.recover(plan, mode, loaded, segment, self._token)
+            return replace(plan, run=plan.run or plan.drawn)
         except ResumeError as error:
             error.echo = self._host.rank != 0  # all ranks raise the same error: rank 0 prints it
             raise
@@ -144,7 +150,7 @@ class ReftRecovery:
     def _open_lineage(self, plan: RecoveryPlan) -> None:
         self._collective.barrier()  # every rank has restored: from now on a version may become void
         with Client(self._run_dir) as client:
-            client.open_lineage(self._host.rank, self._token, plan.lineage, plan.version, plan.loaded)
+            client.open_lineage(self._host.rank, self._token, plan.lineage, plan.version, plan.loaded, plan.run)
         faults.reach("restore.opened")
         self._collective.barrier()  # every SMP has opened the lineage before any rank captures into it
 

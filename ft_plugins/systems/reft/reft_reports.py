@@ -74,12 +74,13 @@ class ReftReports:
         """Report the end of a recovery. `seconds`: in total, for verification, for loading."""
         if plan.tier == "none":
             kind = catalogue.TRAINING_STARTED if plan.fresh else catalogue.STATE_LOST
-            self._events.emit(kind, reason=plan.reason, completed=plan.completed, lost=plan.lost)
+            self._events.emit(kind, reason=plan.reason, completed=plan.completed, lost=plan.lost, run=plan.run)
             return
         self._events.emit(
             catalogue.STATE_RESTORED, lineage=plan.version.lineage if plan.version else None,
             iteration=plan.version.iteration if plan.version else plan.loaded, tier=plan.tier, reason=plan.reason,
-            completed=plan.completed, lost=plan.lost, **({"mark": plan.mark.word} if plan.mark else {}), **seconds,
+            completed=plan.completed, lost=plan.lost, run=plan.run,
+            **({"mark": plan.mark.word} if plan.mark else {}), **seconds,
         )  # fmt: skip
 
     def voided(self, since: int, discarded: Sequence[int], tainted: Sequence[int]) -> None:

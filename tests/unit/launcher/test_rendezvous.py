@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -46,9 +47,11 @@ from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.node_check import NodeCheck
 from ft_plugins.launcher.agent.signals import SignalStop
 from ft_plugins.launcher.agent.watcher import Job
+from ft_plugins.launcher.job_identity import load_secret
 from ft_plugins.launcher.node_launch import _specify
 from ft_plugins.launcher.rendezvous import control, leader_search, peers, rendezvous, round_join
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
+from ft_plugins.launcher.rendezvous.peers import Credentials
 from ft_plugins.launcher.rendezvous.rendezvous import Rendezvous
 from ft_plugins.launcher.rendezvous.rendezvous_settings import BACKEND, RendezvousSettings
 from ft_plugins.launcher.rendezvous.wait_report import command
@@ -684,6 +687,29 @@ def test_nodes_of_which_one_has_another_secret_say_that_and_not_that_a_node_is_m
         )
 
     wait_until(said, WAIT, lambda: f"{noted(tmp_path / 'a')}; {noted(tmp_path / 'b')}")
+
+
+def test_a_start_of_one_node_alone_is_refused_while_the_job_that_it_has_a_part_in_waits_for_it(
+    start: Start, tmp_path: Path
+) -> None:
+    """As where the command that brings it back has lost its --nnodes and --rdzv-endpoint."""
+    a = start(1, "a", nodes="2:2", detect_seconds=SILENCE)
+    b = start(2, "b", nodes="2:2", detect_seconds=SILENCE, run_dir=str(tmp_path))
+    join(a, b)
+    run = a.ask("me").run
+    own = Credentials(load_secret(None), run, "b")
+    b.kill()
+    a.tell("join")  # and waits
+    said = rf"node b has a part in job '{run}', whose node a lives: .*127.0.0.1:{a.port}"
+    with pytest.raises(ConfigError, match=said):
+        round_join.require_alone(own, tmp_path)
+    round_join.require_alone(replace(own, node="a"), tmp_path / "absent")
+    round_join.require_alone(replace(own, run="other"), tmp_path)
+    back = start(2, "b", nodes="2:2", detect_seconds=SILENCE, run_dir=str(tmp_path))
+    assert back.ask("join")["names"] == a.hear()["names"] == ["a", "b"]
+    a.kill()
+    back.kill()
+    round_join.require_alone(own, tmp_path)
 
 
 def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command, slurm
 from ft_plugins.launcher.node_launch import Outcome
+from ft_plugins.launcher.rendezvous import wait_report
 
 STEP = {
     "SLURM_STEP_NUM_NODES": "5", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "n[001-003,7],m2",
@@ -120,3 +122,19 @@ def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
     done = subprocess.run(["bash", SCRIPT, "train.py"], env=environment, cwd=tmp_path, timeout=600, check=False)
     asked = (tmp_path / "asked").read_text().split() if (tmp_path / "asked").exists() else []
     assert ("requeue" in asked, done.returncode) == (requeued, status)
+
+
+def test_the_command_for_another_node_is_whole_without_slurm_and_with_what_only_surroundings_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an operator gives it: `srun --jobid JOB --overlap -N1 -w NODE`, whose step has one node, or by ssh."""
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
+    given = plan(tmp_path, "--reft", "--ftp-node-name", "mine")
+    monkeypatch.delenv("PET_NPROC_PER_NODE")
+    words = shlex.split(wait_report.command(["/opt/bin/ft-run", *given.words]))
+    assert words[0] == "/opt/bin/ft-run" and "mine" not in words
+    again = command.plan(words[1:], 1001, str(tmp_path), "n7", {})
+    wanted = ("nnodes", "rdzv_endpoint", "nproc_per_node", "training_script", "training_script_args")
+    assert [getattr(again.torch, name) for name in wanted] == [getattr(given.torch, name) for name in wanted]
+    assert (again.job, again.node, again.torch.nproc_per_node) == (given.job, "n7", "4")
+    assert again.words == tuple(words[1:]), "nothing is left to be said"

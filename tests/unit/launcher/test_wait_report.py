@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -38,11 +39,13 @@ def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> N
     own = ["--ftp-node-name", "a", "--local-addr=10.0.0.1"]
     assert (
         command(["/opt/bin/ft-run", "--nnodes", "2", *own, "train.py", "--name", "x y"])
-        == "ft-run --nnodes 2 train.py --name 'x y'"
+        == "/opt/bin/ft-run --nnodes 2 train.py --name 'x y'"
     )
-    assert command(["/src/ft_plugins/launcher/command.py", "train.py"]) == "ft-run train.py"
-    assert command(["/src/torch/distributed/run.py", "train.py"]) == "python /src/torch/distributed/run.py train.py"
-    assert command(["/opt/bin/torchrun", "--node-rank", "0", "train.py"]) == "torchrun train.py"
+    python = sys.executable
+    found = command(["/src/ft_plugins/launcher/command.py", "train.py"])
+    assert found == f"{python} -m ft_plugins.launcher.command train.py"
+    assert command(["/src/torch/distributed/run.py", "train.py"]) == f"{python} /src/torch/distributed/run.py train.py"
+    assert command(["/opt/bin/torchrun", "--node-rank", "0", "train.py"]) == "/opt/bin/torchrun train.py"
 
 
 @pytest.mark.parametrize(

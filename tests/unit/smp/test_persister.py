@@ -179,6 +179,11 @@ def complete(base: Path) -> list[str]:
     return sorted(each.name for each in checkpoint.listing(base) if each.complete)
 
 
+def left(base: Path) -> list[str]:
+    """What is in a job's folder besides the lease of its last run."""
+    return [name for name in os.listdir(base) if not name.startswith("lease-")]
+
+
 def assert_filled(base: Path, iteration: int, host: Host) -> None:
     """The checkpoint holds that iteration on every rank of `host`, read back through its digests."""
     version = Version(next(iter(host.ranks.values())).segment.header.opened.lineage, iteration)
@@ -274,7 +279,7 @@ def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_
         alone.wait("checkpoint.completed", count)
     removed = [name for event in alone.wait("checkpoint.pruned", 3) for name in event.fields["removed"]]
     assert removed == ["v1-5.partial", "v1-10", "v1-20"]
-    assert sorted(os.listdir(alone.base)) == ["v1-30", "v1-40"]
+    assert sorted(left(alone.base)) == ["v1-30", "v1-40"]
     assert_filled(alone.base, 30, alone)
 
 
@@ -375,7 +380,7 @@ def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
     assert found["state"] == "failed" and "differ on ranks 0" in found["reason"], found
     (failed,) = alone.wait("checkpoint.failed")
     assert failed.fields["iteration"] == 7 and "audit.failed" in failed.fields["reason"]
-    assert os.listdir(alone.base) == []
+    assert left(alone.base) == []
     assert not any(rank.pinned() for rank in alone.ranks.values())
 
 
@@ -414,7 +419,7 @@ def test_a_checkpoint_that_another_node_gives_up_while_it_is_completed_costs_no_
     until(lambda: len(alone.events("checkpoint.completed") + alone.events("checkpoint.failed")) == 2)
     (failed,) = alone.events("checkpoint.failed")
     assert "files of ranks [1] were removed" in failed.fields["reason"]
-    assert os.listdir(alone.base) == ["v1-10"] and len(alone.events("checkpoint.completed")) == 1
+    assert left(alone.base) == ["v1-10"] and len(alone.events("checkpoint.completed")) == 1
 
 
 def test_on_request_what_is_certified_is_written_before_what_is_newer(alone: Host) -> None:
@@ -479,7 +484,7 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
         failed = alone.wait("checkpoint.failed", count)[0].fields
         assert "No space left on device" in failed["reason"] and failed["iteration"] == 20
         assert failed["newest_complete"] == str(alone.base / "v1-10")
-        assert sorted(os.listdir(alone.base)) == ["v1-10"], "what was begun is removed"
+        assert sorted(left(alone.base)) == ["v1-10"], "what was begun is removed"
         assert "No space left" in alone.persister.status()["failed"]
         (first,) = json.loads((alone.run_dir / ALARM).read_text()).values()
         assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
@@ -641,7 +646,7 @@ def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(host: Make,
     assert "no file of ranks 1 has appeared" in reason and "--reft-checkpoint-dir" in reason
     reason = second.wait("checkpoint.failed")[0].fields["reason"]
     assert "rank 0 did not complete it" in reason and "--reft-checkpoint-dir" in reason
-    until(lambda: os.listdir(base) == [] == os.listdir(tmp_path / "local" / base.name))
+    until(lambda: left(base) == [] == left(tmp_path / "local" / base.name))
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -663,7 +668,7 @@ def test_nodes_whose_training_has_ended_write_the_newest_version_that_both_hold(
     for thread in threads:
         thread.join(2 * SECONDS)
     assert [outcomes[name]["path"] for name in ("a", "b")] == [str(base / "v1-7")] * 2
-    assert os.listdir(base) == ["v1-7"], "no notice is left"
+    assert left(base) == ["v1-7"], "no notice is left"
     assert_filled(base, 7, first)
 
 
@@ -689,7 +694,7 @@ def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_bot
     asking.join(SECONDS)
     assert outcome["state"] == "done", (outcome, iteration)
     assert outcome["iteration"] > 5 and complete(base) == [f"v1-{outcome['iteration']}"]
-    until(lambda: os.listdir(base) == complete(base), lambda: str(os.listdir(base)))
+    until(lambda: left(base) == complete(base), lambda: str(left(base)))
 
 
 def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path) -> None:
@@ -774,7 +779,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     if not point.endswith("after"):  # the version of that turn has been made up for
         until(lambda: any(each.fields["iteration"] > 10 for each in node.events("checkpoint.completed")))
     until(
-        lambda: len(complete(base)) == 2 and sorted(os.listdir(base)) == complete(base), lambda: str(os.listdir(base))
+        lambda: len(complete(base)) == 2 and sorted(left(base)) == complete(base), lambda: str(left(base))
     )
     newest = max(each.version for each in checkpoint.listing(base) if each.complete)
     for rank in ranks:

@@ -26,6 +26,7 @@ from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
 from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.checkpoint.persist import read_rank, write_rank
 from ft_plugins.snapshot.segment.paths import path_of, remove
@@ -403,9 +404,11 @@ def test_parity_of_what_is_restored_is_computed_once_tensors_are_loaded_and_its_
     job.capture(1, awaited=False)
     origin = Origin("job", 3, {})
     for rank, segment in enumerate(job.segments):
-        record = write_rank(job.folder / "checkpoint", segment, Version(1, 1), origin)
+        record = write_rank(checkpoint.partial_of(job.folder, Version(1, 1)), segment, Version(1, 1), origin)
         assert record.data_nbytes == job.layouts[rank].nbytes and record.buckets == len(job.layouts[rank].buckets)
-        read_rank(job.folder / "checkpoint", segment, Version(1, 1), 1)
+    folder = checkpoint.commit(job.folder, Version(1, 1), origin)
+    for rank, segment in enumerate(job.segments):
+        read_rank(folder, segment, Version(1, 1), 1)
         for _ in range(2):
             job.captures[rank].add_parity(Version(1, 1))
             assert segment.slot(job.slot(rank, 1)).state is SlotState.CLEAN

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ft_plugins.base import faults
+from ft_plugins.base.files import read_digested, write_digested
 from ft_plugins.errors import BudgetError, CorruptSlotError, FencedError, ResumeError, StorageError
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
-from ft_plugins.snapshot.checkpoint.checkpoint import Origin
+from ft_plugins.snapshot.checkpoint.checkpoint import CheckpointManifest, Origin
 from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
@@ -321,7 +322,7 @@ def test_the_files_of_two_ranks_exchanged_are_found(make: Callable[..., Segment]
         os.rename(folder / name(0), folder / "x")
         os.rename(folder / name(1), folder / name(0))
         os.rename(folder / "x", folder / name(1))
-    with pytest.raises(StorageError, match="it belongs to rank 1"):
+    with pytest.raises(StorageError, match="it was replaced after the manifest"):
         persist.read_rank(folder, make(0, "to"), V, TOKEN)
 
 
@@ -610,6 +611,8 @@ def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_n
         checkpoint.commit(tmp_path, V, ORIGIN, audited=True, mark=heard)
     assert not any(each.complete for each in checkpoint.listing(tmp_path))
     if told == "record":
+        described = CheckpointManifest(checkpoint.FORMAT, "job", 2, 300, 2, {}, 1)
+        write_digested(building / "manifest.json", asdict(described))
         with pytest.raises(StorageError, match="differ on ranks 1"):
             persist.read_rank(building, make(1, "to"), V, TOKEN)
 
@@ -621,6 +624,90 @@ def test_what_is_known_to_be_good_is_known_of_the_restored_slot_too(
     source, target = make(0), make(0, "to")
     capture(source, V, 5)
     source.mark(V, mark)
-    persist.write_rank(tmp_path / "p", source, V, ORIGIN)
-    index = persist.read_rank(tmp_path / "p", target, V, TOKEN)
+    origin = replace(ORIGIN, world_size=1)
+    persist.write_rank(checkpoint.partial_of(tmp_path, V), source, V, origin)
+    index = persist.read_rank(checkpoint.commit(tmp_path, V, origin), target, V, TOKEN)
     assert target.slot(index).mark is (mark if mark.preferred else Mark.NONE)
+
+
+# ---- runs ----
+
+OURS, THEIRS = replace(ORIGIN, run="a" * 32), replace(ORIGIN, run="b" * 32)
+
+
+def share(make: Callable[..., Segment], base: Path, rank: int, origin: Origin) -> None:
+    source = make(rank, f"from-{origin.run[:1]}-{rank}")
+    capture(source, V, seed=rank)
+    persist.write_rank(checkpoint.partial_of(base, V), source, V, origin)
+
+
+def test_a_record_of_another_run_is_neither_counted_nor_overwritten_nor_removed(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    """Two jobs of one name, whose SMPs write into one folder: one with rank 0 there, the other one with rank 1."""
+    building = checkpoint.partial_of(tmp_path, V)
+    share(make, tmp_path, 0, OURS)
+    share(make, tmp_path, 1, THEIRS)
+    assert checkpoint.unusable(building, OURS, V) == [1] and checkpoint.unusable(building, THEIRS, V) == [0]
+    with pytest.raises(StorageError, match=f"rank-00001.json is of another run .*{'b' * 32}.*not overwritten"):
+        share(make, tmp_path, 1, OURS)
+    checkpoint.withdraw(building, [0, 1], OURS.run)
+    assert checkpoint.read_record(building, 1).run == THEIRS.run and not (building / "rank-00000.json").exists()
+
+
+def test_a_record_that_is_replaced_after_the_manifest_makes_the_checkpoint_incomplete_by_name(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    for rank in range(ORIGIN.world_size):
+        share(make, tmp_path, rank, OURS)
+    folder = checkpoint.commit(tmp_path, V, OURS)
+    assert checkpoint.read_manifest(folder).run == OURS.run
+    whole = folder / "rank-00001.json"
+    for changed, words in ({"mark": 1}, "was replaced after"), ({"run": THEIRS.run}, f"of another run \\({THEIRS.run}"):
+        content = read_digested(whole)
+        write_digested(whole, content | changed)  # whole, by its own digest
+        with pytest.raises(StorageError, match=f"rank-00001.json: it (is )?{words}.*incomplete"):
+            persist.read_rank(folder, make(1, "to"), V, TOKEN)
+        write_digested(whole, content)
+    persist.read_rank(folder, make(1, "to"), V, TOKEN)
+
+
+def test_a_record_that_is_replaced_while_it_is_completed_is_noticed(
+    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(ORIGIN.world_size):
+        share(make, tmp_path, rank, OURS)
+    before = checkpoint.publish
+
+    def publish(building: Path, final: Path) -> Path:
+        record = building / "rank-00001.json"
+        write_digested(record, read_digested(record) | {"run": THEIRS.run})
+        return before(building, final)
+
+    monkeypatch.setattr(checkpoint, "publish", publish)
+    with pytest.raises(StorageError, match=r"files of ranks \[1\] were removed or replaced"):
+        checkpoint.commit(tmp_path, V, OURS)
+    assert not any(each.complete for each in checkpoint.listing(tmp_path))
+
+
+def test_a_checkpoint_of_the_build_before_has_no_run_and_is_read_and_counted_all_the_same(
+    make: Callable[..., Segment], tmp_path: Path
+) -> None:
+    folder, _ = written(make, tmp_path)
+    for name, left_out in ("manifest.json", ("run", "records")), ("rank-00000.json", ("run",)):
+        content = read_digested(folder / name)
+        older = {key: value for key, value in content.items() if key not in left_out}
+        write_digested(folder / name, older | ({"format": "ft_plugins checkpoint 2"} if "format" in older else {}))
+    persist.read_rank(folder, make(0, "to"), V, TOKEN)
+    stored = checkpoint.listing(tmp_path)
+    assert OURS.own(stored) == list(stored) and stored[0].run == ""
+
+
+def test_checkpoints_of_other_runs_are_not_this_ones(make: Callable[..., Segment], tmp_path: Path) -> None:
+    for rank in range(ORIGIN.world_size):
+        share(make, tmp_path, rank, THEIRS)
+    checkpoint.commit(tmp_path, V, THEIRS)
+    stored = checkpoint.listing(tmp_path)
+    assert OURS.own(stored) == [] and THEIRS.own(stored) == ORIGIN.own(stored) == list(stored)
+    with pytest.raises(StorageError, match="another job or run"):
+        checkpoint.is_complete(checkpoint.folder_of(tmp_path, V), OURS)

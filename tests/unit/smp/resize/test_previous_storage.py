@@ -134,7 +134,7 @@ class ResizedNode:
         self.previous = smp.previous
         self.previous.switch({rank: segment}, 4)
         self.path = previous_path_of(job, name, rank, 2)
-        persister: Any = SimpleNamespace(storage=storage)
+        persister: Any = SimpleNamespace(lease=None, storage=storage)
         self.storage = PreviousStorage(smp, persister)
 
 
@@ -161,7 +161,10 @@ def test_several_nodes_write_the_newest_version_that_all_of_them_have(
     for rank in range(2):
         assert_loads(base / "v1-4", tmp_path / f"r{rank}", rank, V4)
     until(lambda: not any(node.storage.busy for node in pair))
-    until(lambda: os.listdir(base) == ["v1-4"], lambda: f"a notice, or a part of another version: {os.listdir(base)}")
+    until(
+        lambda: sorted(os.listdir(base)) == ["lease-0.json", "v1-4"],
+        lambda: f"a notice, or a part of another version: {os.listdir(base)}",
+    )
     pins = [slot.pins for node in pair for slot in Segment(node.path).slots()]
     assert not any(pins)
 

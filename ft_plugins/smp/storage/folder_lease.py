@@ -1,0 +1,84 @@
+"""Keep this job's lease on its folder of checkpoints while the job lives, and notice when another run has it.
+
+Invariant: nothing is begun or completed without the lease. It is renewed by the SMP of rank 0, or by another one that
+sees it unchanged for longer, so that it outlives a lost node; not once ft-run and trainers are gone, so that it runs
+out. A run that finds itself replaced reports that once, and trains on.
+
+In: the opened lineages of segments, the folder. Out: the lease's file; the event `lease.lost`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ...base.files import make_private
+from ...errors import StorageError
+from ...events import catalogue
+from ...snapshot.checkpoint import lease
+from ...snapshot.checkpoint.lease import Claim, Lease
+from ...snapshot.segment.segment import Segment, newest_run
+from ..serve.node_context import NodeContext
+from ..watch import liveness
+
+LOOK_SECONDS = lease.HOLD_SECONDS / 6  # between two looks on the node of rank 0, each of which renews the lease
+
+
+class FolderLease:
+    """The lease as one node keeps it. `lost`: why this run writes no more checkpoints, '' if it does. For the thread
+    that writes."""
+
+    def __init__(self, smp: NodeContext, watched: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> None:
+        """`watched`: pid and start of this node's ft-run."""
+        self._smp, self._watched = smp, watched
+        self._newest = (0, "")  # lineage and run that this node has opened
+        self._seen: Lease | None = None
+        self._next = float("-inf")  # monotonic: of the next look
+        self.lost = ""
+
+    def keep(self, base: Path, segments: Mapping[int, Segment], world_size: int, writes: bool = False) -> None:
+        """Look at the lease and renew it: each LOOK_SECONDS on the node of rank 0, less often on others; and always
+        before something is written (`writes`). Raises StorageError then, unless this run has it; OSError."""
+        if not writes and time.monotonic() < self._next:
+            return
+        order = min(segments) / world_size
+        self._next = time.monotonic() + LOOK_SECONDS * (1.5 + order / 2 if order else 1.0)
+        headers = [segment.header for segment in segments.values()]
+        self._newest = max([self._newest, *((header.opened.lineage, header.opened.run) for header in headers)])
+        (lineage, run), opened = self._newest, all(header.opened.token == header.token for header in headers)
+        owners = [self._watched(), *(header.owner for header in headers)]
+        lives = any(began and liveness.started(pid) == began for pid, began in owners)
+        now, me, alone = time.time(), liveness.identified(os.getpid()), len(segments) == world_size
+        mine = Lease(lineage, run, (self._smp.node,), alone, me, now, now)
+        seen = lease.newest(base, lineage)
+        if lease.in_training(run, lineage, opened, seen) is Claim.TAKE and (lives and lineage or writes):
+            make_private(base)
+            with suppress(FileExistsError):  # of two nodes that take it, one is faster
+                lease.take(base, mine, seen)
+            seen = lease.newest(base, lineage)
+        decision = lease.in_training(run, lineage, opened, seen)
+        unchanged, self._seen, released = seen == self._seen, seen, alone and not lives
+        if decision is Claim.KEEP and seen is not None:
+            due = 0 in segments or unchanged or seen.released
+            if lives and due or released and not seen.released:
+                held = seen if seen.run else mine
+                lease.renew(base, replace(held, alone=alone, process=me, renewed=now, released=released))
+        reason = f"{base} is now used by {seen}; this one, run {run[:8]}, writes no more checkpoints there"
+        if decision is Claim.REFUSE and lives and not self.lost:
+            self._smp.events.emit(catalogue.LEASE_LOST, reason=reason)
+            self._smp.alarms.say("lease", catalogue.LEASE_LOST, reason)
+        self.lost = reason if decision is Claim.REFUSE else ""
+        if writes and decision is not Claim.KEEP:
+            raise StorageError(self.lost or f"another start of this job takes {base}")
+
+    def release(self, base: Path, segments: Iterable[Segment]) -> None:
+        """The job has ended in order: another run may use the folder at once. Never raises."""
+        with suppress(OSError):
+            mine = max(self._newest, newest_run(segments))
+            seen = lease.newest(base, mine[0])
+            if seen is not None and (seen.lineage, seen.run) == mine:
+                lease.renew(base, replace(seen, renewed=time.time(), released=True))

@@ -1,0 +1,107 @@
+"""Two jobs of one name and one folder of checkpoints: the second is refused, or takes over from one that is silent.
+
+Every tensor is filled with its iteration number (`harness.fills`). Jobs are held still at a known iteration.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from ft_plugins.rehearse.driver import free_port
+from ft_plugins.smp.serve.client import Client
+from ft_plugins.smp.watch import liveness
+from ft_plugins.snapshot.checkpoint import checkpoint, lease
+from harness.emulated_nodes import freeze
+from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.job_control import BOUND, captured, lose_memory, stop_after, wait_for, write_checkpoints
+from harness.jobs import write_secret
+
+from .test_storage import ON_REQUEST, base, complete, events, fills, go_on, refused, resumed
+
+Spec = Callable[..., JobSpec]
+
+
+def run_of(spec: JobSpec, name: str) -> str:
+    """The run that the last event of that name on a node tells."""
+    return str(events(spec, name)[-1]["run"])
+
+
+def two_nodes(
+    server: ForkServer, jobs: Spec, folder: Path, names: tuple[str, str], *flags: str, faults: str = ""
+) -> list[RunningJob]:
+    """A job of two nodes with a rank each."""
+    secret, port, running = write_secret(folder), free_port(), list[RunningJob]()
+    for node in names:
+        more = (*ON_REQUEST, "--ftp-node-name", node, "--ftp-secret-file", str(secret), *flags)
+        spec = fills(jobs, folder, 12, *more, ranks=1, node=node, nnodes=2, endpoint=f"localhost:{port}", faults=faults)
+        running.append(server.start(spec))
+    return running
+
+
+def test_a_second_job_of_that_name_on_other_nodes_is_refused_by_name_and_changes_nothing(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    first = two_nodes(torch_server, jobs, tmp_path, ("a", "b"), faults="update.begin@iteration=5:stop")
+    for job in first:
+        wait_for(job.spec.run_dir / "events.jsonl", lambda found: captured(found, 4, 1), BOUND)
+    held = lease.newest(base(first[0].spec))
+    assert held is not None and held.nodes == ("a", "b") and not held.alone
+    assert {run_of(job.spec, "training.started") for job in first} == {held.run}, "agreed on by all"
+    second = two_nodes(torch_server, jobs, tmp_path, ("c", "d"))
+    for job in second:
+        reason = refused(job)
+        assert f"{base(first[0].spec)} is in use by run {held.run[:8]} on a, b, since " in reason
+        assert "this start, on c, d at " in reason and f"'ft-plugins end {job.spec.name}'" in reason
+    for job in first:
+        go_on(job.spec)
+    for job in first:
+        assert job.wait(BOUND)["status"] == "succeeded", job.tail()
+        assert not events(job.spec, "lease.lost")
+    after = lease.newest(base(first[0].spec))
+    assert after is not None and after.released and (after.run, after.lineage) == (held.run, held.lineage)
+
+
+def test_a_node_that_was_silent_is_replaced_with_its_identity_and_writes_no_more_when_it_is_back(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    old = stop_after(torch_server, spec, 4)
+    with Client(spec.run_dir) as client:
+        assert client.checkpoint("request", BOUND)["state"] == "done"
+        smp = client.status()["pid"]
+    run = run_of(spec, "training.started")
+    freeze(old)
+    elsewhere = jobs(**{**vars(spec), "node": "node1"})
+    assert resumed(torch_server, elsewhere) == 4
+    assert run_of(elsewhere, "state.restored") == run == checkpoint.read_manifest(base(spec) / "v1-4").run
+    for pid in (smp, old.pid):
+        os.kill(pid, signal.SIGCONT)
+    path = spec.run_dir / "events.jsonl"
+    wait_for(path, lambda found: any(each["name"] == "lease.lost" for each in found), BOUND)
+    with Client(spec.run_dir) as client:
+        answer = client.checkpoint("request", BOUND)
+    assert answer["state"] == "failed" and "on node1" in answer["reason"], answer
+    go_on(spec)
+    assert old.wait(BOUND)["status"] == "succeeded", "training goes on: " + old.tail()
+    assert complete(spec) == ["v1-4"] and len(events(spec, "lease.lost")) == 1
+
+
+def test_after_a_total_loss_the_same_command_goes_on_at_once_as_the_same_run(
+    torch_server: ForkServer, jobs: Spec, tmp_path: Path
+) -> None:
+    spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
+    write_checkpoints(torch_server, spec, 4)
+    run = run_of(spec, "training.started")
+    with Client(spec.run_dir) as client:
+        holder = client.status()["pid"]
+    lose_memory(spec)
+    assert liveness.started(holder) == 0
+    before = events(spec, "state.restored")
+    assert before == []
+    assert resumed(torch_server, spec) == 4
+    assert run_of(spec, "state.restored") == run
+    found = lease.newest(base(spec))
+    assert found is not None and (found.run, found.lineage, found.released) == (run, 2, True)
