@@ -35,19 +35,15 @@ class Copier(Protocol):
 
     def ready(self) -> None:
         """Called on the training thread at the version point: `copy` must see everything written before."""
-        ...
 
     def use(self, address: int, nbytes: int) -> None:
         """Called before copies into this part of the segment, which has memory."""
-        ...
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its destination (same dtype and size), and wait for completion."""
-        ...
 
     def close(self) -> None:
         """Release the resources of copying."""
-        ...
 
 
 class HostCopier:

@@ -172,15 +172,12 @@ class SyncSchedule(Protocol):
 
     def first(self, completed: int) -> Turn:
         """The first turn of a job that has completed `completed` iterations and has no turn yet."""
-        ...
 
     def following(self, turn: Turn, measured: NoiseMeasurement | None) -> Turn:
         """The turn after `turn`; `measured` is None if nothing was measured."""
-        ...
 
     def within(self, turn: Turn) -> Turn:
         """A restored turn, moved within this schedule's bounds: the configuration may have changed."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,10 @@ class Readiness(Protocol):
 
     def announce(self) -> None:
         """This replica is ready for the next synchronisation. Does not wait."""
-        ...
 
     def all_ready(self, patience: float) -> bool:
         """Whether every replica has announced the synchronisation that this one announced last. Waits at most
         `patience` seconds for the answer."""
-        ...
 
 
 @dataclass(frozen=True)
