@@ -289,13 +289,5 @@ def partner(node: int, nodes: int) -> int:
     return nodes - 1 if node == nodes - 3 else node - 1
 
 
-def partners(nodes: int) -> tuple[frozenset[int], ...]:
-    """For each of a pipeline's `nodes` (two or more), the others that must not be lost together with it."""
-    keeper = [partner(node, nodes) for node in range(nodes)]
-    return tuple(
-        frozenset({keeper[node], *(other for other in range(nodes) if keeper[other] == node)}) for node in range(nodes)
-    )
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -37,10 +37,11 @@ from ...sync.background import Background
 from ...sync.rounds import inheritance
 from ...sync.rounds.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
 from ...sync.rounds.modules import plan_modules, require_replicas, require_shard_ranks, sync_group, synchronised
+from ...sync.rounds.own_pace import Timekeeper
 from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
 from ..synchronizer import Synchronizer
-from .clocked import ClockedReplica, timekeeper
+from .clocked import ClockedReplica, GatheredReadiness
 from .forward_copies import ForwardCopies, announced, gathering
 from .layered import LayeredAveraging
 from .sync_groups import OuterItems, SyncGroups, connect_groups
@@ -157,7 +158,7 @@ class LocalSgd(Synchronizer):
         keeper, first_ranks = None, groups.between_first_ranks(readiness.seconds)
         if first_ranks is not None:
             self._readiness = Background(torch.device("cpu"))
-            keeper = timekeeper(first_ranks, self._readiness)
+            keeper = Timekeeper(GatheredReadiness(first_ranks, self._readiness))
         replica = groups.within_replica()
         self._clocked = ClockedReplica(self._policy, groups.plan.position, self._peers, replica, keeper, readiness)
 
