@@ -1,4 +1,4 @@
-"""How far replicas drift apart by theory, with which a measured divergence and the noise estimated from it are compared.
+"""How far replicas drift apart by theory, with which measured divergence and noise are compared.
 
 In: the noise of a step, learning rates, numbers of parameters and replicas. Out: squared distances. Pure.
 """

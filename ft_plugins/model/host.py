@@ -19,7 +19,7 @@ collectives that reduce gradients or their norm, the update. Evaluation has no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -172,12 +172,6 @@ class ReplicaOperations(Protocol):
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """From now on call `call(step, gradients)` with this rank's own gradients right before they are aggregated;
         it may change them in place. Raises UnsupportedError, by name, if the framework has no such point."""
-
-
-class Injectable(Protocol):
-    """What a host has in addition if it reaches fault points."""
-
-    fault_points: Mapping[str, Collection[str]]  # those of `faults.OF_HOSTS`, with the actions it carries out
 
 
 @runtime_checkable

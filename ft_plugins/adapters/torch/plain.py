@@ -21,7 +21,7 @@ class PlainLoop:
     """`replicated`: ranks are replicas of each other."""
 
     framework = f"torch {torch.__version__}"
-    fault_points: Mapping[str, Collection[str]] = {}  # that the loop reaches; see `model.host.Injectable`
+    fault_points: Mapping[str, Collection[str]] = {}  # of `faults.OF_HOSTS`, that the loop reaches, and the actions it carries out
     clips_together = ""  # unknown: the loop clips by itself, or not at all
     recomputes = False
     no_recompute_reason = "a plain torch loop cannot compute an iteration again"

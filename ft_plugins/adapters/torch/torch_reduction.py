@@ -180,29 +180,33 @@ class DdpReduction(ModuleCalls):
                     "wrap the model in DistributedDataParallel, so that its reduction can be controlled",
                 )
             return
-        if parallel.static_graph:
-            self._refuse(
+        members = dist.get_world_size(parallel.process_group)
+        for unfit, reason, remedy in (
+            (
+                parallel.static_graph,
                 "DistributedDataParallel(..., static_graph=True) reduces gradients in its first backward in any case",
                 "leave static_graph out",
-            )
-        if getattr(parallel, "_delay_all_reduce_params", None):
-            self._refuse(
+            ),
+            (
+                getattr(parallel, "_delay_all_reduce_params", None),
                 "DistributedDataParallel(..., delay_all_reduce_named_params=...) reduces them in every backward",
                 "leave it out",
-            )
-        members = dist.get_world_size(parallel.process_group)
-        if members != self._world_size:
-            self._refuse(
+            ),
+            (
+                members != self._world_size,
                 f"DistributedDataParallel reduces over {members} of {self._world_size} ranks, so that ranks are no "
                 "replicas of each other",
                 "use the default process group; for sharded replicas use fully_shard and ft_plugins.FsdpHost",
-            )
-        if not parallel.require_backward_grad_sync:
-            self._refuse(
+            ),
+            (
+                not parallel.require_backward_grad_sync,
                 "require_backward_grad_sync of DistributedDataParallel is False, so that the loop reduces its "
                 "gradients by itself",
                 "leave it True outside of gradient accumulation",
-            )
+            ),
+        ):
+            if unfit:
+                self._refuse(reason, remedy)
         parallel.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _refuse(self, reason: str, remedy: str) -> None:

@@ -35,15 +35,18 @@ class Copier(Protocol):
 
     def ready(self) -> None:
         """Called on the training thread at the version point: `copy` must see everything written before."""
+        return
 
     def use(self, address: int, nbytes: int) -> None:
         """Called before copies into this part of the segment, which has memory."""
+        return
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its destination (same dtype and size), and wait for completion."""
 
     def close(self) -> None:
         """Release the resources of copying."""
+        return
 
 
 class HostCopier(Copier):

@@ -75,8 +75,9 @@ class LocalSgd(Synchronizer):
         self._place = inheritance.ReplicaPlace(self._members.index(host.rank), len(self._members))
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
         masters = any(item.role is Role.MAIN_PARAMETER for item in items)
-        wanted = wants_modules(config, masters)
-        follows, reason = announced(host, masters, self._before_module) if wanted else (False, "")
+        follows, reason = False, ""
+        if wants_modules(config, masters):
+            follows, reason = announced(host, masters, lambda name: self._under_way.before_forward(name))
         apply = chosen_apply(config, follows, masters, reason)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
         self._copies = host if apply is AppliedAt.FORWARD and masters and isinstance(host, ComputesWithCopies) else None
@@ -139,7 +140,7 @@ class LocalSgd(Synchronizer):
                     self._host.rank,
                 )  # fmt: skip
             self._under_way.exchange, self._under_way.apply = copies.exchange, copies.apply
-        captures_anchors = self._every or self._policy.previous_anchor_is_needed
+        captures_anchors = self._every or self._policy.apply is AppliedAt.UPDATE  # those of the one before
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
             self._connect_clocked(groups, self._policy.seconds)
@@ -326,9 +327,6 @@ class LocalSgd(Synchronizer):
         if self._copies:  # no gather of the framework's may be on its way when a module's copies are written
             self._operations.finish_copies()
         self._under_way.start(step, factors)
-
-    def _before_module(self, name: str) -> None:
-        self._under_way.before_forward(name)
 
     def _finish(self) -> None:
         if not self._copies:
