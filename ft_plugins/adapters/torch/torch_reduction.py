@@ -140,6 +140,9 @@ class ModuleCalls:
                     "cannot synchronise it before it is used: pass the model without torch.jit"
                 )
 
+    def _refuse(self, reason: str, remedy: str) -> None:
+        raise UnsupportedError(f"rank {self._rank}: local SGD is not supported here: {reason}; {remedy}")
+
     def _call_before(self, part: torch.nn.Module, modules: list[str], call: Callable[[str], None]) -> None:
         """Call `call` with each of `modules` before the forward of `part`."""
 
@@ -208,9 +211,6 @@ class DdpReduction(ModuleCalls):
             if unfit:
                 self._refuse(reason, remedy)
         parallel.register_forward_pre_hook(self._before_forward, prepend=True)
-
-    def _refuse(self, reason: str, remedy: str) -> None:
-        raise UnsupportedError(f"rank {self._rank}: local SGD is not supported here: {reason}; {remedy}")
 
     def require_own_pace(self) -> None:
         """Raises UnsupportedError for layers that communicate in each forward."""
