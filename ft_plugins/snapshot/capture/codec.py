@@ -29,7 +29,7 @@ from ...errors import InventoryError, ProtocolError
 
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes that their name describes; no structured dtypes, no objects
 _TUPLE, _ARRAY, _SCALAR, _TENSOR = range(1, 5)
-_BIGINT, _MAP, _COUNTER, _ORDERED, _DEFAULT, _NAMED, _SIZE, _DEQUE, _DATACLASS = range(6, 15)
+_BIGINT, _MAP, _COUNTER, _ORDERED, _DEFAULT, _NAMED, _SIZE, _DEQUE, _DATACLASS = range(6, 15)  # 5: not used
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict)}  # of a defaultdict
 _LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack supports
 _INTEGER_BITS = 1 << 13  # limit for larger ones: Python converts at most 4300 digits to text and back
