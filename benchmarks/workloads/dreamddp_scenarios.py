@@ -33,10 +33,11 @@ from typing import Any
 
 from ft_plugins.sync.layers.layer_profile import NANO, LayerProfile, LayerTimes
 from ft_plugins.sync.layers.layers_job import JobLayers, planned_schedule
-from ft_plugins.sync.layers.layers_schedule import equal_number, least_exposed_ns, period_ns, unhidden_period_ns
+from ft_plugins.sync.layers.layers_schedule import equal_number, period_ns, unhidden_period_ns
 from workloads.layer_shapes import COLUMNS, H, PaperColumn, emulated
 from workloads.local_blocks import PLAIN, StepLog, job_begins, seconds_in_step
 from workloads.local_bounds import Stragglers
+from workloads.schedule_references import least_exposed_ns
 from workloads.sleeping_replica import EXCHANGE, SETTLE, LayeredModel, LocalBlock
 
 REPLICAS = 8

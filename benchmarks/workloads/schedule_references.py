@@ -1,4 +1,4 @@
-"""What schedules of layers are compared with: the paper's search, and all possibilities. Pure, and slow.
+"""What schedules of layers are compared with: the paper's search, all possibilities, a lower bound. Pure, and slow.
 
 `search` is Algorithm 2 of DreamDDP with its last two branches as its text describes them: the printed lines 26 to 30
 swap their names, and step back to h - 1 instead of on to h + 1. Like the paper's, it may leave the last sets empty. Of
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, combinations_with_replacement, product
+from itertools import accumulate, combinations, combinations_with_replacement, product
 
 from ft_plugins.sync.layers.layer_profile import LayerProfile
-from ft_plugins.sync.layers.layers_schedule import LayerSchedule, require_period
+from ft_plugins.sync.layers.layers_schedule import LayerSchedule, require_period, unavoidable_ns
 
 
 @dataclass(frozen=True)
@@ -99,3 +99,13 @@ def partitions(layers: int, period: int) -> Iterator[LayerSchedule]:
 def _schedule(layers: int, cuts: tuple[int, ...]) -> LayerSchedule:
     order, bounds = range(layers - 1, -1, -1), [0, *cuts, layers]
     return LayerSchedule(layers, tuple(tuple(order[i:j]) for i, j in zip(bounds, bounds[1:], strict=False)))
+
+
+def least_exposed_ns(profile: LayerProfile, period: int) -> int:
+    """A lower bound of `exposed_ns` over all schedules of `period` iterations, also with sets that are not contiguous.
+
+    The layers up to l can hide at most T - e(l) in each iteration: none of them is launched before e(l)."""
+    sums = accumulate(profile.communication_ns)
+    rooms = (period * (profile.compute_ns - end) for end in profile.backward_ends_ns)
+    bounds = (sum_ns - room for sum_ns, room in zip(sums, rooms, strict=True))
+    return max(0, unavoidable_ns(profile), *bounds)

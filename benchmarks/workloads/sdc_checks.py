@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_plugins.events import catalogue
-from ft_plugins.sync.averaging.averaging_times import expected_divergence
+from workloads.noise_theory import expected_divergence
 from workloads.sdc_runs import BURSTS, NOISED, RANKS, VARIANCES, faults
 from workloads.trained import TrainingOutcome, TrainingRun
 

@@ -50,7 +50,7 @@ class ModuleNumbers:
         return self.present
 
     def captured(self, speaks: bool) -> dict[str, dict[str, Any]]:
-        """What has changed. What is not captured is said once, on the rank that `speaks`."""
+        """What has changed, by module and attribute. What is not captured is said once, on the rank that `speaks`."""
         changed, unread, cached = self._differences()
         large = f"they hold more than {MOST} plain values, or others"
         for names, reason in ((unread, large), (cached, "their modules have come to keep other tensors in attributes")):
@@ -63,10 +63,6 @@ class ModuleNumbers:
                     "training depends on one, make it a buffer, or return it from get_extra_state"
                 )
         return changed
-
-    def changed(self) -> dict[str, dict[str, Any]]:
-        """By module and attribute."""
-        return self._differences()[0]
 
     def _differences(self) -> _Differences:
         """What has changed. The lists, tuples and dicts that could be captured when this was built, and no longer can:

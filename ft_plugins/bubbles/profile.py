@@ -172,7 +172,7 @@ class Profiler:
                     self._share()
                     self._go(ProfilingPhase.AGREEING)
                 case ProfilingPhase.AGREEING:
-                    self._go(self._agreed(self._gathered_numbers()))
+                    self._go(self._agreed(self._gathered()))
                 case ProfilingPhase.WATCHING:
                     if self._ends >= self._settings.ask_every:
                         self._gather(bytes([self._misses.limit_reached | bool(self._failure) << 1]))
@@ -202,9 +202,6 @@ class Profiler:
         self.waited += time.perf_counter() - began
         self._pending = None
         return payloads
-
-    def _gathered_numbers(self) -> list[int]:
-        return [int.from_bytes(part, "little") for part in self._gathered()]
 
     def _take(self) -> None:
         """Take the recorded iteration. An error is reported to all ranks in the next message."""
@@ -287,7 +284,8 @@ class Profiler:
         self._summaries, self._exchange = [], None
         self._gather(number.to_bytes(_NUMBER, "little"))
 
-    def _agreed(self, numbers: Sequence[int]) -> ProfilingPhase:
+    def _agreed(self, parts: Sequence[bytes]) -> ProfilingPhase:
+        numbers = [int.from_bytes(part, "little") for part in parts]
         failed = next((rank for rank, number in enumerate(numbers) if number == _FAILED), None)
         if failed is not None:
             return self._off(self._failure or f"rank {failed} did not receive the timelines of other ranks")

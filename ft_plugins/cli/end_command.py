@@ -48,7 +48,8 @@ def end(
                 client.end()
             print(f"{where}: ended")
         else:
-            print(f"{where}: no SMP is running; `{_sweep_command(job)}` removes segments that it may have left")
+            sweeping = f"ft-plugins sweep --job {shlex.quote(job)} --older-than 0"  # the segments of this job alone
+            print(f"{where}: no SMP is running; `{sweeping}` removes segments that it may have left")
 
 
 def sweep(
@@ -66,8 +67,3 @@ def sweep(
     for path in removed:
         print(f"removed {path}")
     print(f"{len(removed)} segments removed")
-
-
-def _sweep_command(job: str) -> str:
-    """The command that removes the segments of this job alone."""
-    return f"ft-plugins sweep --job {shlex.quote(job)} --older-than 0"

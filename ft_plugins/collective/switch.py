@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ProtocolError
@@ -291,13 +291,17 @@ class Switch:
         for link in self._links.values():
             if link is not source:
                 link.send(RankFrame(FrameKind.LOST, body=reason.encode()))
-        for _, done in self._finishing:  # a result that is here is not lost
+        self._fail_all(waiting)
+        self._closing = True
+
+    def _fail_all(self, waiting: Sequence[Call | None]) -> None:
+        """Fail what waits, for the reason of the loss; a result that is here is not lost."""
+        for _, done in self._finishing:
             done.over.set()
         for call in waiting:
-            _fail(call, reason)
+            _fail(call, self._reason)
         for word in tuple(self._words.values()):
             word.set()
-        self._closing = True
 
     def _part(self) -> None:
         """Write what is queued, for a bounded time, then close."""
@@ -318,12 +322,7 @@ class Switch:
         with self._lock:
             self._reason = self._reason or f"rank {self._place.rank}: the connections are closed"
             left_over = [call for _, call in self._requests]
-        for _, done in self._finishing:  # a result that is here is not lost
-            done.over.set()
-        for call in (*self._calls.values(), *left_over):
-            _fail(call, self._reason)
-        for word in tuple(self._words.values()):
-            word.set()
+        self._fail_all([*self._calls.values(), *left_over])
         for link in self._links.values():
             link.close()
         self._loop.close()

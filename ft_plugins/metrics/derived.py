@@ -81,15 +81,15 @@ def rule_name(alarm: str) -> str:
     return "Ftp" + "".join(word.capitalize() for word in alarm.split("."))
 
 
-def _rule(
-    name: str, condition: str, lasting: str, summary: str, action: str, where: str = _WHERE
-) -> Iterator[str]:
-    yield f"      - alert: {name}"
-    yield f"        expr: {json.dumps(condition)}"
-    yield f"        for: {lasting}"
-    yield "        annotations:"
-    yield f"          summary: {json.dumps(f'{where}: {summary}')}"
-    yield f"          action: {json.dumps(action)}"
+def _rule(name: str, condition: str, lasting: str, summary: str, action: str, where: str = _WHERE) -> Iterator[str]:
+    yield from (
+        f"      - alert: {name}",
+        f"        expr: {json.dumps(condition)}",
+        f"        for: {lasting}",
+        "        annotations:",
+        f"          summary: {json.dumps(f'{where}: {summary}')}",
+        f"          action: {json.dumps(action)}",
+    )
 
 
 def dashboard() -> str:

@@ -19,7 +19,7 @@ collectives that reduce gradients or their norm, the update. Evaluation has no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -71,15 +71,12 @@ class Host(Protocol):
 
     def topology(self) -> Topology:
         """The place of every rank of the job."""
-        ...
 
     def inventory(self) -> Inventory:
         """The state items of this rank. Optimizer moments exist already: adapters create them eagerly."""
-        ...
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The live tensors, by item name; dense in memory. A restore writes them in place."""
-        ...
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Facts that must be equal for captured state to belong to this job.
@@ -87,25 +84,20 @@ class Host(Protocol):
         Architecture, precision, parallel sizes and order, optimizer kind, seed, batch sizes, data path with size and
         digest of its first MiB. Plain values; those that depend on the data-parallel size are under the keys `SIZES`.
         """
-        ...
 
     def merged(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The small state of this rank after a resize. `parts`: the small states of all previous ranks at its place in
         the model, by rank."""
-        ...
 
     def admits(self, replicas: int) -> bool:
         """Whether the job can run with this many data-parallel replicas and the same global batch."""
-        ...
 
     def small_state(self) -> dict[str, Any]:
         """Counters, optimizer scalars, scheduler, scaler, data position, RNG at the version point, for the codec."""
-        ...
 
     def names(self) -> Mapping[str, Any] | None:
         """How the framework's own checkpoints name and combine these tensors, as plain values that the adapter reads
         at an export; None if it knows no such format. Does not raise."""
-        ...
 
     def restore(self, small: Mapping[str, Any]) -> None:
         """Complete a restore whose item tensors already hold the version.
@@ -113,20 +105,16 @@ class Host(Protocol):
         Set counters, scheduler and scalars, repeat every side effect of the framework's own load, and rebuild derived
         tensors (low-precision copies, gathered parameters).
         """
-        ...
 
     def restore_position(self, small: Mapping[str, Any]) -> None:
         """Restore the data position, then RNG last; called right before the first iteration."""
-        ...
 
     def install(self, hooks: Hooks) -> None:
         """Call `hooks` from now on."""
-        ...
 
     def install_edges(self, edges: Edges) -> None:
         """Call `edges` from now on; once, before `install`. Raises UnsupportedError, by name, if the spans of this
         framework, version or engine cannot be followed."""
-        ...
 
 
 @runtime_checkable
@@ -142,7 +130,6 @@ class ReplicaOperations(Protocol):
 
         `discarded` waits until it is known whether the results of the running iteration will be discarded, because the
         parameters were wrong: a framework that checks results asks before it ends the job for them."""
-        ...
 
     def copies(self) -> Inventory:
         """The derived tensors that this rank computes with and does not capture; only the update changes them.
@@ -152,55 +139,39 @@ class ReplicaOperations(Protocol):
         it. Names differ from those of items. Empty if parameters are items themselves. Raises UnsupportedError, by
         name, if they cannot be compared.
         """
-        ...
 
     def copy_tensors(self) -> Mapping[str, torch.Tensor]:
         """The live tensors of `copies`, by name; dense in memory."""
-        ...
 
     def finish_copies(self) -> None:
         """Complete the copies of the last update now, if the framework would do so during the next forward. All ranks
         of the job call together."""
-        ...
 
     def learning_rate(self) -> float:
         """The learning rate of the next update, as the optimizer will apply it; the largest of several."""
-        ...
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """The live aggregated gradients, by the item of their parameter; valid from `before_update` to the update.
         Empty if the framework does not expose them."""
-        ...
 
     def recompute(self, step: int) -> None:
         """Run forward, backward and reduction of iteration `step` again, on the same data and random numbers, and
         replace the gradients. All ranks of the job call together, within `before_update`."""
-        ...
 
     def derive(self) -> None:
         """Rebuild all tensors that derive from items (low-precision copies, gathered parameters), after items were
         written or copies found wrong. All ranks of the job call together."""
-        ...
 
     def scalars(self) -> bytes:
         """The state outside tensors that determines the next update, encoded: step counters, parameter groups,
         schedule, scaler. Equal on replicas unless a rank alone skipped or made an update. b'' if there is none."""
-        ...
 
     def restore_scalars(self, encoded: bytes) -> None:
         """Take over `scalars` of another replica at the same point, for the parameters that both update."""
-        ...
 
     def before_reduction(self, call: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
         """From now on call `call(step, gradients)` with this rank's own gradients right before they are aggregated;
         it may change them in place. Raises UnsupportedError, by name, if the framework has no such point."""
-        ...
-
-
-class Injectable(Protocol):
-    """What a host has in addition if it reaches fault points."""
-
-    fault_points: Mapping[str, Collection[str]]  # those of `faults.OF_HOSTS`, with the actions it carries out
 
 
 @runtime_checkable
@@ -227,7 +198,6 @@ class Checking(Protocol):
     def before_fence(self, step: int) -> None:
         """Check iteration `step` before its fence, also if it makes no update; what had to be written since the version
         point is written. Raises StateChangedError if other tensors changed that only an update may change."""
-        ...
 
 
 @runtime_checkable
@@ -245,4 +215,3 @@ class Grouped(Protocol):
     def regrouped(self, small: Mapping[str, Any]) -> str:
         """How the parameters of the optimizer's groups differ from those in captured small state, with the name of one,
         and what to do; '' if they do not differ."""
-        ...

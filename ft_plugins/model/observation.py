@@ -16,16 +16,13 @@ class Observer(Protocol):
 
     def read(self, digest: int) -> None:
         """A forward in training begins, with inputs of this digest (64 bits)."""
-        ...
 
     def graded(self, digest: int) -> None:
         """The gradients that the update of the iteration will use have this digest (64 bits). Right before the update,
         by a host that knows neither loss nor norm."""
-        ...
 
     def computed(self, loss: float | None = None, norm: float | None = None) -> None:
         """The loss of the iteration, and the norm of its gradients, as far as the host has them on the CPU."""
-        ...
 
 
 @runtime_checkable
@@ -34,4 +31,3 @@ class ObservedHost(Protocol):
 
     def install_observer(self, observer: Observer) -> None:
         """Report observations from now on; once, before the first iteration."""
-        ...

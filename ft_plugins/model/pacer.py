@@ -33,12 +33,9 @@ class Pacer(Protocol):
 
     def begins(self, nbytes: int) -> None:
         """A copy of `nbytes` is to be sent from now on, instead of any other."""
-        ...
 
     def take(self, nbytes: int, stop: threading.Event) -> Allowance:
         """Wait until some of `nbytes` may go; how many, 0 only if stopped."""
-        ...
 
     def ended(self, allowed: Allowance) -> bool | None:
         """Report that the receiver has the frame of that allowance. Whether it was in time, None without a deadline."""
-        ...

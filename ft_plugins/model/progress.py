@@ -107,11 +107,9 @@ class ProgressReceiver(Protocol):
 
     def edge(self, phase: WorkPhase) -> None:
         """`phase` begins, and the one before ends."""
-        ...
 
     def shares_forward(self) -> None:
         """The forward and backward of a microbatch hold collectives on this rank."""
-        ...
 
 
 @runtime_checkable
@@ -120,7 +118,6 @@ class FollowedHost(Protocol):
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report edges from now on. `spans`: forwards and backwards are reported already, as spans."""
-        ...
 
 
 class ProgressEdges:

@@ -51,37 +51,30 @@ class ReductionControl(Protocol):
     def prepare_reduction(self) -> None:
         """Take control of the reduction, once, before `install`. Every rank of the job calls: groups may be made.
         Raises UnsupportedError, by name, for a mode in which gradients cannot be kept local."""
-        ...
 
     def reduce_over(self, replicas: ReducedOver) -> None:
         """Reduce gradients that way from the next backward on. Called between two iterations; cheap, and may be called
         with the present value."""
-        ...
 
     def require_own_pace(self) -> None:
         """Raises UnsupportedError, by name, if under LOCAL something still couples replicas in each iteration, so that
         they cannot make different numbers of iterations."""
-        ...
 
     def shard_group(self) -> tuple[int, ...]:
         """The ranks over which LOCAL averages, ascending, this one included; this rank alone if there are none."""
-        ...
 
     def modules(self) -> Mapping[str, str]:
         """The module of each item of role PARAMETER or MAIN_PARAMETER, by item name. Names are equal on all ranks that
         hold a part of the module, also of a tied embedding on two stages. Modules are in the order of the forward."""
-        ...
 
     def before_modules(self, call: Callable[[str], None]) -> None:
         """From now on call `call(module)` right before each forward of each of this rank's modules, recomputations and
         evaluations included. Raises UnsupportedError, by name, if forwards cannot be followed."""
-        ...
 
     def follow_modules(self, edges: ModuleEdges) -> None:
         """From now on report the edges of this rank's modules to `edges`, whatever of them is synchronised: parameters,
         masters or shards. Evaluations and recomputations included; a module with several parts has the edges of each.
         Training stays bit for bit the same. Raises UnsupportedError, by name, if forwards cannot be followed."""
-        ...
 
 
 @runtime_checkable
@@ -92,7 +85,6 @@ class ComputesWithCopies(Protocol):
     def forward_order(self) -> Sequence[str]:
         """The modules that `before_modules` announces, also those of whose parameters this rank holds no shard, in the
         order of the forward."""
-        ...
 
 
 @runtime_checkable
@@ -101,10 +93,8 @@ class EarlyUpdates(Protocol):
 
     def early_refusal(self) -> str:
         """Why modules cannot be updated on their own here; '' if they can."""
-        ...
 
     def update_modules_early(self, wanted: Callable[[], Collection[str]], updated: Callable[[str], None]) -> None:
         """From now on, when the backward has completed all gradients of a module among `wanted()`, update it and call
         `updated(module)`; the fence is passed before the first of an iteration. The others follow in the loop's own
         update. Not to be called if it is refused."""
-        ...

@@ -140,18 +140,19 @@ class SyncOutlook:
     def table(self) -> str:
         """The outlook as a table."""
         profile = self.profile
-        head = f"synchronisation: {len(profile)} layer{'s' * (len(profile) != 1)}, "
-        head += (
+        head = (
+            f"synchronisation: {len(profile)} layer{'s' * (len(profile) != 1)}, "
             f"{sum(layer.nbytes for layer in profile.layers) / 1e6:.4g} MB averaged over {profile.replicas} replicas, "
+            f"{profile.compute_ns / NANO:.4g} s of compute per iteration"
         )
-        head += f"{profile.compute_ns / NANO:.4g} s of compute per iteration"
         titles = [one.title for one in ComparedPolicy]
         rows = [("seconds per iteration", "H", *titles, "bound", "in effect", "pays")]
-        lines = [head, *columns(rows + [link.row() for link in self.links])]
-        lines.append(
-            "  in effect: mean iterations between two averagings of a parameter, DreamDDP with idle time filled"
-        )
-        lines.append(f"  pays: the first policy within {PAYS:.0%} of the fastest, in the order of the columns")
+        lines = [
+            head,
+            *columns(rows + [link.row() for link in self.links]),
+            "  in effect: mean iterations between two averagings of a parameter, DreamDDP with idle time filled",
+            f"  pays: the first policy within {PAYS:.0%} of the fastest, in the order of the columns",
+        ]
         if not all(link.hides for link in self.links):
             lines.append("  +: a longer period would hide more")
         ranges = [f"{policy.title} from {rate(low)} to {rate(high)}" for policy, low, high in self.ranges()]

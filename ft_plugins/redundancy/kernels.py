@@ -36,7 +36,6 @@ class Loops(Protocol):
 
     def combine(self, targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Rows, overwrite: bool) -> None:
         """targets[i] += sum_j factors[i][j] * sources[j]. At least one source and target, all of one size."""
-        ...
 
 
 @cache

@@ -36,7 +36,7 @@ from ..errors import TopologyError
 from ..model.topology import Topology
 from .exchange_plan import ExchangePlan, plan_exchange, positions
 from .node_kinds import node_lines
-from .parity import ALIGNMENT, OnDemand, Placement, Stripe, StripePiece
+from .parity import OnDemand, Placement, Stripe, StripePiece, aligned
 from .sections import Extent, Section
 
 NAME = "a copy on the neighbouring stage"
@@ -104,7 +104,7 @@ class NeighbourPlan:
 
     def kept_bytes(self, position: int) -> int:
         """Bytes of one version of the copies that a node keeps, each rounded up to whole cache lines."""
-        return sum(_aligned(copy.nbytes) for copy in self.kept_on[position])
+        return sum(aligned(copy.nbytes) for copy in self.kept_on[position])
 
     def sent_bytes(self, position: int) -> int:
         return sum(copy.nbytes for copy in self.sent_from[position])
@@ -139,7 +139,7 @@ class NeighbourPlan:
         sections = []
         for copy in self.copies:
             stream = (Extent(copy.rank, 0, copy.nbytes),)
-            placement = Mirror((copy.nbytes, 0), LOSSES, _aligned(copy.nbytes))
+            placement = Mirror((copy.nbytes, 0), LOSSES, aligned(copy.nbytes))
             sections.append(Section(copy.rank, (copy.source, copy.target), (stream, ()), placement))
         sizes = tuple(copy.nbytes for copy in self.copies)
         return CopyPlan(self.nodes, self.ranks, LOSSES, tuple(sections), sizes, NAME, self)
@@ -287,15 +287,3 @@ def partner(node: int, nodes: int) -> int:
     if nodes % 2 == 0 or node < nodes - 3:
         return node ^ 1
     return nodes - 1 if node == nodes - 3 else node - 1
-
-
-def partners(nodes: int) -> tuple[frozenset[int], ...]:
-    """For each of a pipeline's `nodes` (two or more), the others that must not be lost together with it."""
-    keeper = [partner(node, nodes) for node in range(nodes)]
-    return tuple(
-        frozenset({keeper[node], *(other for other in range(nodes) if keeper[other] == node)}) for node in range(nodes)
-    )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

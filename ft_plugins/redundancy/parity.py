@@ -130,6 +130,11 @@ class StripeRebuild:
     sources: tuple[tuple[str, int, int], ...]
 
 
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to a multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def cut(nbytes: int, parts: int) -> list[tuple[int, int]]:
     """Cut `nbytes` into `parts` consecutive ranges of nearly equal size, at multiples of ALIGNMENT."""
     lines = -(-nbytes // ALIGNMENT)

@@ -116,10 +116,12 @@ def draw_group_sizes(cluster: Cluster, sizes: GroupSizes, path: Path) -> None:
             right.annotate(f"{100 * one.parity:.2g}%", (one.nodes, one.days), xytext=(4, 5), textcoords="offset points",
                            fontsize=8, color=COLOURS[scheme])  # fmt: skip
     right.set_xscale("log", base=2)
-    right.set_yscale("log")
     right.set_xticks(bounds, [str(bound) for bound in bounds])
-    right.set_xlabel("nodes of a redundancy group; at each point: parity, of a share")
-    right.set_ylabel(f"days above {sizes.threshold:g}")
+    right.set(
+        yscale="log",
+        xlabel="nodes of a redundancy group; at each point: parity, of a share",
+        ylabel=f"days above {sizes.threshold:g}",
+    )
     if right.get_legend_handles_labels()[0]:
         right.legend(frameon=False)
     style_axes(right)
@@ -129,11 +131,13 @@ def draw_group_sizes(cluster: Cluster, sizes: GroupSizes, path: Path) -> None:
 def _over_days(axes: Axes, days: Sequence[float], threshold: float, title: str) -> None:
     """The threshold, and all that the axes of survival have."""
     axes.axhline(threshold, color=LIMIT, linewidth=1.0)
-    axes.set_xscale("log")
-    axes.set_xlim(days[0], days[-1])
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("days since all nodes were new and the last checkpoint was written")
-    axes.set_ylabel("probability that the newest snapshot survives")
+    axes.set(
+        xscale="log",
+        xlim=(days[0], days[-1]),
+        ylim=(0, 1.02),
+        xlabel="days since all nodes were new and the last checkpoint was written",
+        ylabel="probability that the newest snapshot survives",
+    )
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     style_axes(axes)
@@ -169,19 +173,18 @@ def draw_sync(outlook: SyncOutlook, path: Path) -> None:
     for policy, low, high in outlook.ranges():
         for axes in (above, below):
             axes.axvspan(low, high, color=POLICY_COLOURS[policy], alpha=SHADE, linewidth=0)
-    above.set_xscale("log")
-    above.set_yscale("log")
-    above.set_xlim(links[0], links[-1])
-    above.set_ylabel("seconds per iteration")
+    above.set(xscale="log", yscale="log", xlim=(links[0], links[-1]), ylabel="seconds per iteration")
     for axis_part in (above.yaxis.set_major_formatter, above.yaxis.set_minor_formatter):
         axis_part(lambda value, _: f"{value:g}")
     pays = ", ".join(f"{policy.title} up to {rate(high)}" for policy, _, high in outlook.ranges())
     above.set_title(f"What pays: {pays}", loc="left", fontsize=11, fontweight="bold")
     above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     below.step(links, [link.schedule.period for link in outlook.curve], color=SPANS[Kind.FORWARD], where="mid")
-    below.set_ylabel("H, iterations")
-    below.set_xlabel(f"bandwidth of the link, Mbit/s ({outlook.profile.replicas} replicas)")
-    below.set_ylim(0, None)
+    below.set(
+        ylabel="H, iterations",
+        xlabel=f"bandwidth of the link, Mbit/s ({outlook.profile.replicas} replicas)",
+        ylim=(0, None),
+    )
     for axes in (above, below):
         style_axes(axes)
     figure.savefig(path)

@@ -119,7 +119,10 @@ class Paft(Synchronizer):
         if self._policy.audit_interval:
             on_corruption = OnCorruption(self._config.on_corruption)
             auditing = Auditing(self._buckets, links, lambda: {**live(), **copies()}, on_corruption, self._operations)
-            self._verdicts = Verdicts(self._host.rank, auditing, background, self._events, self._agreed)
+            self._verdicts = Verdicts(
+                self._host.rank, auditing, background, self._events,
+                lambda step: self.on_agreed(step),  # which the session sets later
+            )  # fmt: skip
         if self._policy.schedule is not None:
             config = self._config
             buckets = self._buckets.averaged(config.average_optimizer_state)
@@ -127,9 +130,6 @@ class Paft(Synchronizer):
             averaging = Averaging(buckets, links, live, Aggregate(config.aggregate), config.trim, by_tensor)
             self._turns = SyncTurns(self._policy, self._policy.schedule, averaging, links, background, self._events)
             self._events.emit(catalogue.AVERAGING_PREPARED, nbytes=averaging.nbytes, buckets=len(buckets))
-
-    def _agreed(self, step: int) -> None:
-        self.on_agreed(step)
 
     # ---- state that a snapshot carries ----
 

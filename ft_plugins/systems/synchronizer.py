@@ -42,17 +42,14 @@ class Synchronizer(Protocol):
 
     def connect(self, collective: Collective) -> None:
         """Create process groups and claim memory. Every rank of the job calls."""
-        ...
 
     def table(self) -> str:
         """A message on what it does and what that guarantees."""
-        ...
 
     # ---- state that a snapshot carries ----
 
     def captured(self, item: Item) -> Item:
         """The item as a snapshot must hold it: with fewer replicas if they may differ at a version point."""
-        ...
 
     def items(self) -> Sequence[Item]:
         """Its own tensors, as state items. Known after `connect`."""
@@ -64,7 +61,6 @@ class Synchronizer(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Its other state at a version point, as plain values."""
-        ...
 
     def inherited(self, previous: Sequence[Mapping[str, Any] | None]) -> Sequence[int] | None:
         """After a resize, the places in `previous` of the ranks whose own state this rank takes over; None if replicas
@@ -81,7 +77,6 @@ class Synchronizer(Protocol):
         """Continue after version `completed` from the `state` of that version; None if it carries none. `last`: the
         iteration at which training ends, if known. Returns the last iteration that this rank completed. Raises
         ConfigError if `last` makes no sense, ResumeError for a state of another policy."""
-        ...
 
     def continues(self, step: int, last: int) -> bool:
         """Whether this rank trains on after its iteration `step`, in a job of `last` iterations."""
@@ -100,7 +95,6 @@ class Synchronizer(Protocol):
 
     def mark(self, step: int) -> Mark:
         """What is known of the replicas of version `step`."""
-        ...
 
     def tainted(self) -> int | None:
         """The iteration after which snapshots must not be restored; None if that was not found since the last call."""
@@ -111,7 +105,6 @@ class Synchronizer(Protocol):
     @property
     def waits_at_begin(self) -> bool:
         """Whether `iteration_begin` has something to do."""
-        ...
 
     def iteration_begin(self, step: int, wait_for_capture: Callable[[], None]) -> None: ...
 
@@ -123,7 +116,6 @@ class Synchronizer(Protocol):
 
     def shutdown(self) -> None:
         """The orderly end. Idempotent."""
-        ...
 
 
 def synchronizer_of(host: Host, config: Config, events: Events, folder: Path | None) -> Synchronizer:

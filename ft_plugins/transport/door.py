@@ -237,11 +237,8 @@ class Door:
             close_connection(stranger.link.connection)
 
     def _watch_listener(self, now: float) -> None:
-        self._loop.watch(self._listener, self._accept_soon)
-
-    def _accept_soon(self, events: int) -> None:
-        """Accept one connection, after those that are open had their turn."""
-        self._loop.soon(self._accept)
+        """Accept one connection at a time, after those that are open had their turn."""
+        self._loop.watch(self._listener, lambda _: self._loop.soon(self._accept))
 
     def _accept(self, now: float) -> None:
         try:

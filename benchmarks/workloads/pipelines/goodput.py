@@ -38,7 +38,7 @@ from ft_plugins.model.timeline import Timeline
 from ft_plugins.planner.group_survival import log_group_survival
 from ft_plugins.planner.intervals import DAY, Costs, exchange_seconds, iterations, span, storage_rate, young
 from ft_plugins.planner.survival import Cluster, Scheme, columns, demand, loss, lost_per_day, mean_rate
-from ft_plugins.redundancy.neighbour import partners
+from ft_plugins.redundancy.neighbour import partner
 from workloads.pipelines import fitting
 
 GIB = float(1 << 30)
@@ -240,3 +240,11 @@ class _Job:
             return 0.0, 0.0
         seconds = every * self.costs.iteration_seconds
         return wait / seconds, seconds / 2 + lag
+
+
+def partners(nodes: int) -> tuple[frozenset[int], ...]:
+    """For each of a pipeline's `nodes` (two or more), the others that must not be lost together with it."""
+    keeper = [partner(node, nodes) for node in range(nodes)]
+    return tuple(
+        frozenset({keeper[node], *(other for other in range(nodes) if keeper[other] == node)}) for node in range(nodes)
+    )

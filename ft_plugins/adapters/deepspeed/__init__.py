@@ -49,6 +49,3 @@ def install(join: Join | None = None) -> Callable[[], None]:
     on_import("deepspeed", hooks.follow)
     follow_known(hooks.clients, on_import)
     return hooks.finish
-
-
-__all__ = ["install", "prepare", "prepare_launched"]

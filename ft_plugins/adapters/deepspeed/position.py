@@ -82,7 +82,8 @@ class Positions:
     """
 
     def __init__(self) -> None:
-        self.before_read: Callable[[Any], None] = self._reading_early  # until an engine is followed
+        # until an engine is followed
+        self.before_read: Callable[[Any], None] = lambda source: setattr(source, _EARLY, True)
         self.found_end: Callable[[], None] = lambda: None
         self._passes = Passes(lambda source: self.before_read(source), self._finished)
         self._passes.beginning = watched
@@ -107,9 +108,6 @@ class Positions:
         replace(module.DeepSpeedDataLoader, "__next__", self._next_of_loader)
         replace(module.RepeatingLoader, "__init__", self._beginning)
         replace(module.RepeatingLoader, "__next__", self._next_of_repeating)
-
-    def _reading_early(self, source: Any) -> None:
-        setattr(source, _EARLY, True)
 
     def was_read_early(self, source: Any) -> bool:
         """Whether batches of this pass were read before an engine was followed."""

@@ -96,6 +96,3 @@ def _saved(trainer: Any) -> str:
     except Exception as error:  # of the file system, or of the script's own save_model
         return f"could not be saved in {folder} ({error})"
     return f"is saved in {folder}"
-
-
-__all__ = ["TRAINER", "follow", "install"]

@@ -162,6 +162,3 @@ def _cuda_status() -> str:
     except (AssertionError, RuntimeError) as error:
         return str(error).partition(". ")[0].partition("\n")[0]
     return f"{torch.cuda.device_count()} devices"
-
-
-__all__ = ["install", "prepare", "prepare_launched"]

@@ -131,7 +131,7 @@ class MegatronCoreHost(MegatronReduction):
         if self.sharded:
             sizes["fsdp"] = sorted({type(chunk).__name__ for chunk in self.chunks})
         kinds = {type(one).__name__ for one in (*self.optimizers, *map(layer_wise, self.optimizers)) if one}
-        inner = {inner_masters.kind(optimizer.optimizer) for optimizer in self.optimizers if not is_stub(optimizer)}
+        inner = set(map(inner_masters.kind, self._inner()))
         names = (*_ARCHITECTURE, *(_FP8 if getattr(config, "fp8", None) else ()))
         return {
             "framework": "megatron",
@@ -220,11 +220,10 @@ class MegatronCoreHost(MegatronReduction):
     @property
     def _of_one_size(self) -> str:
         """What of this job was not tested at another number of ranks; '' if all was."""
-        inner = [one.optimizer for one in self.optimizers if not is_stub(one)]
         facts = {
             "parameters that FSDP divides": self.sharded,
             "a layer-wise optimizer": any(map(layer_wise, self.optimizers)),
-            "optimizer state in fp16": any(map(inner_masters.scaled, inner)),
+            "optimizer state in fp16": any(map(inner_masters.scaled, self._inner())),
             "delayed scaling": fp8_scaling.in_use(self.chunks),
         }
         return next((name for name, holds in facts.items() if holds), "")
@@ -303,8 +302,7 @@ class MegatronCoreHost(MegatronReduction):
     def install_edges(self, edges: Edges) -> None:
         from .spans import follow  # a version without these names still works if no system needs spans
 
-        inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
-        follow(self.chunks, edges, self.optimizer, inner)
+        follow(self.chunks, edges, self.optimizer, self._inner())
 
     def install(self, hooks: Hooks) -> None:
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -322,8 +320,7 @@ class MegatronCoreHost(MegatronReduction):
             return outcome
 
         wrap(self.optimizer, "step", step)
-        inner = [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
-        reach_fault_points(self.chunks, inner, lambda: self._completed() + 1)
+        reach_fault_points(self.chunks, self._inner(), lambda: self._completed() + 1)
 
     def install_progress(self, progress: ProgressReceiver, spans: bool) -> None:
         """Report forwards, unless they are spans, and evaluations."""

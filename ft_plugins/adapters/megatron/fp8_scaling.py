@@ -116,7 +116,8 @@ def require_no_other(chunks: Sequence[torch.nn.Module], rank: int) -> None:
         for name, part in chunk.named_modules():
             if _META not in vars(part):
                 continue
-            histories = [one.amax_history for one in _kept(vars(part).get(_META)) if _is_history(one)]
+            kept = (getattr(one, _HISTORY, None) for one in _kept(vars(part).get(_META)))
+            histories = [one for one in kept if isinstance(one, torch.Tensor)]
             if delays(chunk) and (_is_followed(part) or _is(part, _ATTENTION)):
                 known.update(one.data_ptr() for one in histories)
             elif histories or delays(chunk):  # another recipe has replaced what was there
@@ -184,10 +185,6 @@ def _is_casting_operation(part: Any) -> bool:
 def _is(part: torch.nn.Module, kind: str) -> bool:
     """Whether the module is Transformer Engine's of that name, or one derived from it, as Megatron-LM's are."""
     return any(one.__name__ == kind for one in type(part).__mro__)
-
-
-def _is_history(state: Any) -> bool:
-    return isinstance(getattr(state, _HISTORY, None), torch.Tensor)
 
 
 def _kept(meta: Any) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError
 from ...model.reduction import ReducedOver
 from .fsdp_layout import ShardLayout
 from .torch_reduction import ModuleCalls, called_paths, compile_again, outermost
@@ -169,9 +169,6 @@ class FsdpReduction(ModuleCalls):
             self._refuse(
                 f"'{name}' has an all-reduce hook of the training script", "leave set_all_reduce_hook to ft_plugins"
             )
-
-    def _refuse(self, reason: str, remedy: str) -> None:
-        raise UnsupportedError(f"rank {self._rank}: local SGD is not supported here: {reason}; {remedy}")
 
     def require_own_pace(self) -> None:
         """Nothing couples replicas: units gather and scatter within a replica."""

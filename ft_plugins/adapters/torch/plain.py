@@ -21,7 +21,7 @@ class PlainLoop:
     """`replicated`: ranks are replicas of each other."""
 
     framework = f"torch {torch.__version__}"
-    fault_points: Mapping[str, Collection[str]] = {}  # that the loop reaches; see `model.host.Injectable`
+    fault_points: Mapping[str, Collection[str]] = {}  # that the loop reaches, and the actions it carries out
     clips_together = ""  # unknown: the loop clips by itself, or not at all
     recomputes = False
     no_recompute_reason = "a plain torch loop cannot compute an iteration again"
@@ -35,7 +35,6 @@ class PlainLoop:
 
     def names(self) -> None:
         """None: there is no framework whose format a checkpoint could be exported to."""
-        return None
 
     def generators(self) -> dict[str, Any]:
         """The part of small state that `restore_position` sets."""

@@ -140,6 +140,9 @@ class ModuleCalls:
                     "cannot synchronise it before it is used: pass the model without torch.jit"
                 )
 
+    def _refuse(self, reason: str, remedy: str) -> None:
+        raise UnsupportedError(f"rank {self._rank}: local SGD is not supported here: {reason}; {remedy}")
+
     def _call_before(self, part: torch.nn.Module, modules: list[str], call: Callable[[str], None]) -> None:
         """Call `call` with each of `modules` before the forward of `part`."""
 
@@ -180,33 +183,34 @@ class DdpReduction(ModuleCalls):
                     "wrap the model in DistributedDataParallel, so that its reduction can be controlled",
                 )
             return
-        if parallel.static_graph:
-            self._refuse(
+        members = dist.get_world_size(parallel.process_group)
+        for unfit, reason, remedy in (
+            (
+                parallel.static_graph,
                 "DistributedDataParallel(..., static_graph=True) reduces gradients in its first backward in any case",
                 "leave static_graph out",
-            )
-        if getattr(parallel, "_delay_all_reduce_params", None):
-            self._refuse(
+            ),
+            (
+                getattr(parallel, "_delay_all_reduce_params", None),
                 "DistributedDataParallel(..., delay_all_reduce_named_params=...) reduces them in every backward",
                 "leave it out",
-            )
-        members = dist.get_world_size(parallel.process_group)
-        if members != self._world_size:
-            self._refuse(
+            ),
+            (
+                members != self._world_size,
                 f"DistributedDataParallel reduces over {members} of {self._world_size} ranks, so that ranks are no "
                 "replicas of each other",
                 "use the default process group; for sharded replicas use fully_shard and ft_plugins.FsdpHost",
-            )
-        if not parallel.require_backward_grad_sync:
-            self._refuse(
+            ),
+            (
+                not parallel.require_backward_grad_sync,
                 "require_backward_grad_sync of DistributedDataParallel is False, so that the loop reduces its "
                 "gradients by itself",
                 "leave it True outside of gradient accumulation",
-            )
+            ),
+        ):
+            if unfit:
+                self._refuse(reason, remedy)
         parallel.register_forward_pre_hook(self._before_forward, prepend=True)
-
-    def _refuse(self, reason: str, remedy: str) -> None:
-        raise UnsupportedError(f"rank {self._rank}: local SGD is not supported here: {reason}; {remedy}")
 
     def require_own_pace(self) -> None:
         """Raises UnsupportedError for layers that communicate in each forward."""

@@ -136,11 +136,9 @@ class StreamStores(Protocol):
     def store(self, words: Words, at: int) -> bool:
         """Store `words` at place `at` of the gate once the stream in use comes there; does not wait. Returns False if
         nothing is stored."""
-        ...
 
     def close(self) -> None:
         """Wait for all stores; the memory may be unmapped then."""
-        ...
 
 
 class Gate:

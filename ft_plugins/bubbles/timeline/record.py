@@ -31,28 +31,22 @@ class Clock(Protocol):
 
     def room(self, slots: int) -> None:
         """Make room for `slots` edges, outside the step path; discards all marks."""
-        ...
 
     def mark(self, slot: int) -> None:
         """Record that edge `slot` is now."""
-        ...
 
     def ready(self, last: int) -> bool:
         """Whether `last`, the edge that was marked last, has passed."""
-        ...
 
     def seconds(self, slots: int) -> list[float]:
         """Times of the first `slots` edges, since edge 0."""
-        ...
 
     def leads(self, seconds: Sequence[float]) -> list[float]:
         """Seconds by which the host was ahead at each of the first edges, which were at `seconds`; empty if the host
         itself computes."""
-        ...
 
     def memory(self) -> int:
         """Bytes in use now; -1 if unknown."""
-        ...
 
 
 class HostClock:

@@ -35,7 +35,6 @@ class GatherResult(Protocol):
 
     def result(self) -> list[bytes]:
         """Wait for the payloads of all ranks, by rank."""
-        ...
 
 
 class OpenDoor(Protocol):
@@ -45,7 +44,6 @@ class OpenDoor(Protocol):
 
     def close(self) -> None:
         """Stop listening."""
-        ...
 
 
 class Swaps(Protocol):
@@ -53,7 +51,6 @@ class Swaps(Protocol):
 
     def swap(self, send: Mapping[int, Bytes], receive: Mapping[int, Bytes]) -> None:
         """Send bytes to ranks and receive from ranks; returns when all have arrived."""
-        ...
 
 
 class Gathers(Protocol):
@@ -61,17 +58,14 @@ class Gathers(Protocol):
 
     def start_gather(self, payload: bytes) -> GatherResult:
         """Start to gather the payloads of all ranks."""
-        ...
 
     def listen(self, purpose: str) -> OpenDoor | None:
         """Listen for transfers; None in a job of one rank. Raises ConfigError."""
-        ...
 
     def through(
         self, door: Any, endpoints: Sequence[tuple[str, int]], most_seconds: float
     ) -> AbstractContextManager[Swaps]:
         """Transfers between ranks that listen at `endpoints`, this one at `door`; no wait takes longer."""
-        ...
 
 
 class RankSummary(NamedTuple):

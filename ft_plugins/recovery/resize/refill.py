@@ -50,11 +50,9 @@ class TakingOver(Protocol):
     def inherited(self, parts: Smalls) -> Sequence[int] | None:
         """The places in `parts` of the ranks whose own state this rank takes over; None if replicas are equal. Raises
         ResumeError."""
-        ...
 
     def merged(self, parts: Smalls) -> dict[str, Any]:
         """The small state of this rank, from that of these ranks."""
-        ...
 
 
 class _PreviousSlots:

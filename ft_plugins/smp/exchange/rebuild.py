@@ -50,19 +50,15 @@ class ReadStream(Protocol):
 
     def ask_for(self, wanted: Data | Parity) -> None:
         """Send a request without waiting for its answer."""
-        ...
 
     def take(self, into: Bytes) -> None:
         """Wait for the next answer, and write its verified bytes to `into`, which has their length."""
-        ...
 
     def close(self) -> None:
         """Close for good, from any thread: a thread that waits for an answer gets an error."""
-        ...
 
     def release(self) -> None:
         """Release what the stream holds: the requesting thread has finished."""
-        ...
 
 
 class Reader(Protocol):

@@ -10,8 +10,7 @@ already loaded: no module is imported, and no method of the class is called.
 
 In: nested dicts and lists of None, bool, int (any size), float, str, bytes, tuple, named tuple, OrderedDict (with its
 attributes: a module's `state_dict` has `_metadata`), defaultdict of a built-in type, Counter, deque, dataclasses that
-keep nothing but their fields, torch.Size, numpy arrays and scalars of numbers, torch CPU tensors, and members of the
-enum classes that the caller names. Out: bytes.
+keep nothing but their fields, torch.Size, numpy arrays and scalars of numbers, and torch CPU tensors. Out: bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import msgpack
@@ -30,8 +28,8 @@ from ...base.intake import DEPTH, SHOWN
 from ...errors import InventoryError, ProtocolError
 
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes that their name describes; no structured dtypes, no objects
-_TUPLE, _ARRAY, _SCALAR, _TENSOR, _ENUM, _BIGINT, _MAP, _COUNTER, _ORDERED, _DEFAULT, _NAMED, _SIZE = range(1, 13)
-_DEQUE, _DATACLASS = 13, 14
+_TUPLE, _ARRAY, _SCALAR, _TENSOR = range(1, 5)
+_BIGINT, _MAP, _COUNTER, _ORDERED, _DEFAULT, _NAMED, _SIZE, _DEQUE, _DATACLASS = range(6, 15)  # 5: not used
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict)}  # of a defaultdict
 _LEAST, _MOST = -(2**63), 2**64 - 1  # of the integers that msgpack supports
 _INTEGER_BITS = 1 << 13  # limit for larger ones: Python converts at most 4300 digits to text and back
@@ -42,18 +40,16 @@ _ATTRIBUTE = object()  # in a Place: the part is an attribute
 Place = tuple[Any, Any] | None  # place of the container and key in it; formatted only for an error
 
 
-def encode(state: Any, enums: Sequence[type[Enum]] = ()) -> bytes:
+def encode(state: Any) -> bytes:
     """Encode `state`. Raises InventoryError, with the place, for an unknown type or too deep nesting."""
-    names = {kind: kind.__name__ for kind in enums}
     try:
-        return _pack(_plain(state, None, names, DEPTH))
+        return _pack(_plain(state, None, DEPTH))
     except UnicodeEncodeError as error:
         raise InventoryError(f"state: invalid Unicode text cannot be captured as small state ({error})") from error
 
 
-def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
+def decode(encoded: bytes) -> Any:
     """Decode the bytes of `encode`. Raises ProtocolError for anything else."""
-    kinds = {kind.__name__: kind for kind in enums}
     left = DEPTH + 1  # a number or tensor in the innermost container is one more level
 
     def extension(code: int, payload: bytes) -> Any:
@@ -76,9 +72,6 @@ def decode(encoded: bytes, enums: Sequence[type[Enum]] = ()) -> Any:
                 dtype, shape, raw = value
                 flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
                 return flat.view(getattr(torch, dtype)).reshape(shape)
-            case _ if code == _ENUM:
-                name, member = value
-                return kinds[name][member]
             case _ if code == _BIGINT:
                 return int(value)
             case _ if code == _MAP:
@@ -124,7 +117,7 @@ def _extension(code: int, payload: Any) -> msgpack.ExtType:
     return msgpack.ExtType(code, _pack(payload))
 
 
-def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int) -> Any:
+def _plain(value: Any, place: Place, left: int) -> Any:
     """`value` with every type that msgpack lacks replaced by an extension. On the step path: common types first."""
     kind = type(value)
     if kind in _AS_IT_IS:
@@ -135,12 +128,12 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int)
         raise InventoryError(f"{_shown(place)}: nested more than {DEPTH} deep; flatten it in the adapter")
     if kind is dict:
         if all(type(key) is str or _is_word(key) for key in value):
-            return {key: _plain(part, (place, key), enums, left - 1) for key, part in value.items()}
-        return _extension(_MAP, _pairs(value, place, enums, left - 1))
+            return {key: _plain(part, (place, key), left - 1) for key, part in value.items()}
+        return _extension(_MAP, _pairs(value, place, left - 1))
     if kind is list:
-        return _parts(value, place, enums, left - 1)
+        return _parts(value, place, left - 1)
     if kind is tuple:
-        return _extension(_TUPLE, _parts(value, place, enums, left - 1))
+        return _extension(_TUPLE, _parts(value, place, left - 1))
     if kind is torch.Tensor:
         dense = value.detach().cpu().contiguous()
         raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
@@ -149,30 +142,24 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int)
         return _extension(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
     if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC:
         return _extension(_SCALAR, [value.dtype.str, value.tobytes()])
-    if isinstance(value, Enum):
-        if kind not in enums:
-            raise InventoryError(f"{_shown(place)}: enum {kind.__name__} is not on the codec's list")
-        if value.name not in kind.__members__:
-            raise InventoryError(f"{_shown(place)}: {value!r} is a combination of flags, which cannot be captured")
-        return _extension(_ENUM, [enums[kind], value.name])
     if kind is Counter:
-        return _extension(_COUNTER, _pairs(value, place, enums, left - 1))
+        return _extension(_COUNTER, _pairs(value, place, left - 1))
     if kind is OrderedDict:
         attributes = vars(value).items()
-        plain = {key: _plain(part, ((place, key), _ATTRIBUTE), enums, left - 1) for key, part in attributes}
-        return _extension(_ORDERED, [_pairs(value, place, enums, left - 1), plain])
+        plain = {key: _plain(part, ((place, key), _ATTRIBUTE), left - 1) for key, part in attributes}
+        return _extension(_ORDERED, [_pairs(value, place, left - 1), plain])
     if kind is defaultdict and (value.default_factory is None or value.default_factory in _FACTORIES.values()):
         factory = value.default_factory and value.default_factory.__name__
-        return _extension(_DEFAULT, [factory, _pairs(value, place, enums, left - 1)])
+        return _extension(_DEFAULT, [factory, _pairs(value, place, left - 1)])
     if kind is torch.Size:
         return _extension(_SIZE, list(value))
     if isinstance(value, tuple) and _loaded(kind.__module__, kind.__qualname__) is kind and _fields(kind):
-        parts = _parts(value, place, enums, left - 1)
+        parts = _parts(value, place, left - 1)
         return _extension(_NAMED, [kind.__module__, kind.__qualname__, list(_fields(kind)), parts])
     if kind is deque:
-        return _extension(_DEQUE, [value.maxlen, _parts(value, place, enums, left - 1)])
+        return _extension(_DEQUE, [value.maxlen, _parts(value, place, left - 1)])
     if (names := plain_fields(value)) and _loaded(kind.__module__, kind.__qualname__) is kind:
-        held = [_plain(getattr(value, each), ((place, each), _ATTRIBUTE), enums, left - 1) for each in names]
+        held = [_plain(getattr(value, each), ((place, each), _ATTRIBUTE), left - 1) for each in names]
         return _extension(_DATACLASS, [kind.__module__, kind.__qualname__, list(names), held])
     raise InventoryError(
         f"{_shown(place)}: a {kind.__module__}.{kind.__qualname__} cannot be captured as small state; "
@@ -180,14 +167,14 @@ def _plain(value: Any, place: Place, enums: Mapping[type[Enum], str], left: int)
     )
 
 
-def _parts(value: Sequence[Any], place: Place, enums: Mapping[type[Enum], str], left: int) -> list[Any]:
+def _parts(value: Sequence[Any], place: Place, left: int) -> list[Any]:
     if set(map(type, value)) == {int} and min(value) >= _LEAST and max(value) <= _MOST:
         return list(value)  # a fast path: Python's generator has 625 integers
-    return [_plain(part, (place, i), enums, left) for i, part in enumerate(value)]
+    return [_plain(part, (place, i), left) for i, part in enumerate(value)]
 
 
-def _pairs(value: Mapping[Any, Any], place: Place, enums: Mapping[type[Enum], str], left: int) -> list[list[Any]]:
-    return [[_plain(k, (place, _KEY), enums, left), _plain(v, (place, k), enums, left)] for k, v in value.items()]
+def _pairs(value: Mapping[Any, Any], place: Place, left: int) -> list[list[Any]]:
+    return [[_plain(k, (place, _KEY), left), _plain(v, (place, k), left)] for k, v in value.items()]
 
 
 def _loaded(module: str, name: str) -> Any:

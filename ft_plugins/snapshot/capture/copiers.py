@@ -31,39 +31,29 @@ _Copies = dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Copier(Protocol):
-    """Copies the pieces of one bucket."""
+    """Copies the pieces of one bucket. Host memory needs no more than `copy`: the others do nothing by default."""
 
     def ready(self) -> None:
         """Called on the training thread at the version point: `copy` must see everything written before."""
-        ...
+        return
 
     def use(self, address: int, nbytes: int) -> None:
         """Called before copies into this part of the segment, which has memory."""
-        ...
+        return
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its destination (same dtype and size), and wait for completion."""
-        ...
 
     def close(self) -> None:
         """Release the resources of copying."""
-        ...
+        return
 
 
-class HostCopier:
+class HostCopier(Copier):
     """Copies from host memory, with one native call per bucket."""
-
-    def ready(self) -> None:
-        return
-
-    def use(self, address: int, nbytes: int) -> None:
-        return
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(list(destinations), list(sources))
-
-    def close(self) -> None:
-        return
 
 
 class CudaCopier:

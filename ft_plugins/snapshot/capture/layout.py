@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import xxhash
 
 from ...model.inventory import Inventory, Item
-from ...redundancy.parity import ALIGNMENT, cut
+from ...redundancy.parity import ALIGNMENT, aligned, cut
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ def plan_layout(inventory: Inventory, nodes: Sequence[str], bucket_bytes: int) -
             offsets, nbytes = [], 0
             for item in items:
                 offsets.append(nbytes)
-                nbytes += _aligned(item.nbytes)
+                nbytes += aligned(item.nbytes)
             parts = shares(replicas, nodes, nbytes)
             own = parts[replicas.index(inventory.rank)]
             streams.append(ReplicaStream(replicas, background, items, tuple(offsets), nbytes, parts, offset))
-            offset += _aligned(own.stop - own.start)
+            offset += aligned(own.stop - own.start)
     synchronous = [piece for stream in streams if not stream.background for piece in pieces_of(stream, inventory.rank)]
     deferred = [piece for stream in streams if stream.background for piece in pieces_of(stream, inventory.rank)]
     return Layout(
@@ -194,10 +194,6 @@ def layer_bytes(layout: Layout) -> tuple[int, ...]:
             previous = current
     stops = [*starts[1:], layout.nbytes]
     return tuple(stop - start for start, stop in zip([0, *starts[1:]], stops, strict=True)) if starts else ()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def pieces_of(stream: ReplicaStream, rank: int) -> Iterator[SlotPiece]:

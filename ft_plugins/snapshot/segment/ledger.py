@@ -120,10 +120,6 @@ class Ledger:
     def entries(self) -> dict[int, LedgerEntry]:
         return {entry.iteration: entry for entry in self._read()}
 
-    def entry(self, iteration: int) -> LedgerEntry | None:
-        place = self._place(iteration)
-        return self._read_at(place) if self._iteration_at(place) == iteration else None
-
     @property
     def condemned(self) -> bool:
         """Whether this rank ended the last incarnation, because its loop did not continue."""

@@ -210,8 +210,10 @@ def promise(
         parts.append(f"{rebuilt} {identical if clean else f'{when}: the effect of a wrong copy stays in all replicas'}")
         if interval > 1:
             parts.append("each update rebuilds them too, so an error in one between two audits is not detected")
-    parts.append("an evaluation between an update and its verdict uses the replicas as they are")
-    parts.append("an error that reached all replicas in the same way is not detected")
+    parts += [
+        "an evaluation between an update and its verdict uses the replicas as they are",
+        "an error that reached all replicas in the same way is not detected",
+    ]
     if clips_together and replicas and chosen is not OnCorruption.ROLLBACK:
         parts.append(
             f"{clips_together}: the effect of one replica's wrong gradients on it stays in all replicas, and the run "

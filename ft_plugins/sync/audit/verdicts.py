@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import xxhash
 
 from ...errors import ReplicaError
 from ...events import Events, catalogue
+from ...model.host import ReplicaOperations
 from ..averaging.aggregate import Aggregate
 from ..averaging.averager import LiveTensors, aggregated, read, views, write
 from ..background import Background, BackgroundTask
@@ -33,13 +34,6 @@ from ..links import Links
 from .audit import REPEATED, Audit, Offences, OnCorruption, Remedy, ScalarCopy, judge, remedy
 
 SHOWN = 4  # buckets named in a report
-
-
-class Scalars(Protocol):
-    """The part of `model.host.ReplicaOperations` that reads and sets a replica's scalar state."""
-
-    def scalars(self) -> bytes: ...
-    def restore_scalars(self, encoded: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,9 +63,10 @@ class Auditing:
     """Audits one rank's replicas."""
 
     def __init__(
-        self, buckets: Buckets, links: Links, tensors: LiveTensors, chosen: OnCorruption, scalars: Scalars
-    ) -> None:
-        self._scalars = scalars
+        self, buckets: Buckets, links: Links, tensors: LiveTensors, chosen: OnCorruption,
+        operations: ReplicaOperations,
+    ) -> None:  # fmt: skip
+        self._operations = operations
         self._buckets = buckets
         self._links = links
         self._tensors = tensors
@@ -115,11 +110,11 @@ class Auditing:
 
     def _copy_scalars(self, replicas: tuple[int, ...], copy: ScalarCopy) -> None:
         if self._links.rank == copy.source:
-            encoded = self._scalars.scalars()
+            encoded = self._operations.scalars()
             for target in copy.targets:
                 self._links.send_bytes(replicas, target, encoded)
         elif self._links.rank in copy.targets:
-            self._scalars.restore_scalars(self._links.receive_bytes(replicas, copy.source))
+            self._operations.restore_scalars(self._links.receive_bytes(replicas, copy.source))
 
     def _average(self, bucket: ReplicaBucket) -> None:
         live = self._tensors()

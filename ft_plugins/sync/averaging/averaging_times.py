@@ -40,7 +40,7 @@ In: sums of squares by rank, or None. Out: `NoiseMeasurement`, `Turn`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -134,18 +134,6 @@ def combine(parts: Table | Sequence[Sequence[float]], rates_squared: float) -> N
     )  # fmt: skip
 
 
-def weight_of(dimension: float, replicas: int) -> float:
-    """d (M-1)/M. Raises ConfigError for fewer than two replicas."""
-    if replicas < 2:
-        raise ConfigError(f"{replicas} replica(s) cannot diverge: expected at least 2")
-    return dimension * (replicas - 1) / replicas
-
-
-def expected_divergence(sigma: float, rates: Iterable[float], dimension: float, replicas: int) -> float:
-    """E ||mean - theta_m||^2 after updates at these learning rates (Lemma 3.1, corrected)."""
-    return weight_of(dimension, replicas) * sigma**2 * math.fsum(rate**2 for rate in rates)
-
-
 def estimate(divergence: float, weight: float, rates_squared: float) -> float | None:
     """s from a measured squared divergence: 0 if that is 0, None without updates or coordinates."""
     if divergence == 0 and weight > 0:
@@ -172,15 +160,12 @@ class SyncSchedule(Protocol):
 
     def first(self, completed: int) -> Turn:
         """The first turn of a job that has completed `completed` iterations and has no turn yet."""
-        ...
 
     def following(self, turn: Turn, measured: NoiseMeasurement | None) -> Turn:
         """The turn after `turn`; `measured` is None if nothing was measured."""
-        ...
 
     def within(self, turn: Turn) -> Turn:
         """A restored turn, moved within this schedule's bounds: the configuration may have changed."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Minimising exposed time over all sets is bin packing. So sets are filled greedil
 each goes to the iteration in which it adds the least exposed time. The time that a layer adds is final, because layers
 after it are launched earlier and change nothing for it (see the formula). Of equal ones the
 fullest iteration is taken, and in a second attempt the emptiest; the best of both and of the contiguous schedule is
-kept. A schedule that exposes no more than `least_exposed_ns` is optimal.
+kept.
 
 Invariant: whole nanoseconds, so costs are exact and schedules are the same on all ranks. Of several best schedules the
 chosen one has the largest first set, then the largest second one, and so on: link time is left idle at the end of a
@@ -108,16 +108,6 @@ def unhidden_period_ns(profile: LayerProfile, period: int) -> int:
 def unavoidable_ns(profile: LayerProfile) -> int:
     """Nanoseconds that are exposed in a period of any length: layers that do not hide even alone in an iteration."""
     return sum(iteration_ns(profile, (layer,)) - profile.compute_ns for layer in range(len(profile)))
-
-
-def least_exposed_ns(profile: LayerProfile, period: int) -> int:
-    """A lower bound of `exposed_ns` over all schedules of `period` iterations, also with sets that are not contiguous.
-
-    The layers up to l can hide at most T - e(l) in each iteration: none of them is launched before e(l)."""
-    sums = accumulate(profile.communication_ns)
-    rooms = (period * (profile.compute_ns - end) for end in profile.backward_ends_ns)
-    bounds = (sum_ns - room for sum_ns, room in zip(sums, rooms, strict=True))
-    return max(0, unavoidable_ns(profile), *bounds)
 
 
 # ------------------------------------------------------------------------------------------------ schedules

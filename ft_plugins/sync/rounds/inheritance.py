@@ -30,10 +30,6 @@ class ReplicaPlace:
     position: int
     count: int
 
-    def predecessor(self, before: int) -> int:
-        """The one of `before` previous replicas whose own state it continues with."""
-        return self.position % before
-
     def values(self) -> list[int]:
         return [self.position, self.count]
 
@@ -53,7 +49,7 @@ def inherited(place: ReplicaPlace, previous: Sequence[Mapping[str, Any] | None])
             "start with the previous number of nodes and without --sync, or from the beginning with --ftp-resume fresh"
         )
     places = [ReplicaPlace.of(carried) for carried in known]
-    wanted = place.predecessor(places[0].count)
+    wanted = place.position % places[0].count
     return tuple(number for number, one in enumerate(places) if one.position == wanted)
 
 

@@ -126,11 +126,6 @@ class LocalSgdPolicy:
         """Whether the parameters of the last synchronisation are kept."""
         return not self.layered
 
-    @property
-    def previous_anchor_is_needed(self) -> bool:
-        """Whether a version at a synchronisation needs the parameters of the synchronisation before."""
-        return self.apply is AppliedAt.UPDATE
-
 
 _OUTER = {  # learning rate and momentum
     "diloco": (0.7, 0.9), "edit": (0.8, 0.85), "a_edit": (0.8, 0.85), "post_local_sgd": (1.0, 0.0),

@@ -17,6 +17,7 @@ In: a clock, the announcements of the other replicas. Out: whether a replica joi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,12 +30,10 @@ class Readiness(Protocol):
 
     def announce(self) -> None:
         """This replica is ready for the next synchronisation. Does not wait."""
-        ...
 
     def all_ready(self, patience: float) -> bool:
         """Whether every replica has announced the synchronisation that this one announced last. Waits at most
         `patience` seconds for the answer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def next_period(seconds: float, progress: WorkDone, done: Sequence[int], elapsed
 class Timekeeper:
     """Decides for one replica when it joins a synchronisation."""
 
-    def __init__(self, readiness: Readiness, clock: Callable[[], float]) -> None:
+    def __init__(self, readiness: Readiness, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds, from any start."""
         self._readiness, self._clock = readiness, clock
         self._started = self._ended = 0.0  # the period; the last iteration

@@ -15,7 +15,6 @@ In: links between the first ranks, within the replica, within the sync group. Ou
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -130,8 +129,3 @@ class ClockedReplica:
             period = next_period(self._seconds, self._progress, self.done, float(table[:, 1].max()), self._last)
             self._keeper.begin(period)
         return tuple(map(float, self.done)) if self._weights_by_steps else None
-
-
-def timekeeper(first_ranks: Links, background: Background) -> Timekeeper:
-    """The timekeeper of a replica, on its first rank."""
-    return Timekeeper(GatheredReadiness(first_ranks, background), time.monotonic)

@@ -37,10 +37,11 @@ from ...sync.background import Background
 from ...sync.rounds import inheritance
 from ...sync.rounds.local_policy import AppliedAt, LocalSgdPolicy, chosen_apply, policy_of, wants_modules
 from ...sync.rounds.modules import plan_modules, require_replicas, require_shard_ranks, sync_group, synchronised
+from ...sync.rounds.own_pace import Timekeeper
 from ...sync.rounds.penalty import NormStatistics
 from ...sync.rounds.synchronisation import Synchronisation, SynchronisationRules
 from ..synchronizer import Synchronizer
-from .clocked import ClockedReplica, timekeeper
+from .clocked import ClockedReplica, GatheredReadiness
 from .forward_copies import ForwardCopies, announced, gathering
 from .layered import LayeredAveraging
 from .sync_groups import OuterItems, SyncGroups, connect_groups
@@ -74,8 +75,9 @@ class LocalSgd(Synchronizer):
         self._place = inheritance.ReplicaPlace(self._members.index(host.rank), len(self._members))
         self._modules = plan_modules(inventory, host.modules(), _BUCKET_BYTES)
         masters = any(item.role is Role.MAIN_PARAMETER for item in items)
-        wanted = wants_modules(config, masters)
-        follows, reason = announced(host, masters, self._before_module) if wanted else (False, "")
+        follows, reason = False, ""
+        if wants_modules(config, masters):
+            follows, reason = announced(host, masters, lambda name: self._under_way.before_forward(name))
         apply = chosen_apply(config, follows, masters, reason)
         self._policy: LocalSgdPolicy = policy_of(config, apply)
         self._copies = host if apply is AppliedAt.FORWARD and masters and isinstance(host, ComputesWithCopies) else None
@@ -138,7 +140,7 @@ class LocalSgd(Synchronizer):
                     self._host.rank,
                 )  # fmt: skip
             self._under_way.exchange, self._under_way.apply = copies.exchange, copies.apply
-        captures_anchors = self._every or self._policy.previous_anchor_is_needed
+        captures_anchors = self._every or self._policy.apply is AppliedAt.UPDATE  # those of the one before
         self._outer_items = OuterItems(self._modules, self._synchronisation.states, captures_anchors)
         if self._policy.seconds is not None:
             self._connect_clocked(groups, self._policy.seconds)
@@ -157,7 +159,7 @@ class LocalSgd(Synchronizer):
         keeper, first_ranks = None, groups.between_first_ranks(readiness.seconds)
         if first_ranks is not None:
             self._readiness = Background(torch.device("cpu"))
-            keeper = timekeeper(first_ranks, self._readiness)
+            keeper = Timekeeper(GatheredReadiness(first_ranks, self._readiness))
         replica = groups.within_replica()
         self._clocked = ClockedReplica(self._policy, groups.plan.position, self._peers, replica, keeper, readiness)
 
@@ -325,9 +327,6 @@ class LocalSgd(Synchronizer):
         if self._copies:  # no gather of the framework's may be on its way when a module's copies are written
             self._operations.finish_copies()
         self._under_way.start(step, factors)
-
-    def _before_module(self, name: str) -> None:
-        self._under_way.before_forward(name)
 
     def _finish(self) -> None:
         if not self._copies:

@@ -45,12 +45,13 @@ def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_aga
 def test_a_number_of_a_module_that_changes_in_training_is_restored() -> None:
     trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
-    assert numbers.changed() == {}
+    assert numbers.captured(False) == {}
     trained[1].p, trained.tau = 0.05, 3
     trained.eval()
-    assert numbers.changed() == {"": {"tau": 3}, "1": {"p": 0.05}}
-    others.restore(codec.decode(codec.encode(numbers.changed())))
-    assert again[1].p == 0.05 and again.tau == 3 and again.training and others.changed() == numbers.changed()
+    assert numbers.captured(False) == {"": {"tau": 3}, "1": {"p": 0.05}}
+    others.restore(codec.decode(codec.encode(numbers.captured(False))))
+    assert again[1].p == 0.05 and again.tau == 3 and again.training
+    assert others.captured(False) == numbers.captured(False)
 
 
 def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> None:
@@ -58,7 +59,7 @@ def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> No
     trained, again = (torch.nn.Sequential(torch.nn.Dropout(0.1)) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
     again[0].p = 0.5
-    others.restore(numbers.changed())
+    others.restore(numbers.captured(False))
     assert again[0].p == 0.1
 
 
@@ -67,7 +68,7 @@ def test_numbers_that_describe_a_cache_are_left_to_it_and_named(capsys: pytest.C
     trained, again = (torch.nn.Sequential(torch.nn.Identity()) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
     trained[0].table, trained[0].length = torch.zeros(8), 8
-    assert numbers.changed() == {}
+    assert numbers.captured(False) == {}
     again[0].table, again[0].length = torch.zeros(4), 4
     others.restore({"0": {"length": 8}})
     assert again[0].length == 4
@@ -106,7 +107,7 @@ def test_numbers_in_lists_tuples_and_dicts_are_restored_where_the_script_has_the
     others.restore(codec.decode(codec.encode(numbers.captured(False))))
     assert (again.rates, again.seen, again.window) == ([0.1, 0.3], {"easy": 0, "hard": [7, 0], "new": None}, (3, 4))
     assert again.history == [1.5] and again.rates is rates and again.seen["hard"] is hard
-    assert others.changed() == numbers.changed()
+    assert others.captured(False) == numbers.captured(False)
 
 
 def test_lists_that_are_back_at_what_they_were_built_with_are_restored_too() -> None:

@@ -24,7 +24,6 @@ from ft_plugins.redundancy.neighbour import (
     NeighbourCopy,
     NeighbourPlan,
     partner,
-    partners,
     pipelines,
     plan_copies_and_parity,
     plan_neighbours,
@@ -34,6 +33,7 @@ from ft_plugins.smp.exchange.frames import Parity, decoded
 from ft_plugins.snapshot.capture.layout import plan_layout
 from ft_plugins.snapshot.segment.slots import Version
 from harness.operations import doubling
+from workloads.pipelines.goodput import partners
 
 V = Version(1, 7)
 

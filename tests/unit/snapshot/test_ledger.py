@@ -32,7 +32,7 @@ def test_an_entry_comes_back_with_the_low_half_of_its_digests_and_all_bits_of_it
     for part, value in {**digests, **numbers}.items():
         ledger.record(iteration, part, value)
     expected = LedgerEntry(iteration, {part: digest & 0xFFFFFFFF for part, digest in digests.items()}, numbers)
-    entry = ledger.entry(iteration) or LedgerEntry(iteration)
+    entry = ledger.entries().get(iteration) or LedgerEntry(iteration)
     assert entry.digests == expected.digests and entry.numbers.keys() == expected.numbers.keys()
     assert entry.differing(expected) == ()
     assert {one.iteration for one in ledger.entries().values()} == ({iteration} if digests or numbers else set())
@@ -53,8 +53,8 @@ def test_an_iteration_that_takes_the_entry_of_another_one_inherits_nothing() -> 
     ledger.record(FIRST_KEPT + 1, LedgerPart.INPUT, 5)
     ledger.record(FIRST_KEPT + 1, LedgerPart.LOSS, 2.5)
     ledger.record(FIRST_KEPT + 1 + KEPT, LedgerPart.GENERATORS, 7)
-    assert ledger.entry(FIRST_KEPT + 1) is None
-    entry = ledger.entry(FIRST_KEPT + 1 + KEPT)
+    assert ledger.entries().get(FIRST_KEPT + 1) is None
+    entry = ledger.entries().get(FIRST_KEPT + 1 + KEPT)
     assert entry is not None and entry.digests == {LedgerPart.GENERATORS: 7} and entry.numbers == {}
 
 
@@ -64,10 +64,10 @@ def test_a_flipped_bit_makes_one_word_unknown_and_no_other() -> None:
         ledger.record(3, part, 17 + part)
     place = int(np.flatnonzero(words)[0])
     words[place + LedgerPart.INPUT] ^= np.uint64(1 << 40)
-    entry = ledger.entry(3)
+    entry = ledger.entries().get(3)
     assert entry is not None and entry.digests == {part: 17 + part for part in DIGESTS if part is not LedgerPart.INPUT}
     words[place] ^= np.uint64(1)
-    assert ledger.entry(3) is None and not ledger.entries()
+    assert ledger.entries().get(3) is None and not ledger.entries()
 
 
 def test_parts_that_only_one_of_two_entries_knows_do_not_differ_and_a_nan_equals_itself() -> None:

@@ -19,13 +19,12 @@ from ft_plugins.sync.layers.layers_schedule import (
     equal_number,
     exposed_ns,
     iteration_ns,
-    least_exposed_ns,
     period_ns,
     plan_layers,
     unavoidable_ns,
     unhidden_period_ns,
 )
-from workloads.schedule_references import contiguous, partitions, search
+from workloads.schedule_references import contiguous, least_exposed_ns, partitions, search
 
 Triple = tuple[float, float, float]
 

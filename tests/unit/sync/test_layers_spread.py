@@ -16,11 +16,10 @@ from ft_plugins.sync.layers.layers_filling import fill, interval_in_effect
 from ft_plugins.sync.layers.layers_schedule import (
     exposed_ns,
     iteration_ns,
-    least_exposed_ns,
     plan_layers,
     spread_layers,
 )
-from workloads.schedule_references import partitions
+from workloads.schedule_references import least_exposed_ns, partitions
 
 
 def profile_of(*times: tuple[float, float], unit: float = 1e-9) -> LayerProfile:

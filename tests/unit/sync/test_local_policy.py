@@ -27,7 +27,6 @@ def test_a_synchronisation_that_is_applied_at_the_next_update_is_in_flight_in_it
     policy = policy_of(SyncConfig(tau=4), AppliedAt.UPDATE)
     assert [step for step in range(1, 10) if policy.in_flight(step)] == [4, 8]
     assert not any(policy.identical(step) for step in range(1, 10))
-    assert policy.previous_anchor_is_needed and not policy_of(SyncConfig(), AppliedAt.WAIT).previous_anchor_is_needed
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,12 @@ from ft_plugins.sync.averaging.averaging_times import (
     Turn,
     combine,
     estimate,
-    expected_divergence,
     part_of,
-    weight_of,
 )
 from ft_plugins.sync.buckets import ReplicaBucket, plan_buckets
 from ft_plugins.sync.links import Links
 from harness.gang import gang
+from workloads.noise_theory import expected_divergence, weight_of
 
 SIGMA = 0.03
 DIMENSION = 20_000  # the variance of a sum of so many squares is 2/d of its square: 1 % here

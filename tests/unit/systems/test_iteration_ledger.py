@@ -155,7 +155,7 @@ def test_captured_bytes_are_compared_at_the_next_fence() -> None:
     assert rank.said == []
     iterate(again, 8)
     assert rank.said == ["resume.differed"]
-    entry = rank.words.entry(7)
+    entry = rank.words.entries().get(7)
     assert entry is not None and entry.digests[LedgerPart.STATE] == 1
 
 

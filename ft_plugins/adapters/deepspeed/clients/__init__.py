@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 
 class EngineClient(Protocol):
-    """What DeepSpeed's loop needs to know of a program that has its own. Its methods are called on every rank."""
+    """What DeepSpeed's loop needs to know of a program that has its own. Its methods are called on every rank. Defaults
+    suit one that does not count, and keeps nothing."""
 
     name: str  # as its users call it
     places_data: bool  # whether its restored state alone makes its loop read the right batches
@@ -35,14 +36,17 @@ class EngineClient(Protocol):
     def iteration(self) -> int | None:
         """How many iterations its loop has completed, as it counts itself; None if it does not: then only reads of the
         engine's counters show that it continues."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """Its own state at a version point, and as soon as it is followed: plain values, tensors and arrays. Twice the
         room that its first state takes is claimed."""
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from there. The engine is restored already; generators and the data position come later, right
         before the first iteration. Raises ResumeError."""
+        return
 
 
 class EngineClients:
@@ -70,6 +74,3 @@ class EngineClients:
         finally:
             self.current = None
         self._finished(client)
-
-
-__all__ = ["EngineClient", "EngineClients"]

@@ -21,7 +21,7 @@ from ...hf.refusals import refuse_built
 from ...schedulers import SchedulerRestore
 from ...script.script_hooks import replace
 from ...script.undeclared_search import ignore_alone
-from . import EngineClients
+from . import EngineClient, EngineClients
 
 
 def follow(module: ModuleType, clients: EngineClients) -> None:
@@ -45,8 +45,8 @@ def skipping(original: Callable[..., Any], dataloader: Any, num_batches: int = 0
     return dataloader
 
 
-class AccelerateClient:
-    """The loop over one engine."""
+class AccelerateClient(EngineClient):
+    """The loop over one engine. It does not count: what it reads of the engine's counters shows that it continues."""
 
     name = "a script over accelerate"
     places_data = True
@@ -61,10 +61,6 @@ class AccelerateClient:
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         self._engine, self._begin = engine, begin
-
-    def iteration(self) -> int | None:
-        """None: it does not say; what it reads of the engine's counters shows that it continues."""
-        return None
 
     def state(self) -> dict[str, Any]:
         reserve = {} if self._engine is not None else {"reserve": bytes(256 << 10)}  # asked for its size

@@ -6,14 +6,14 @@ would be protected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ...rules import DEEPSPEED, refuse
 from ...rules.deepspeed import LIGHTNING, OTHERWISE
 from ...script.script_hooks import wrap
-from . import EngineClients
+from . import EngineClient, EngineClients
 
 
 def follow(module: ModuleType, clients: EngineClients) -> None:
@@ -24,7 +24,7 @@ def follow(module: ModuleType, clients: EngineClients) -> None:
     wrap(module.Trainer, "fit", fit)  # type: ignore[attr-defined]
 
 
-class LightningClient:
+class LightningClient(EngineClient):
     """What cannot be followed."""
 
     name = LIGHTNING
@@ -32,12 +32,3 @@ class LightningClient:
 
     def follow(self, engine: Any, begin: Callable[[], None]) -> None:
         refuse(DEEPSPEED, OTHERWISE, {"built": {"client": self.name}})
-
-    def iteration(self) -> int | None:
-        return None
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing is captured."""
