@@ -32,7 +32,9 @@ class FirstImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """None: leave it to the other finders. For the package itself, ask all finders again: the action may have
-        inserted one in front of this one."""
+        inserted one in front of this one. Of a package that has been imported ahead, the spec is read, as by an import
+        of it, before a module in it is found: see `preload.traces`."""
+        getattr(getattr(sys.modules.get(fullname.rpartition(".")[0]), "__spec__", None), "_initializing", None)
         if self._action is None or fullname != self._package:
             return None
         action, self._action = self._action, None

@@ -8,7 +8,8 @@
 A rank has variables of the environment, filters of warnings and functions that are called at exit from its own import
 of a module on, and none of a module that it does not import. So what an import ahead changes of them is undone and *put
 off* until the rank imports one of the modules that came with it. An import statement that finds a module in
-`sys.modules` reads `_initializing` of its spec, and so does `import_module` from Python 3.11 on: that shows it.
+`sys.modules` reads `_initializing` of its spec, and so do `import_module` from Python 3.11 on and `FirstImport` of
+`launcher.hooks` for the package of a module that is not there: that shows it.
 
 Which variables of the environment modules read and set meanwhile is noted by name; copying the whole environment reads
 none. Python code that uses `os.environ` or `os.getenv` is seen, what libraries in C read is not.
@@ -201,9 +202,8 @@ def put_off() -> Iterator[None]:
     known = {
         name for name, each in list(sys.modules.items()) if not isinstance(getattr(each, "__spec__", None), WaitingSpec)
     }
-    environment, filters = dict(os.environ), list(warnings.filters)
+    environment, filters, at_exit = dict(os.environ), list(warnings.filters), cast(Any, atexit.register)
     calls: list[Callable[[], object]] = []
-    at_exit: Any = atexit.register
 
     def register(function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if getattr(function, "__module__", None) not in sys.modules.keys() - known:

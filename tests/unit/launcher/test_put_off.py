@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ft_plugins.config import launch_context
+from ft_plugins.launcher.hooks import register
 from ft_plugins.launcher.preload.traces import put_off
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not read specs")
@@ -35,11 +37,12 @@ def state() -> tuple[dict[str, str], list[str], int]:
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Writes modules; afterwards all is as before."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
     environment, filters, modules = dict(os.environ), list(warnings.filters), set(sys.modules)
 
     def write(name: str, text: str = CHANGES) -> None:
         path = (tmp_path / name.replace(".", "/")).with_suffix(".py")
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.format(name=name.upper().replace(".", "_")))
 
     yield write
@@ -85,6 +88,17 @@ def test_a_module_in_a_package_that_is_there_is_imported_however_that_is_written
     exec(words)
     assert os.environ["PUT_OFF_PACKAGE_LATE"] == "its own"
     assert sys.modules["package"].late is sys.modules["package.late"]
+
+
+def test_a_module_that_was_not_imported_ahead_comes_after_its_package(module: Callable[..., None]) -> None:
+    register(launch_context({}))
+    module("package.__init__", "")
+    module("package.late.__init__")
+    module("package.late.more", "import os\nFOUND = os.environ['PUT_OFF_PACKAGE_LATE___INIT__']")
+    ahead("package", "package.late")
+    import package.late.more  # type: ignore[import-not-found]
+
+    assert package.late.more.FOUND == "its own"
 
 
 def test_what_a_later_import_uses_of_one_that_waits_is_there_for_it_and_waits_with_it(
