@@ -118,7 +118,7 @@ class Job:
         return {node for node in self.nodes if paths.segments_of(self.name, node)}
 
     def checkpoints(self) -> set[str]:
-        return {path.name for path in (self.folder / "ck" / self.name).iterdir()}
+        return {path.name for path in (self.folder / "ck" / self.name).glob("v*")}
 
     def plugins(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from ft_plugins.cli import main; main()", *words]

@@ -123,7 +123,7 @@ class Loop:
 def iterations(host: TorchHost, rank: int, world: int, until: int, done: int = 0) -> Iterator[int]:
     """Under a session that captures nothing, but takes the small state at each version point."""
     session = attach(host, Config(), LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0))
-    session.iteration_end = lambda step: host.small_state()  # type: ignore[method-assign]
+    session.iteration_end = lambda step, ends: host.small_state()  # type: ignore[method-assign]
     yield from session.iterations(until, done)
 
 

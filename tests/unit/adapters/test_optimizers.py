@@ -140,7 +140,7 @@ def gan() -> Gan:
 def steps(gan: Gan, host: TorchHost) -> Iterator[int]:
     """Iterations with a version point each."""
     session: Session = session_of(host)
-    session.iteration_end = lambda step: host.small_state() and None  # type: ignore[method-assign, assignment]
+    session.iteration_end = lambda step, ends: host.small_state() and None  # type: ignore[method-assign, assignment]
     return session.iterations(ITERATIONS)
 
 

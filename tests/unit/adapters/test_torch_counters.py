@@ -25,7 +25,7 @@ def counted(seen: int, bad: int, version: Any = None, ignored: tuple[str, ...] =
             small.host.restore_position(version)
 
     small.session.iteration_begin = iteration_begin  # type: ignore[method-assign]
-    small.session.iteration_end = lambda step: versions.append(small.host.small_state())  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step, ends: versions.append(small.host.small_state())  # type: ignore[method-assign]
     for _step in small.session.iterations(3):
         small.backward()
         small.optimizer.step()
@@ -67,7 +67,7 @@ def averaged(total: float, age: int, version: Any = None) -> list[Any]:
         total += 0.5
 
     small.session.iteration_begin = iteration_begin  # type: ignore[method-assign]
-    small.session.iteration_end = lambda step: versions.append(small.host.small_state())  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step, ends: versions.append(small.host.small_state())  # type: ignore[method-assign]
     for _step in small.session.iterations(3):
         train()
         if own.is_old():
@@ -126,7 +126,7 @@ def streamed(stream: Any, version: Any = None, by_next: bool = True) -> list[Any
         small.optimizer.zero_grad()
 
     small.session.iteration_begin = iteration_begin  # type: ignore[method-assign]
-    small.session.iteration_end = lambda step: versions.append(small.host.small_state())  # type: ignore[method-assign]
+    small.session.iteration_end = lambda step, ends: versions.append(small.host.small_state())  # type: ignore[method-assign]
     if by_next:
         for _step in small.session.iterations(3):
             train(next(stream))

@@ -163,6 +163,6 @@ def test_what_is_applied_before_the_update_is_accepted_and_so_is_the_update(capt
         small.optimizer.zero_grad()
 
     small.session.before_update = applied  # type: ignore[method-assign]
-    small.session.iteration_end = lambda step: None if step % captured else small.host.small_state()  # type: ignore
+    small.session.iteration_end = lambda step, ends: None if step % captured else small.host.small_state()  # type: ignore
     for step in small.session.iterations(6):
         body(step)

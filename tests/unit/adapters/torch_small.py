@@ -49,6 +49,6 @@ class Small:
         self.model(torch.ones(2, 4)).square().mean().backward()
 
     def run(self, body: Callable[[int], None], until: int = 6) -> None:
-        self.session.iteration_end = lambda step: self.host.small_state()  # type: ignore[method-assign]
+        self.session.iteration_end = lambda step, ends: self.host.small_state()  # type: ignore[method-assign]
         for step in self.session.iterations(until):
             body(step)
