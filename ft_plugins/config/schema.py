@@ -154,12 +154,6 @@ class Config(Block):
         "for 'ft-plugins rehearse'; makes iterations longer",
         json_schema_extra=more(expected="a folder", needs_system=True),
     )
-    cycle_info_dir: NonEmptyText | None = Field(
-        None,
-        description="write a file for each start of the ranks in this folder, as nvrx-watch of nvidia-resiliency-ext "
-        "reads them; under ft-run",
-        json_schema_extra=more(expected="a folder", needs_system=True),
-    )
     stop_after: int | None = Field(
         None,
         ge=1,

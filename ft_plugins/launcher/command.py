@@ -233,12 +233,11 @@ def _choose_rendezvous(options: argparse.Namespace, plan: Plan) -> None:
         options.rdzv_backend = BACKEND if plan.protected else "c10d"
         options.rdzv_endpoint = "localhost:0"
         options.rdzv_id = str(uuid.uuid4())
-    for flag, given in (("node-check", plan.config.node_check), ("cycle-info-dir", plan.config.cycle_info_dir)):
-        if given and options.rdzv_backend != BACKEND:
-            raise ConfigError(
-                f"--ftp-{flag}: has no effect with --rdzv-backend {options.rdzv_backend}, which starts a round without "
-                "it; drop one of the two"
-            )
+    if plan.config.node_check and options.rdzv_backend != BACKEND:
+        raise ConfigError(
+            f"--ftp-node-check: has no effect with --rdzv-backend {options.rdzv_backend}, which starts a round without "
+            "it; drop one of the two"
+        )
     if options.master_port is None:
         options.master_port = 29500
 

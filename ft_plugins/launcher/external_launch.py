@@ -91,9 +91,8 @@ def _bring_up(config: Config) -> tuple[str, int]:
     """The run directory of this job on this node, and the token of this incarnation."""
     if config.capture is None:
         raise ConfigError("no system is on")
-    for flag, given in (("node-check", config.node_check), ("cycle-info-dir", config.cycle_info_dir)):
-        if given:
-            raise ConfigError(f"--ftp-{flag}: has no effect without ft-run; start the job with it, or drop the key")
+    if config.node_check:
+        raise ConfigError("--ftp-node-check: has no effect without ft-run; start the job with it, or drop the key")
     job = job_identity.job_name(config.job, "", os.getuid(), os.getcwd(), sys.argv[0], sys.argv[1:])
     node = config.node_name or job_identity.safe_name(socket.gethostname())
     run_dir, launcher = run_directory(job, node), os.getppid()

@@ -50,7 +50,6 @@ from ..rounds.round_store import store_on
 from ..rounds.rounds import ALL
 from . import build_locks, left_traces, worker_failures
 from .agent_channel import AgentChannel
-from .cycle_files import CycleFiles
 from .draining import Departure, longest_wait
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .signals import SignalStop
@@ -112,8 +111,6 @@ class ProgressAgent(LocalElasticAgent):
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
         self._dumping: float | None = None  # monotonic: the kernel was first seen to write the core of a worker
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
-        folder = job.config.cycle_info_dir if job else None
-        self._cycles = CycleFiles(Path(folder), job.name, os.environ) if job and folder else None
         handler = spec.rdzv_handler
         alive = handler.num_nodes_waiting if isinstance(handler, Rendezvous) else lambda: 0  # torch's have a thread
         self._preload = parent_of(job, spec, events, alive)
@@ -350,15 +347,7 @@ class ProgressAgent(LocalElasticAgent):
         self._failed_at = self._dumping = None
         pids = {worker.global_rank: context.pids()[worker.local_rank] for worker in worker_group.workers}
         self._start.begin(pids, worker_group.group_world_size != 1)
-        handler = worker_group.spec.rdzv_handler
-        if self._cycles and isinstance(handler, Rendezvous) and worker_group.group_rank == 0:
-            self._cycles.begin(self.restarts, handler.members, handler.all_workers)
         return started
-
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        super()._shutdown(*args, **kwargs)
-        if self._cycles:
-            self._cycles.end()
 
     def end_preload(self) -> None:
         """End the process that ranks are forked from: no restart comes any more. Idempotent."""
