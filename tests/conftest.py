@@ -94,6 +94,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=left_out)
             gone = set(left_out)
             items[:] = [item for item in items if item not in gone]
+        if part:
+            items[:] = parts.rotated(items, lambda item: item.nodeid.partition("::")[0], parts.head())
     if not (part or config.getoption("--all")):
         draw_fewer({item.obj for item in items if isinstance(item, pytest.Function)})
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -14,10 +14,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 from xml.etree import ElementTree
 
+T = TypeVar("T")
 TESTS = Path(__file__).resolve().parents[1]
 DURATIONS = TESTS / "durations.txt"
 SECONDS = 900  # of a part, roughly
@@ -63,6 +65,21 @@ def part_of(commit: str, number: int) -> str:
     return f"{int(commit, 16) % number + 1}/{number}"
 
 
+def rotated(tests: list[T], file_of: Callable[[T], str], commit: str) -> list[T]:
+    """The tests of a part, by whole files, begun at one that follows from the commit: a part that is cut off at LONGEST
+    is cut off elsewhere the next time."""
+    files = list(dict.fromkeys(map(file_of, tests)))
+    first = int(commit, 16) // number_of_parts(durations()) % max(1, len(files))
+    place = {file: at for at, file in enumerate([*files[first:], *files[:first]])}
+    return sorted(tests, key=lambda test: place[file_of(test)])
+
+
+def head() -> str:
+    """The commit's hash; 0 without a repository."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True)
+    return found.stdout.strip() or "0"
+
+
 def measured(results: Path) -> dict[str, float]:
     """Seconds by file of what pytest's XML has; tests that were skipped do not count."""
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -77,8 +94,7 @@ def main() -> None:
         seconds = {**durations(), **measured(Path(sys.argv[1]))}  # what was skipped for lack of a framework stays
         DURATIONS.write_text(_HEAD + "".join(f"{file} {each:.0f}\n" for file, each in sorted(seconds.items())))
         return
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True)
-    print(part_of(head.stdout.strip() or "0", number_of_parts(durations())))  # no repository: the first part
+    print(part_of(head(), number_of_parts(durations())))
 
 
 if __name__ == "__main__":

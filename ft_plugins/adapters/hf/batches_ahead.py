@@ -59,7 +59,9 @@ class _Pass(LoaderPass):
             return self._read_again(again)
         before = numbers_drawn(device=False) if self.owner.watches else None
         batch = super().__next__()
-        self.owner.draws = self.owner.draws or (before is not None and before != numbers_drawn(device=False))
+        if before is not None and not self.owner.draws and before != numbers_drawn(device=False):
+            self.owner.draws = True
+            say(f"{_DRAWN}; a restart will be refused", alarm=True)
         return batch
 
     def _read_again(self, read_with: Mapping[str, Any]) -> Any:

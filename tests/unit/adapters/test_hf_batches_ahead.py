@@ -176,8 +176,14 @@ def test_an_iterable_data_set_is_read_again(killed_after: int, capsys: pytest.Ca
     assert ("were read again and dropped" in capsys.readouterr().out) == (killed_after % BATCHES > 0)
 
 
-def test_an_iterable_data_set_that_draws_is_refused_by_name() -> None:
-    captured = Loop(streamed(True)).iterate(0, 3).captured()
+def test_an_iterable_data_set_that_draws_is_named_when_it_does_and_refused_at_a_restart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loop = Loop(streamed(True)).iterate(0, 1)
+    said = "draws random numbers of the process while it is read"
+    assert capsys.readouterr().out.count(said) == 1, "in the first iteration"
+    captured = loop.iterate(1, 3).captured()
+    assert said not in capsys.readouterr().out, "and once"
     with pytest.raises(ResumeError, match="draws random numbers of the process while it is read"):
         Loop(streamed(True)).restored(captured).iterate(3, 4)
 

@@ -54,3 +54,13 @@ def test_what_was_measured_are_the_seconds_of_each_file_without_what_was_skipped
     rows = "".join(f'<testcase classname="{name}" time="{time}">{inner}</testcase>' for name, time, inner in cases)
     (tmp_path / "results.xml").write_text(f"<testsuites><testsuite>{rows}</testsuite></testsuites>")
     assert parts.measured(tmp_path / "results.xml") == {"tests/unit/test_a.py": 5.5}
+
+
+def test_a_part_begins_at_another_file_with_another_commit_and_files_stay_whole() -> None:
+    tests = [f"{file}::{number}" for file in "abcde" for number in range(3)]
+    begun = set()
+    for commit in range(0, 40 * parts.number_of_parts(parts.durations()), parts.number_of_parts(parts.durations())):
+        order = parts.rotated(tests, lambda test: test[0], f"{commit:x}")
+        assert sorted(order) == tests and [order[at] for at in (0, 1, 2)] == [f"{order[0][0]}::{n}" for n in range(3)]
+        begun.add(order[0][0])
+    assert begun == set("abcde")
