@@ -61,7 +61,7 @@ class _Pass(LoaderPass):
         batch = super().__next__()
         if before is not None and not self.owner.draws and before != numbers_drawn(device=False):
             self.owner.draws = True
-            say(f"{_DRAWN}; a restart will be refused", alarm=True)
+            say(f"the data position cannot be captured: {_DRAWN}; a restart will be refused", alarm=True)
         return batch
 
     def _read_again(self, read_with: Mapping[str, Any]) -> Any:

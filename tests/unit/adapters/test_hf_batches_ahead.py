@@ -181,9 +181,9 @@ def test_an_iterable_data_set_that_draws_is_named_when_it_does_and_refused_at_a_
 ) -> None:
     loop = Loop(streamed(True)).iterate(0, 1)
     said = "draws random numbers of the process while it is read"
-    assert capsys.readouterr().out.count(said) == 1, "in the first iteration"
+    assert capsys.readouterr().err.count(said) == 1, "in the first iteration"
     captured = loop.iterate(1, 3).captured()
-    assert said not in capsys.readouterr().out, "and once"
+    assert said not in capsys.readouterr().err, "and once"
     with pytest.raises(ResumeError, match="draws random numbers of the process while it is read"):
         Loop(streamed(True)).restored(captured).iterate(3, 4)
 
