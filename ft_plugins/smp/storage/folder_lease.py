@@ -10,6 +10,7 @@ In: the opened lineages of segments, the folder. Out: the lease's file; the even
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -29,8 +30,8 @@ LOOK_SECONDS = lease.HOLD_SECONDS / 6  # between two looks on the node of rank 0
 
 
 class FolderLease:
-    """The lease as one node keeps it. `lost`: why this run writes no more checkpoints, '' if it does. For the thread
-    that writes."""
+    """The lease as one node keeps it. `lost`: why this run writes no more checkpoints, '' if it does. Any thread may
+    call; one that finds the folder stalled holds up the others that do."""
 
     def __init__(self, smp: NodeContext, watched: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> None:
         """`watched`: pid and start of this node's ft-run."""
@@ -38,13 +39,17 @@ class FolderLease:
         self._newest = (0, "")  # lineage and run that this node has opened
         self._seen: Lease | None = None
         self._next = float("-inf")  # monotonic: of the next look
+        self._lock = threading.Lock()
         self.lost = ""
 
     def keep(self, base: Path, segments: Mapping[int, Segment], world_size: int, writes: bool = False) -> None:
         """Look at the lease and renew it: each LOOK_SECONDS on the node of rank 0, less often on others; and always
         before something is written (`writes`). Raises StorageError then, unless this run has it; OSError."""
-        if not writes and time.monotonic() < self._next:
-            return
+        with self._lock:
+            if writes or time.monotonic() >= self._next:
+                self._look(base, segments, world_size, writes)
+
+    def _look(self, base: Path, segments: Mapping[int, Segment], world_size: int, writes: bool) -> None:
         order = min(segments) / world_size
         self._next = time.monotonic() + LOOK_SECONDS * (1.5 + order / 2 if order else 1.0)
         headers = [segment.header for segment in segments.values()]
@@ -76,8 +81,8 @@ class FolderLease:
             raise StorageError(self.lost or f"another start of this job takes {base}")
 
     def release(self, base: Path, segments: Iterable[Segment]) -> None:
-        """The job has ended in order: another run may use the folder at once. Never raises."""
-        with suppress(OSError):
+        """The job has ended in order: another run may use the folder at once. Raises OSError."""
+        with self._lock:
             mine = max(self._newest, newest_run(segments))
             seen = lease.newest(base, mine[0])
             if seen is not None and (seen.lineage, seen.run) == mine:
