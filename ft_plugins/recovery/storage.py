@@ -117,8 +117,8 @@ class StorageTier:
         """Take the folder for the lineage of `plan`, before any version becomes void. Every rank of the job calls.
         Raises ResumeError, on all ranks, if another run has taken it meanwhile. One that cannot be written to is
         reported."""
-        now, me, nodes = time.time(), liveness.identified(os.getpid()), tuple(self._nodes[:_NODES])
-        taken = Lease(plan.lineage, plan.run, nodes, len(self._nodes) == 1, me, taken=now, renewed=now)
+        now, me, nodes = time.time(), (liveness.identified(os.getpid()),), tuple(self._nodes[:_NODES])
+        taken = Lease(plan.lineage, plan.run, nodes, processes=me, taken=now, renewed=now)  # SMPs know if it is alone
         with self._collective.agreement():
             if self._collective.rank == 0 and not self._unreachable:
                 try:
@@ -133,7 +133,7 @@ class StorageTier:
         does not count as one that does not change. Raises ResumeError if another run has it, OSError, TimeoutError."""
         while True:
             looked, now = time.monotonic(), self._look()
-            gone = now is not None and liveness.has_ended(now.process)
+            gone = now is not None and now.processes != () and all(map(liveness.has_ended, now.processes))
             decision = lease.at_start(*self._memory, first, now, unchanged, gone)
             if decision is Claim.REFUSE:
                 raise self._refusal(now)

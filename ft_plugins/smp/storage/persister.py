@@ -2,7 +2,8 @@
 
 Invariant: training never waits for it. A storage error ends one checkpoint; the next one is attempted. A version is
 pinned in every rank before its first byte is written. The thread has mappings of its own, so requests continue
-meanwhile. `checkpoint_schedule` chooses the version, `checkpoints` writes and completes it.
+meanwhile; another one keeps the lease on the folder, however long a write takes. `checkpoint_schedule` chooses the
+version, `checkpoints` writes and completes it.
 
 In: where trainers want checkpoints (recorded in the run directory for a successor), requests. Out: checkpoints;
 `checkpoint.started`, `checkpoint.completed`, `checkpoint.failed` and `checkpoint.pruned` events.
@@ -21,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ...base import files
-from ...base.intake import read_json
+from ...base.intake import read_json, within
 from ...errors import StorageError
 from ...events import catalogue
 from ...snapshot.capture.retention import Storage
@@ -30,6 +31,7 @@ from ...snapshot.schedule import newest
 from ...snapshot.segment.segment import Segment, newest_run
 from ...snapshot.segment.slots import Pin, Version
 from ..serve.node_context import NodeContext
+from . import folder_lease
 from .checkpoint_schedule import (
     FAR_SECONDS,
     NEAR_SECONDS,
@@ -68,7 +70,7 @@ class Persister:
         self._stopping = threading.Event()
         self._checkpoints = Checkpoints(smp, patience, self._stopping)
         self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     # ---- on the threads of requests ----
 
@@ -153,10 +155,12 @@ class Persister:
         """End. A checkpoint being written is abandoned at its next piece. `in_order`: so has the job."""
         self._stopping.set()
         self._wake.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_SECONDS)
-        if in_order and self.storage is not None:
-            self.lease.release(Path(self.storage.folder) / self._job, self._segments.values())
+        for thread in self._threads:
+            thread.join(_STOP_SECONDS)
+        if in_order and (storage := self.storage) is not None:
+            base, segments = Path(storage.folder) / self._job, list(self._segments.values())
+            with suppress(OSError):  # otherwise it runs out
+                within(_STOP_SECONDS, lambda: self.lease.release(base, segments))
         for item in list(self._checkpoints.unfinished):
             item.unpin()
 
@@ -174,11 +178,21 @@ class Persister:
         files.write_json(self._memory, asdict(storage))
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="smp-persist", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            loops = {"smp-persist": self._run, "smp-lease": self._keep_lease}
+            self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()]
+            for thread in self._threads:
+                thread.start()
 
-    # ---- the thread ----
+    # ---- the threads ----
+
+    def _keep_lease(self) -> None:
+        while not self._stopping.wait(folder_lease.LOOK_SECONDS / 10):
+            storage, held = self.storage, dict(self._segments)
+            segments = taking_part(held, storage.world_size) if storage else {}
+            with suppress(Exception):  # writing, which looks at the lease as well, will report it
+                if storage is not None and segments:
+                    self.lease.keep(Path(storage.folder) / self._job, segments, storage.world_size)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -205,8 +219,6 @@ class Persister:
             return FAR_SECONDS
         storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         base = Path(storage.folder) / self._job
-        with suppress(OSError):  # writing will report it
-            self.lease.keep(base, segments, storage.world_size)
         if self.lease.lost:
             for item in list(self._checkpoints.unfinished):
                 self._checkpoints.abandon(base, item, StorageError(self.lease.lost))

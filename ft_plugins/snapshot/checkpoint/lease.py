@@ -1,7 +1,7 @@
 """The lease on a job's folder of checkpoints: which run may write there, and whether it still does. Decisions are pure.
 
-    lease-<lineage>.json    of the run that has opened that lineage: identity, nodes, times, the process that renewed it
-                            last; renewed while the run lives, `released` at its orderly end
+    lease-<lineage>.json    of the run that has opened that lineage: identity, nodes, times, the processes of
+                            the node that renewed it last; renewed while the run lives, `released` at its orderly end
 
 Invariant: the file of the largest lineage holds. A lineage is taken by creating its file, which fails if it is there:
 no lineage is opened twice in a folder, and a writer whose lineage is not the largest finds that it was replaced. The
@@ -34,13 +34,13 @@ _NAME = re.compile(r"lease-(0|[1-9][0-9]{0,14})\.json")
 @dataclass(frozen=True)
 class Lease:
     """Times are seconds since the epoch by the holder's clock, for people. `alone`: the run has one node, that of
-    `process` (`liveness.identified`)."""
+    `processes` (`liveness.identified`): which took or renewed it last, and those that it found to live."""
 
     lineage: Count
     run: RunIdentity
     nodes: tuple[Text, ...] = ("unknown nodes",)
     alone: Flag = False
-    process: Text = ""
+    processes: tuple[Text, ...] = ()
     taken: _Time = 0.0
     renewed: _Time = 0.0
     released: Flag = False
@@ -65,18 +65,24 @@ def at_start(
     run: str, lineage: int, first: Lease | None, now: Lease | None, unchanged: float, holder_gone: bool
 ) -> Claim:  # fmt: skip
     """For a start with memory of `lineage` of `run` (0 and '': none), which saw the lease as `first` and as `now`, the
-    same for `unchanged` seconds. `holder_gone`: the process that renewed it last is known to be dead."""
+    same for `unchanged` seconds. `holder_gone`: its processes are known to be dead."""
     if now is None or now.released or run and run == now.run and lineage >= now.lineage:
         return Claim.TAKE  # its own: a run that opened a later lineage would have left a later lease
     if now != first:
         return Claim.REFUSE
-    return Claim.TAKE if holder_gone and now.alone or unchanged >= HOLD_SECONDS else Claim.WAIT
+    # its own start may have been killed before it opened that lineage: then no SMP has renewed the lease
+    gone = holder_gone and (now.alone or run == now.run and now.taken == now.renewed)
+    return Claim.TAKE if gone or unchanged >= HOLD_SECONDS else Claim.WAIT
 
 
-def in_training(run: str, lineage: int, opened: bool, now: Lease | None) -> Claim:
-    """For a run whose newest lineage this is. `opened`: by the incarnation that runs now; else a start is under way."""
-    if now is None or now.lineage < lineage and (now.released or now.run in ("", run)):
-        return Claim.TAKE  # its folder could not be reached at its start
+def in_training(
+    run: str, lineage: int, opened: bool, first: Lease | None, now: Lease | None, unchanged: float
+) -> Claim:  # fmt: skip
+    """For a run whose newest lineage this is. `opened`: by the incarnation that runs now, whose trainers live; else a
+    start is under way, or this node has no part in it. `first`, `now`, `unchanged`: see `at_start`."""
+    if now is None or now.lineage < lineage:  # its folder could not be reached at its start
+        own = now is None or now.run in ("", run)
+        return Claim.TAKE if own else at_start(run, lineage, first, now, unchanged, holder_gone=False)
     if now.lineage > lineage and not opened:
         return Claim.WAIT
     return Claim.KEEP if now.lineage == lineage and now.run in ("", run) else Claim.REFUSE

@@ -116,7 +116,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def held_by(run: str, lineage: int, **changes: Any) -> Lease:
-    return replace(Lease(lineage, run, ("elsewhere",), False, "there", 1.8e9, 1.8e9), **changes)
+    return replace(Lease(lineage, run, ("elsewhere",), False, ("there",), 1.8e9, 1.8e9), **changes)
 
 
 def take(base: Path, held: Lease) -> None:
@@ -129,7 +129,7 @@ def test_a_first_start_takes_the_folder_with_the_run_that_it_draws(base: Path) -
     found = lease.newest(base)
     assert found is not None and plan.run == DRAWN
     assert (found.lineage, found.run, found.nodes, found.alone) == (1, DRAWN, ("x", "y"), False)
-    assert found.process == liveness.identified(os.getpid())
+    assert found.processes == (liveness.identified(os.getpid()),)
 
 
 @pytest.mark.parametrize(("run", "expected"), [(A, A), ("", DRAWN)])
@@ -204,10 +204,25 @@ def test_a_dead_holder_on_this_machine_that_was_alone_is_taken_over_at_once(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dead = liveness.identified(os.getpid()).rpartition(" ")[0] + " 1"  # this pid, of a process before
-    take(base, held_by(A, 5, alone=True, process=dead))
+    take(base, held_by(A, 5, alone=True, processes=(dead, dead)))
     stored(base, 5, 60, A)
     assert Start(base.parent).recover().run == A
     assert "waiting" not in capsys.readouterr().out
+
+
+def test_a_job_whose_smp_alone_was_killed_is_not_taken_over_at_once(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given a job on one node whose SMP is dead; its ft-run, which lives, starts another one."""
+    monkeypatch.setattr(lease, "HOLD_SECONDS", 0.05)
+    lives = liveness.identified(os.getpid())
+    stored(base, 5, 60, A)
+    for processes in ((lives.rpartition(" ")[0] + " 1", lives), ()):  # (): written by a build that did not tell them
+        take(base, held_by(A, 5, alone=True, processes=processes))
+        Start(base.parent).recover()
+        assert "waiting to see whether its last user lives" in capsys.readouterr().out
+        for path in base.glob("lease-*"):
+            path.unlink()
 
 
 def test_a_lease_that_was_released_is_free_and_checkpoints_of_other_runs_than_its_own_are_refused_by_name(

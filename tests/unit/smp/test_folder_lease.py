@@ -21,6 +21,7 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 
 A, B = "a" * 32, "b" * 32
+ME = os.getpid(), liveness.started(os.getpid())
 SHAPE = Shape(nbytes=1 << 12, small_nbytes=100, buckets=1, layout=5, slots=2)
 
 
@@ -28,7 +29,8 @@ class Node:
     """One node of a run, with one rank."""
 
     def __init__(self, folder: Path, name: str, rank: int, world_size: int, run: str = A, lineage: int = 5) -> None:
-        self.base, self.world_size, self.lives = folder / "ck" / "job", world_size, True
+        self.base, self.world_size = folder / "ck" / "job", world_size
+        self.lives = self.trains = True  # ft-run; and its trainers as well
         run_dir = folder / name
         run_dir.mkdir()
         self.seen: list[Event] = []
@@ -39,17 +41,17 @@ class Node:
         self.segment, self.rank = Segment(path), rank
         self.open(lineage, run)
         context = NodeContext.of(run_dir, "job", name, events, {})
-        me = (os.getpid(), liveness.started(os.getpid()))
-        self.lease = FolderLease(context, lambda: me if self.lives else (0, 0))
+        self.lease = FolderLease(context, lambda: ME if self.lives else (0, 0))
 
     def open(self, lineage: int, run: str = A) -> None:
         self.segment.open_lineage(lineage, None, (), run)
 
     def require(self) -> None:
-        self.lease.keep(self.base, {self.rank: self.segment}, self.world_size, writes=True)
+        self.look(writes=True)
 
-    def look(self) -> None:
-        self.lease.keep(self.base, {self.rank: self.segment}, self.world_size)
+    def look(self, writes: bool = False) -> None:
+        self.segment.header.owner = ME if self.lives and self.trains else (0, 0)
+        self.lease.keep(self.base, {self.rank: self.segment}, self.world_size, writes)
 
     def found(self) -> Lease:
         assert (found := lease.newest(self.base)) is not None
@@ -112,7 +114,7 @@ def test_nothing_renews_it_when_ft_run_and_trainers_are_gone_and_a_job_on_one_no
 def test_a_run_that_was_replaced_writes_no_more_and_says_so_once(tmp_path: Path, clock: list[float]) -> None:
     old = Node(tmp_path, "x", 0, 1)
     old.require()
-    lease.take(old.base, Lease(6, A, ("elsewhere",), True, "there", 1.0, 2.0), None)
+    lease.take(old.base, Lease(6, A, ("elsewhere",), True, ("there",), 1.0, 2.0), None)
     for _ in range(3):
         clock[0] += 5.0
         old.look()
@@ -133,7 +135,7 @@ def test_a_start_of_the_same_job_under_way_is_no_loss(tmp_path: Path, clock: lis
     node.require()
     node.segment.header.token += 1  # fenced
     lease.take(node.base, Lease(6, A), None)
-    with pytest.raises(StorageError, match="another start of this job"):
+    with pytest.raises(StorageError, match="not known yet whether another start uses it"):
         node.require()
     assert not node.lease.lost and not node.seen
     node.open(6)
@@ -154,3 +156,67 @@ def test_a_folder_that_could_not_be_reached_at_the_start_is_taken_later_unless_a
     lease.renew(node.base, replace(node.found(), run=B))
     with pytest.raises(StorageError, match="run bbbbbbbb"):
         node.require()
+
+
+def test_a_node_that_has_left_the_round_does_not_take_the_next_lineage_of_its_run_for_a_loss(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    """Given a drained node, whose ft-run waits as a spare with the memory of the round before."""
+    spare = Node(tmp_path, "x", 0, 2)
+    spare.require()
+    lease.take(spare.base, Lease(6, A, ("y", "z")), None)
+    spare.trains = False
+    for _ in range(12):
+        clock[0] += 5.0
+        spare.look()
+    with pytest.raises(StorageError, match="not known yet"):
+        spare.require()
+    assert not spare.lease.lost and not spare.seen
+    assert spare.found() == Lease(6, A, ("y", "z")), "nothing of it is renewed there"
+    spare.trains = True  # cut off, it was not told to stop
+    clock[0] += 5.0
+    spare.look()
+    assert [each.name for each in spare.seen] == ["lease.lost"]
+
+
+def test_a_lease_of_a_run_that_died_is_taken_while_training_once_it_held_for_its_time_and_a_living_one_says_so_once(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    """Given a folder that could not be reached at the start, where another run had been."""
+    late = Node(tmp_path, "x", 0, 1, lineage=8)
+    late.base.mkdir(parents=True)
+    lease.take(late.base, Lease(5, B), None)
+    first = clock[0]
+    while late.found().run == B:
+        late.look()
+        assert not late.lease.lost and clock[0] - first < 2 * lease.HOLD_SECONDS
+        clock[0] += 5.0
+    assert clock[0] - first > lease.HOLD_SECONDS and not late.seen
+    assert (late.found().lineage, late.found().run) == (8, A)
+    other = Node(tmp_path, "y", 0, 1, lineage=8)
+    other.base = tmp_path / "other" / "job"
+    other.base.mkdir(parents=True)
+    lease.take(other.base, Lease(5, B), None)
+    for turn in range(30):
+        if turn % 3 == 1:
+            lease.renew(other.base, Lease(5, B, renewed=clock[0]))
+        clock[0] += 5.0
+        other.look()
+        assert bool(other.lease.lost) is (turn > 0) and other.found().run == B
+    assert [each.name for each in other.seen] == ["lease.lost"]
+
+
+def test_a_folder_that_stalls_does_not_count_as_one_that_does_not_change(tmp_path: Path, clock: list[float]) -> None:
+    late = Node(tmp_path, "x", 0, 1, lineage=8)
+    late.base.mkdir(parents=True)
+    lease.take(late.base, Lease(5, B), None)
+    late.look()
+    clock[0] += 10 * lease.HOLD_SECONDS
+    late.look()
+    assert late.found().run == B
+
+
+def test_a_node_that_has_the_job_alone_names_ft_run_and_trainers_besides_its_smp(tmp_path: Path) -> None:
+    node = Node(tmp_path, "x", 0, 1)
+    node.require()
+    assert node.found().alone and node.found().processes == (liveness.identified(os.getpid()),) * 3

@@ -23,13 +23,13 @@ from ft_plugins.events import Event, Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
 from ft_plugins.smp.serve.client import ensure
 from ft_plugins.smp.serve.node_context import NodeContext
-from ft_plugins.smp.storage import persister
+from ft_plugins.smp.storage import folder_lease, persister
 from ft_plugins.smp.storage.checkpoint_schedule import REQUEST
 from ft_plugins.smp.storage.notices import Notices
 from ft_plugins.smp.storage.persister import Persister
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture.retention import NodeOffer, Storage
-from ft_plugins.snapshot.checkpoint import checkpoint, persist
+from ft_plugins.snapshot.checkpoint import checkpoint, lease, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.segment import segment as segments
 from ft_plugins.snapshot.segment.segment import Segment
@@ -840,3 +840,49 @@ def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
     alone.persister.stop()
     assert left_off.is_set(), "it did not end because it was no longer waited for"
     assert not any(rank.pinned() for rank in alone.ranks.values()) and not alone.events("checkpoint.failed")
+
+
+def test_the_lease_is_renewed_while_a_write_takes_longer_than_it_holds(
+    alone: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a write that is over only once the lease was renewed twice meanwhile."""
+    monkeypatch.setattr(lease, "HOLD_SECONDS", 0.3)
+    monkeypatch.setattr(folder_lease, "LOOK_SECONDS", 0.05)
+    before, renewals = persist.write_rank, set[float]()
+
+    def seen_renewed() -> int:
+        if (found := lease.newest(alone.base)) is not None and found.renewed:
+            renewals.add(found.renewed)
+        return len(renewals)
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        until(lambda: seen_renewed() > 2)
+        return before(*arguments, **more)
+
+    monkeypatch.setattr(persist, "write_rank", slow)
+    alone.train()
+    alone.told()
+    alone.capture(10)
+    alone.wait("checkpoint.completed")
+    assert not alone.persister.lease.lost
+
+
+def test_a_folder_that_stalls_holds_up_neither_requests_nor_the_end(
+    alone: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalled, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(persister, "_STOP_SECONDS", 0.05)
+
+    def stall(*arguments: Any) -> None:
+        stalled.set()
+        assert goes_on.wait(SECONDS)
+
+    monkeypatch.setattr(lease, "newest", stall)
+    try:
+        alone.train()
+        alone.told()
+        assert stalled.wait(SECONDS)
+        assert alone.persister.request("request", SECONDS) == {"state": "nothing"}, "the writing thread goes on"
+        alone.persister.stop(in_order=True)
+    finally:
+        goes_on.set()

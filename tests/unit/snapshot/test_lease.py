@@ -13,7 +13,8 @@ from ft_plugins.snapshot.checkpoint import lease
 from ft_plugins.snapshot.checkpoint.lease import HOLD_SECONDS, Claim, Lease, at_start, in_training
 
 A, B = "a" * 32, "b" * 32
-HELD = Lease(5, A, ("x", "y"), False, "there", 1.8e9, 1.8e9 + 60)
+HELD = Lease(5, A, ("x", "y"), False, ("there",), 1.8e9, 1.8e9 + 60)
+UNOPENED = replace(HELD, renewed=HELD.taken)
 RENEWED = replace(HELD, renewed=1.8e9 + 65)
 UNREADABLE = Lease(5, "")
 TAKE, KEEP, WAIT, REFUSE = Claim
@@ -39,6 +40,10 @@ LONG = HOLD_SECONDS
         (("", 0), HELD, HELD, 0.0, True, WAIT),  # that process is dead, but the run has other nodes
         (("", 0), replace(HELD, alone=True), replace(HELD, alone=True), 0.0, True, TAKE),
         (("", 0), replace(HELD, alone=True), replace(RENEWED, alone=True), 0.0, True, REFUSE),
+        ((A, 4), UNOPENED, UNOPENED, 0.0, True, TAKE),  # its own start was killed before it opened lineage 5
+        ((A, 4), UNOPENED, UNOPENED, 0.0, False, WAIT),  # or lives
+        ((A, 4), HELD, HELD, 0.0, True, WAIT),  # it was opened, on other nodes as well
+        ((B, 4), UNOPENED, UNOPENED, 0.0, True, WAIT),
         ((A, 5), UNREADABLE, UNREADABLE, 1.0, False, WAIT),
         (("", 9), UNREADABLE, UNREADABLE, 1.0, False, WAIT),
         ((A, 5), UNREADABLE, HELD, 1.0, False, TAKE),
@@ -59,7 +64,7 @@ def test_a_start_takes_what_is_its_own_or_does_not_change_and_refuses_what_does(
         ((A, 5), True, UNREADABLE, KEEP),
         ((A, 5), True, None, TAKE),  # the folder was cleared, or could not be reached at the start
         ((A, 6), True, HELD, TAKE),
-        ((A, 6), True, replace(HELD, run=B), REFUSE),
+        ((A, 6), True, replace(HELD, run=B), WAIT),  # that run may have ended, but not in order
         ((A, 6), True, replace(HELD, run=B, released=True), TAKE),
         ((A, 5), True, replace(HELD, run=B), REFUSE),
         ((A, 4), True, HELD, REFUSE),  # it was taken over, with its identity
@@ -70,7 +75,15 @@ def test_a_start_takes_what_is_its_own_or_does_not_change_and_refuses_what_does(
 def test_a_run_that_trains_keeps_its_lease_until_another_one_has_taken_a_later_lineage(
     mine: tuple[str, int], opened: bool, now: Lease | None, expected: Claim
 ) -> None:
-    assert in_training(*mine, opened, now) is expected
+    assert in_training(*mine, opened, now, now, 0.0) is expected
+
+
+def test_while_training_the_lease_of_another_run_is_taken_if_it_does_not_change() -> None:
+    other = replace(HELD, run=B)
+    assert in_training(A, 6, True, other, other, LONG) is TAKE
+    assert in_training(A, 6, True, other, replace(RENEWED, run=B), 0.0) is REFUSE
+    for lineage in (4, 5):  # a later one, or the same, is of a run that took it while this one was trained
+        assert in_training(A, lineage, True, other, other, LONG) is REFUSE
 
 
 def test_a_lineage_is_taken_once_and_the_leases_before_it_are_removed(tmp_path: Path) -> None:
