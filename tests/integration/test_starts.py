@@ -73,7 +73,7 @@ def test_a_start_in_which_all_ranks_wait_is_named_with_its_stacks_and_begins_aga
         EXTENSIONS=str(job.folder / "extensions"), **folder,
     )  # fmt: skip
     if not known:
-        wait_until(lambda: bool(job.events("job.waiting")), BOUND, run.tail)
+        run.read_until("job.waiting")
         lock.unlink()
     status, hung = run.end(), job.events("job.hung")
     for event in hung:
