@@ -403,7 +403,8 @@ NODE_LOST = EventType(
     "Find out why; the job continues when enough nodes have joined.", lost=_LOST,
 )  # fmt: skip
 JOB_HUNG = EventType(
-    "job.hung", ALARM, "No rank completes an iteration any more; the training processes restart.",
+    "job.hung", ALARM, "No rank completes an iteration any more, or comes to the first one; the training processes "
+    "restart.",
     "Read the stacks of the named rank. If the job was not hanging but busy with something that takes long, give "
     "--ftp-hang-seconds a larger value, or 0 for none.",
     about=Field("int", "rank for which the others wait"), culprit=Field("str", "its node"), iteration=_ITERATION,
@@ -415,15 +416,17 @@ JOB_HUNG = EventType(
     stacks=Field("str", "folder with the stacks of this node's ranks, or empty"), reason=_REASON,
 )  # fmt: skip
 JOB_WAITING = EventType(
-    "job.waiting", ALARM, "No rank completes an iteration, but the rank for which the others wait may be at work; "
-    "nothing is killed for half an hour.",
-    "Read its stack. If it hangs, end the job and give the same command again; --ftp-hang-seconds fixes the limit.",
+    "job.waiting", ALARM, "No rank completes an iteration, but the rank for which the others wait may be at work: "
+    "nothing is killed for half an hour. Or a start is idle again after ranks were restarted for it, and may wait for "
+    "something outside: nothing is killed.",
+    "Read its stack. If it hangs, end the job and give the same command again; --ftp-hang-seconds fixes the limit of "
+    "an iteration.",
     about=Field("int", "rank for which the others wait"), iteration=_ITERATION,
     phase=Field("str", "what that rank is doing"), seconds=Field("float", "for which no iteration was completed", "s"),
     stacks=Field("str", "folder with its stack, or empty"), reason=_REASON,
 )  # fmt: skip
 JOB_ADVANCED = EventType(
-    "job.advanced", NOTICE, "Ranks complete iterations again.", ends=("job.waiting",), iteration=_ITERATION,
+    "job.advanced", NOTICE, "Ranks complete iterations again, or have attached.", ends=("job.waiting",), iteration=_ITERATION,
     seconds=Field("float", "since the job was found waiting", "s"),
 )  # fmt: skip
 PROGRESS_UNWATCHED = EventType(

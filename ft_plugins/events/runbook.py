@@ -43,7 +43,7 @@ _TRAINS_ON = "Training goes on."
 DOES: Mapping[EventType, str] = {
     catalogue.WORKERS_KILLED: _RESTARTS + " It waits for nodes that are missing.",
     catalogue.RANKS_UNATTACHED: _TRAINS_ON + " A failure costs all of it. With `--ftp-require-protection` it ends with "
-    "status 78.",
+    "status 78 once the ranks have ended like this.",
     catalogue.FAILURE_RECURRED: "It has ended with status 78; what is in memory is kept.",
     catalogue.DRAIN_FAILED: _TRAINS_ON,
     catalogue.NODE_REJECTED: "The node takes no part, and its `ft-run` ends with status 78; a spare takes its place. "
@@ -61,7 +61,7 @@ DOES: Mapping[EventType, str] = {
     catalogue.PROTECTION_STALLED: _TRAINS_ON + " The last committed version is kept.",
     catalogue.REPLICA_MISMATCHED: _TRAINS_ON + " The committed version before is kept.",
     catalogue.JOB_HUNG: "It writes the stacks of all ranks. " + _RESTARTS,
-    catalogue.JOB_WAITING: "It writes the stack of that rank, and waits.",
+    catalogue.JOB_WAITING: "It writes the stack of that rank, or of all that start, and waits.",
     catalogue.STATE_LOST: "It trains from the beginning.",
     catalogue.RESUME_DIFFERED: "If the loop did not continue, the job ends before its state is captured; "
     "else it trains on.",

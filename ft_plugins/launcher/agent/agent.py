@@ -53,7 +53,7 @@ from .agent_channel import AgentChannel
 from .draining import Departure, longest_wait
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .signals import SignalStop
-from .start_watch import HUNG, UNATTACHED, StartWatch
+from .start_watch import ATTACHED, HUNG, UNATTACHED, StartWatch
 from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
 
@@ -116,6 +116,7 @@ class ProgressAgent(LocalElasticAgent):
         self._preload = parent_of(job, spec, events, alive)
         self._departure = self._new_departure()
         self._start = StartWatch()
+        self._builds: dict[Path, tuple[int, int]] = {}  # of extensions, at which killed ranks were
         self.verdict = Verdict(False, "failed", "")
         self.restarts = 0
         self.left = False  # a worker of this incarnation has ended with status 0 before the end of training
@@ -174,11 +175,9 @@ class ProgressAgent(LocalElasticAgent):
         context = self._pcontext
         vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
         with suppress(SignalException):
-            for pid in worker_failures.unreaped(context):
-                worker_failures.signal_group(pid, number)
+            self._signal_workers(number)
             self._exits.wait_for_all(stop.left_for_workers)
-        for pid in worker_failures.unreaped(context):
-            worker_failures.signal_group(pid, signal.SIGKILL)
+        self._signal_workers()
         self._exits.wait_for_all(min(_KILLED_SECONDS, stop.left))
         return None
 
@@ -324,9 +323,7 @@ class ProgressAgent(LocalElasticAgent):
         if self._preload:
             self._preload.wait()
         if self.restarts and self._job:
-            since = 0.0 if self._lives and self._lives[-1].early == (HANG,) else self._started_at
-            ended = time.time() - (time.monotonic() - self._ended)
-            for path in build_locks.remove_stale(self._job.run_dir, since, ended):
+            for path in build_locks.remove_stale(self._job.run_dir, self._builds):
                 self._events.emit(catalogue.LOCK_REMOVED, path=str(path))
         clock, self._started_at = time.monotonic(), time.time()
         self._oom_kills = left_traces.oom_kills()
@@ -346,7 +343,10 @@ class ProgressAgent(LocalElasticAgent):
             )  # fmt: skip
         self._failed_at = self._dumping = None
         pids = {worker.global_rank: context.pids()[worker.local_rank] for worker in worker_group.workers}
-        self._start.begin(pids, worker_group.group_world_size != 1)
+        self._start.begin(
+            pids, worker_group.group_world_size != 1,
+            again=bool(self._lives) and isinstance(self._lives[-1].end, LostPeers),
+        )  # fmt: skip
         return started
 
     def end_preload(self) -> None:
@@ -397,13 +397,15 @@ class ProgressAgent(LocalElasticAgent):
             worker_group.spec.max_restarts += 1
             handler = worker_group.spec.rdzv_handler
             reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
-            next_step = "end too" if handler.is_closed() else "restart too"
             self._lives.append(Life(LostPeers((reason,))))
             left = isinstance(handler, Rendezvous) and handler.left
-            kind = catalogue.ROUND_CHANGED if left else catalogue.ROUND_ENDED
-            event = self._events.emit(kind, reason=f"{reason}; the workers of this node {next_step}")
+            event = self._events.emit(
+                catalogue.ROUND_CHANGED if left else catalogue.ROUND_ENDED,
+                reason=f"{reason}; the workers of this node {'end' if handler.is_closed() else 'restart'} too",
+            )
             if left:
                 say(event.sentence(), who="ft-run: ")
+            self._signal_workers()
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
@@ -471,10 +473,10 @@ class ProgressAgent(LocalElasticAgent):
     def _restart_without(self, cause: LostPeers) -> RunResult:
         """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
         self._failed_at = self._seen = time.monotonic()
-        for pid in self._context().pids().values():
-            worker_failures.signal_group(pid, signal.SIGKILL)
-        next_step = self._give_verdict(cause)
-        self._events.emit(catalogue.WORKERS_KILLED, lost=list(cause.lost), reason=f"{cause.line()}; {next_step}")
+        self._signal_workers()
+        self._events.emit(
+            catalogue.WORKERS_KILLED, lost=list(cause.lost), reason=f"{cause.line()}; {self._give_verdict(cause)}"
+        )
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _look_at_start(self, job: Job, watcher: Watcher, succeeded: bool) -> RunResult | None:
@@ -482,37 +484,49 @@ class ProgressAgent(LocalElasticAgent):
         with suppress(ProtectionError):  # the SMP is being replaced: at the next look
             verdict = self._start.look(lambda: watcher.progress(self._token) is not None, succeeded)
             if verdict == HUNG and job.config.hang_seconds != 0:
-                return self._restart_without(LostPeers((self._hang_of_start(job),)))
+                return self._hang_of_start(job)
+            if verdict == ATTACHED:
+                self._events.emit(catalogue.JOB_ADVANCED, iteration=0, seconds=round(time.time() - self._started_at, 1))
             if verdict == UNATTACHED:
                 self._events.emit(catalogue.RANKS_UNATTACHED, seconds=round(time.time() - self._started_at, 1))
-                if job.config.require_protection:
+                if succeeded and job.config.require_protection:
                     return self._restart_without(LostPeers((
                         f"--ftp-require-protection: {catalogue.RANKS_UNATTACHED.what} "
                         f"{catalogue.RANKS_UNATTACHED.action}",
                     ), refused=True))  # fmt: skip
         return None
 
-    def _hang_of_start(self, job: Job) -> str:
-        """Write stacks and report it. Returns what is said of it."""
+    def _hang_of_start(self, job: Job) -> RunResult | None:
+        """Write stacks and report it; end the ranks if they start again for it: once, and while restarts are left. Idle
+        ranks may wait for something outside, so the job is never ended for it."""
         start, ranks, folder = self._start, sorted(self._start.processes), Path()
         with suppress(OSError):
             folder = stacks.dump(job.run_dir, self._token, start.processes)
-        places = [(rank, stacks.place(folder / f"rank{rank}.txt")) for rank in ranks[:4]]
-        said = "; ".join([
+        again, said = start.alarms > 1 or self._remaining_restarts <= 0, "; ".join([
             f"the start on node {job.node}: no rank has used a processor for {start.idle:.0f} s",
-            *(f"rank {rank} stands in {place}" for rank, place in places if place),
+            *(
+                f"rank {rank} stands in {place}" for rank in ranks[:4]
+                if (place := stacks.place(folder / f"rank{rank}.txt"))
+            ),
         ])  # fmt: skip
         self._events.emit(
-            catalogue.JOB_HUNG, about=ranks[0], culprit=job.node, iteration=0, phase="starting", even=True, ranks=ranks,
+            catalogue.JOB_WAITING if again else catalogue.JOB_HUNG, about=ranks[0], iteration=0, phase="starting",
             seconds=round(start.idle, 1), stacks=str(folder), reason=f"{said}; stacks in {folder}",
+            **({} if again else {"culprit": job.node, "even": True, "ranks": ranks}),
         )  # fmt: skip
-        return f"{HANG}{said}"
+        return None if again else self._restart_without(LostPeers((f"{HANG}{said}",)))
+
+    def _signal_workers(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal the workers and their children, after a look at what they build: nothing shows it afterwards."""
+        pids = worker_failures.unreaped(self._context())
+        self._builds |= build_locks.builds_of(self._job.run_dir, pids) if self._job else {}
+        for pid in pids:
+            worker_failures.signal_group(pid, number)
 
     def _end_after(self, failed: dict[int, int]) -> RunResult:
         """Kill the remaining workers and their children; the result lists the failures of `failed` only."""
         context = self._context()
-        for pid in context.pids().values():
-            worker_failures.signal_group(pid, signal.SIGKILL)
+        self._signal_workers()
         self._exits.wait_for_all(_KILLED_SECONDS)  # torch's `close` looks for them in growing pauses
         context.close(signal.SIGKILL)
         failures = {}
@@ -579,6 +593,7 @@ class ProgressAgent(LocalElasticAgent):
         if not self.verdict.restart:
             self._remaining_restarts = 0
         held = self._versions[-1] if self._versions else None
+        del self._versions[len(self._versions) - self._lives[-1].idle :]  # such a start is no attempt at a restore
         return self.verdict.what_comes(held, self._remaining_restarts - 1 if self._bounded else None)
 
     def _context(self) -> PContext:

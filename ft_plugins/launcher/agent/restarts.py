@@ -6,7 +6,8 @@ one rule; of what holds, the first decides, and the reason names the rank and th
     a failure that a restart cannot cure                              refused
     `--max-restarts`, if given, is used up                            failed
     the last LIVES starts ended in the same way, near their begin     recurring: the state, or the data, leads to it
-    two starts ended in the same way before the first iteration       stuck
+    its ranks were idle before they began: perhaps they waited        restart
+    two starts failed in the same way before the first iteration      stuck
     RESTORES_OF_ONE_VERSION restores of one version, no newer one     stuck
 
 Starts that end in the same way may each commit newer versions, so that the job seems to make progress, but the versions
@@ -175,9 +176,14 @@ class Life:
     def early(self) -> tuple[object, ...] | None:
         """What is equal in two lives that ended in the same way before the job's first iteration; None if nothing shows
         that they did. A signal never does, because it may come from outside."""
-        if isinstance(self.end, LostPeers):
-            return (HANG,) if self.resumed is None and self.end.line().startswith(HANG) else None
-        return (self.end.exitcode, self.end.error) if self.first and self.end.exitcode > 0 else None
+        return (self.end.exitcode, self.end.error) if (
+            self.first and isinstance(self.end, WorkerFailure) and self.end.exitcode > 0
+        ) else None  # fmt: skip
+
+    @property
+    def idle(self) -> bool:
+        """Whether it was ended because its ranks were idle before they had begun: perhaps for something outside."""
+        return self.resumed is None and isinstance(self.end, LostPeers) and self.end.line().startswith(HANG)
 
     @property
     def after(self) -> int:
@@ -247,15 +253,16 @@ def judge(
     if found := recurring(lives):
         return Verdict(False, "recurring", advice(found, held()), found)
     if len(lives) > 1 and lives[-1].early and lives[-1].early == lives[-2].early:
-        who = "the start hung" if lives[-1].early == (HANG,) else "the job failed"
-        why = f"{who} twice in the same way before the first iteration"
-    elif restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
+        why = "the job failed twice in the same way before the first iteration"
+    elif lives[-1].idle or restores_so_far(versions) < RESTORES_OF_ONE_VERSION:
         return Verdict(True, "failed", "")
     else:
-        what = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
-        why = f"{what} {RESTORES_OF_ONE_VERSION} times without a newer version"
-    how = "remove the cause and give the same command again, or set --max-restarts"
-    return Verdict(False, "stuck", f"stopped: {why}: {cause.line()}; {how}")
+        why = "the beginning was tried again" if versions[-1] is None else f"iteration {versions[-1]} was restored"
+        why += f" {RESTORES_OF_ONE_VERSION} times without a newer version"
+    return Verdict(
+        False, "stuck",
+        f"stopped: {why}: {cause.line()}; remove the cause and give the same command again, or set --max-restarts",
+    )  # fmt: skip
 
 
 def recurring(history: Sequence[Life]) -> Sequence[Life]:

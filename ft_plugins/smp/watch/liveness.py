@@ -217,12 +217,12 @@ def _in_the_way(lock: Path, reason: str) -> str:
 
 def _without_locks(lock: Path, error: OSError) -> str:
     return (
-        f"{lock}: its file system ({_file_system(lock)}) cannot lock files ({error.strerror}); "
+        f"{lock}: its file system ({file_system(lock)}) cannot lock files ({error.strerror}); "
         "point XDG_RUNTIME_DIR or TMPDIR to a folder on a local disk"
     )
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """The type of the file system on which `path` is; 'unknown' if the kernel does not say."""
     with suppress(OSError, ValueError):
         mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]

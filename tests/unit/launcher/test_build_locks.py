@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from ft_plugins.launcher.agent.build_locks import remove_stale
+from ft_plugins.launcher.agent import build_locks
+from ft_plugins.launcher.agent.build_locks import QUIET_SECONDS, builds_of, is_stale, remove_stale
 from ft_plugins.smp.watch import liveness
 
 BUILDS = "import time\nprint(flush=True)\ntime.sleep(600)\n"
@@ -20,19 +22,22 @@ BUILDS = "import time\nprint(flush=True)\ntime.sleep(600)\n"
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Path:
-    """A lock as torch makes it, of a process that is gone."""
+    """A lock as torch makes it, of a process that is gone; nothing changes there any more."""
     path = tmp_path / "py311_cpu" / "ext" / "lock"
     path.parent.mkdir(parents=True)
     baton = FileBaton(str(path))
     assert baton.try_acquire()
     os.close(baton.fd)
+    long_ago = time.time() - QUIET_SECONDS - 60
+    for each in (path, path.parent):
+        os.utime(each, (long_ago, long_ago))
     return path
 
 
 @pytest.fixture
 def remove(tmp_path: Path) -> Callable[..., list[Path]]:
-    def remove(since: float = 0.0, until: float = float("inf")) -> list[Path]:
-        return list(remove_stale(tmp_path / "job", since, until, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}))
+    def remove(builds: Mapping[Path, tuple[int, int]] = MappingProxyType({})) -> list[Path]:
+        return list(remove_stale(tmp_path / "job", builds, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}))
 
     return remove
 
@@ -57,6 +62,29 @@ def builder(lock: Path) -> Iterator[Callable[[Path], int]]:
         process.communicate()
 
 
+@pytest.mark.parametrize(
+    ("users", "ours", "file_system", "quiet", "stale"),
+    [
+        ([], True, "nfs4", 0.0, True),  # its ranks were seen at it
+        ([True], True, "nfs4", 0.0, True),
+        ([True, False], True, "ext4", 1e6, False),  # another job's process is
+        ([], False, "ext4", QUIET_SECONDS, True),
+        ([], False, "ext4", QUIET_SECONDS - 1, False),
+        *(([], False, kind, 1e6, False) for kind in ("nfs4", "lustre", "fuse.ceph", "unknown")),
+        ([True], False, "ext4", 1e6, False),  # its own, but not seen before its ranks were killed
+    ],
+)
+def test_a_lock_is_stale_only_by_what_was_seen_or_where_nothing_else_can_be_at_it(
+    users: list[bool], ours: bool, file_system: str, quiet: float, stale: bool
+) -> None:
+    assert is_stale(users, ours, file_system, quiet) is stale
+
+
+def test_a_build_of_another_node_or_container_keeps_its_lock(lock: Path, remove: Callable[..., list[Path]]) -> None:
+    (lock.parent / "main.o").touch()
+    assert remove() == [] and lock.exists(), "it goes on, though no process is seen here"
+
+
 def test_a_lock_whose_process_is_dead_is_removed(lock: Path, remove: Callable[..., list[Path]]) -> None:
     assert remove() == [lock] and not lock.exists()
     assert remove() == []
@@ -67,14 +95,19 @@ def test_a_folder_without_accelerator_in_its_name_is_looked_at_too(
 ) -> None:
     (tmp_path / "ext").mkdir()
     (tmp_path / "ext" / "lock").touch()
+    os.utime(tmp_path / "ext" / "lock", (0, 0))
     assert remove() == [tmp_path / "ext" / "lock"]
 
 
-def test_a_lock_that_was_made_before_or_after_the_ended_ranks_ran_is_let_alone(
-    lock: Path, remove: Callable[..., list[Path]]
+def test_a_later_lock_of_the_same_path_is_let_alone(
+    lock: Path, tmp_path: Path, remove: Callable[..., list[Path]], builder: Callable[[Path], int]
 ) -> None:
-    made = lock.stat().st_mtime
-    assert remove(since=made + 1) == remove(until=made - 1) == [] and lock.exists()
+    builder(tmp_path / "job")
+    builds = builds_of(tmp_path / "job", (), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert set(builds) == {lock}
+    lock.unlink()
+    lock.touch()
+    assert remove(builds) == [] and lock.exists(), "its rank ended the build, and another node began one"
 
 
 def test_a_lock_that_a_process_holds_open_is_let_alone(lock: Path, remove: Callable[..., list[Path]]) -> None:
@@ -97,7 +130,17 @@ def test_what_killed_ranks_of_this_job_have_left_at_work_is_ended_with_their_loc
     lock: Path, tmp_path: Path, remove: Callable[..., list[Path]], builder: Callable[[Path], int]
 ) -> None:
     pid = builder(tmp_path / "job")
-    assert remove() == [lock] and not liveness.started(pid)
+    (lock.parent / "main.o").touch()
+    builds = builds_of(tmp_path / "job", (), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert remove(builds) == [lock] and not liveness.started(pid)
+
+
+def test_a_build_is_that_of_a_rank_itself_also_where_its_environment_is_older(
+    lock: Path, tmp_path: Path, builder: Callable[[Path], int]
+) -> None:
+    pid, folder = builder(tmp_path / "parent of preloaded ranks"), {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert set(builds_of(tmp_path / "job", [pid], folder)) == {lock}
+    assert builds_of(tmp_path / "job", [], folder) == {}
 
 
 def test_by_default_it_is_the_folder_that_torch_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +150,6 @@ def test_by_default_it_is_the_folder_that_torch_uses(tmp_path: Path, monkeypatch
     path = Path(get_default_build_root()) / "py311_cpu" / "ext" / "lock"
     path.parent.mkdir(parents=True)
     path.touch()
-    assert list(remove_stale(tmp_path, 0.0, time.time() + 60, {})) == [path]
+    os.utime(path, (0, 0))
+    monkeypatch.setattr(build_locks, "QUIET_SECONDS", 0.0)
+    assert list(remove_stale(tmp_path, {}, {})) == [path]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
 
 from ft_plugins.launcher.agent import start_watch
-from ft_plugins.launcher.agent.start_watch import HUNG, UNATTACHED, UNKNOWN_SECONDS, StartWatch, judge_start
+from ft_plugins.launcher.agent.start_watch import ATTACHED, HUNG, IDLE_SECONDS, UNATTACHED, StartWatch, judge_start
 from ft_plugins.smp.watch.hang import LEAST_SECONDS, LONG_SECONDS
 from harness.job_control import wait_until
 
@@ -19,28 +21,30 @@ CHILD_SPINS = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', '
 
 
 @pytest.mark.parametrize(
-    ("seconds", "idle", "before", "apart", "verdict"),
+    ("seconds", "idle", "before", "apart", "alarms", "verdict"),
     [
-        (600, UNKNOWN_SECONDS, None, False, ""),
-        (601, UNKNOWN_SECONDS + 1, None, False, HUNG),  # ten minutes, where nothing is known
-        (1700, UNKNOWN_SECONDS, None, False, ""),  # it worked until then
-        (131, 131, 130, False, HUNG),  # as long as a start took
-        (129, 129, 130, False, ""),
-        (60, LEAST_SECONDS, 3, False, ""),
-        (61, LEAST_SECONDS + 1, 3, False, HUNG),
-        (LONG_SECONDS, LONG_SECONDS, 3, True, ""),  # ranks of another node may be at work
-        (LONG_SECONDS + 1, LONG_SECONDS + 1, 3, True, HUNG),
-        (LONG_SECONDS, 0, None, False, ""),
-        (LONG_SECONDS + 1, 0, None, False, UNATTACHED),
-        (LONG_SECONDS + 1, 0, 1000, False, ""),  # it may take longer here
-        (4001, 0, 1000, False, UNATTACHED),
-        (LONG_SECONDS + 1, LEAST_SECONDS, 1000, False, ""),  # it does not compute: perhaps it hangs
+        (600, IDLE_SECONDS, 0, False, 0, ""),
+        (601, IDLE_SECONDS + 1, 0, False, 0, HUNG),
+        (1700, IDLE_SECONDS, 0, False, 0, ""),  # it worked until then
+        (65, 65, 15, False, 0, ""),  # rank 0 waits for a service that took no time before, the others for rank 0
+        (601, 601, 15, False, 0, HUNG),
+        (1201, 1200, 300, False, 0, ""),  # four times what a start took
+        (1202, 1201, 300, False, 0, HUNG),
+        (2400, 2400, 15, False, 1, ""),
+        (2401, 2401, 15, False, 1, HUNG),
+        (LONG_SECONDS, LONG_SECONDS, 3, True, 0, ""),  # ranks of another node may be at work
+        (LONG_SECONDS + 1, LONG_SECONDS + 1, 3, True, 0, HUNG),
+        (LONG_SECONDS, 0, 0, False, 0, ""),
+        (LONG_SECONDS + 1, 0, 0, False, 0, UNATTACHED),
+        (LONG_SECONDS + 1, 0, 1000, False, 0, ""),  # it may take longer here
+        (4001, 0, 1000, False, 0, UNATTACHED),
+        (LONG_SECONDS + 1, LEAST_SECONDS, 1000, False, 0, ""),  # it does not compute: perhaps it hangs
     ],
 )
 def test_a_start_without_work_hangs_and_one_at_work_for_too_long_may_never_attach(
-    seconds: float, idle: float, before: float | None, apart: bool, verdict: str
+    seconds: float, idle: float, before: float, apart: bool, alarms: int, verdict: str
 ) -> None:
-    assert judge_start(seconds, idle, before, apart) == verdict
+    assert judge_start(seconds, idle, before, apart, alarms) == verdict
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def begin(
     """Watch a start of ranks that run these scripts, by times of a quick machine; with a wait for a verdict."""
     for name, seconds in (
         ("LOOK_SECONDS", 0.5),
-        ("UNKNOWN_SECONDS", 2.0),
+        ("IDLE_SECONDS", 2.0),
         ("LEAST_SECONDS", 2.0),
         ("LONG_SECONDS", 4.0),
     ):
@@ -85,7 +89,36 @@ def test_where_one_works_the_others_may_wait_for_it_and_it_is_said_once_that_not
 ) -> None:
     watch, wait_for = begin(SLEEPS, works)
     wait_for(UNATTACHED)
-    assert watch.look(lambda: False) == watch.look(lambda: False, ended=True) == ""
+    assert watch.look(lambda: False) == "" and watch.processes, "it is watched further"
+    assert watch.look(lambda: False, ended=True) == UNATTACHED, "they have ended without"
+    assert watch.look(lambda: False, ended=True) == ""
+
+
+def test_a_start_that_works_for_long_and_then_waits_hangs_after_the_alarm_that_nothing_attaches(
+    begin: Callable[..., tuple[StartWatch, Callable[[str], None]]],
+) -> None:
+    watch, wait_for = begin(SPINS)
+    wait_for(UNATTACHED)
+    os.kill(watch.processes[0][0], signal.SIGSTOP)
+    wait_for(HUNG)
+    assert watch.alarms == 2, "which starts nothing again: the script may be training"
+    assert watch.look(lambda: True, ended=True) == ATTACHED
+
+
+def test_a_start_after_one_that_hung_or_that_another_node_ended_counts_that_one(
+    begin: Callable[..., tuple[StartWatch, Callable[[str], None]]],
+) -> None:
+    watch, _ = begin(SLEEPS)
+    assert watch.alarms == 0, "the first one"
+    watch.begin({}, apart=False, again=False)
+    assert watch.alarms == 0, "a rank failed before"
+    watch, _ = begin(SLEEPS)
+    watch.begin({}, apart=False, again=True)
+    assert watch.alarms == 1
+    watch, _ = begin(SLEEPS)
+    assert watch.look(lambda: True, ended=True) == ""
+    watch.begin({}, apart=False, again=True)
+    assert watch.alarms == 0, "the one before had attached"
 
 
 def test_a_start_is_over_when_all_have_attached_and_what_it_took_is_the_measure_of_the_next(
@@ -93,6 +126,6 @@ def test_a_start_is_over_when_all_have_attached_and_what_it_took_is_the_measure_
 ) -> None:
     watch, _ = begin(SLEEPS)
     assert watch.look(lambda: True, ended=True) == "" and not watch.processes
-    assert watch._before is not None and 0 < watch._before < BOUND
+    assert 0 < watch._before < BOUND
     watch, _ = begin(SLEEPS)
     assert watch.look(lambda: False, ended=True) == UNATTACHED, "an end without having attached"
