@@ -426,7 +426,8 @@ JOB_WAITING = EventType(
     stacks=Field("str", "folder with its stack, or empty"), reason=_REASON,
 )  # fmt: skip
 JOB_ADVANCED = EventType(
-    "job.advanced", NOTICE, "Ranks complete iterations again, or have attached.", ends=("job.waiting",), iteration=_ITERATION,
+    "job.advanced", NOTICE, "Ranks complete iterations again, or have attached.", ends=("job.waiting",),
+    iteration=_ITERATION,
     seconds=Field("float", "since the job was found waiting", "s"),
 )  # fmt: skip
 PROGRESS_UNWATCHED = EventType(
