@@ -19,7 +19,6 @@ from ..smp.watch.job_history import read_note
 from .status_command import JobOption, of_one_job
 from .status_facts import ASK_SECONDS
 
-_POLL_SECONDS = 0.2  # between two looks whether the job has ended
 _AGAIN_SECONDS = 3.0  # between two requests to stop it
 
 
@@ -39,7 +38,7 @@ def stop(job: JobOption = None) -> None:
     print("all nodes end after the next iteration; Ctrl-C ends this wait, and not that", flush=True)
     asked, said = time.monotonic(), False
     while liveness.held(run_dir / "lock"):
-        time.sleep(_POLL_SECONDS)
+        time.sleep(0.2)
         if time.monotonic() - asked > _AGAIN_SECONDS:
             try:
                 _ask(run_dir.parent.name, ALL)  # again: a node that leads only since then does not know of it

@@ -113,23 +113,19 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        peer = crowd_of(str(client_address[0]))
-        own = [each for each, (of, _) in list(self._open.items()) if of == peer]
+        own = [each for each, (peer, _) in list(self._open.items()) if peer == crowd_of(str(client_address[0]))]
         for oldest in own[: 1 - _OF_ONE_PEER]:
             _hang_up(oldest)
         if not self._room.acquire(timeout=_POLL_SECONDS):  # theirs, as soon as their threads have seen it
             self.shutdown_request(request)
             return
-        self._open[request] = peer, time.monotonic()  # here: at the next one its thread may not have run yet
+        self._open[request] = crowd_of(str(client_address[0])), time.monotonic()  # not in its thread, which begins late
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no more threads
-            self._closed(request)
+            del self._open[request]
+            self._room.release()
             self.shutdown_request(request)
-
-    def _closed(self, request: Any) -> None:
-        del self._open[request]
-        self._room.release()
 
     def service_actions(self) -> None:
         """Called by the thread at each look: end what takes too long."""
@@ -141,7 +137,8 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._closed(request)
+            del self._open[request]
+            self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone, or was silent for too long, is no news; another error is, in the SMP's log."""
