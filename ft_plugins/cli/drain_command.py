@@ -44,7 +44,7 @@ def stop(job: JobOption = None) -> None:
                 _ask(run_dir.parent.name, ALL)  # again: a node that leads only since then does not know of it
             except FtError as error:  # also where it is ending
                 if not said:
-                    print(f"{error}; this is asked again until the job has ended here", flush=True)
+                    print(f"{error}; this command asks again until the job has ended here", flush=True)
                 said = True
             asked = time.monotonic()
     note = read_note(run_dir)
