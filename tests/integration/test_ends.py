@@ -169,7 +169,7 @@ def test_a_rank_that_exits_amid_training_ends_the_job_and_the_same_command_goes_
 def test_a_rank_that_exits_amid_training_ends_the_job_also_if_its_peers_only_hang(job: Job) -> None:
     job.start("--ftp-hang-seconds", "5", "--reft-checkpoint-dir", "ck", how="silent", at=5)
     assert "training ended after iteration 5, before its own end: iteration 5 is in" in job.end()["a"]
-    assert job.iterations() == [1, 2, 3, 4, 5], "and no rank has started again"
+    assert job.iterations() == [1, 2, 3, 4, 5] and not job.events("workers.restarted")
 
 
 def test_ranks_that_exit_after_different_iterations_leave_a_version_that_both_have(job: Job) -> None:
@@ -239,7 +239,7 @@ def test_a_job_whose_leader_is_lost_while_it_is_to_stop_ends_under_the_next_one(
     output = job.end()
     reached = job.iterations()[-1]
     assert f"iteration {reached}, before its own end" in said.read_text()
-    assert job.checkpoints() == {f"v1-{reached}"} and all(
+    assert job.checkpoints() == {f"v2-{reached}"} and all(
         f"iteration {reached} is in " in output[each] for each in "ab"
     )
 
