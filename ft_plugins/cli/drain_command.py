@@ -19,6 +19,8 @@ from ..smp.watch.job_history import read_note
 from .status_command import JobOption, of_one_job
 from .status_facts import ASK_SECONDS
 
+_AGAIN_SECONDS = 3.0  # between two requests to stop it
+
 
 def drain(
     node: Annotated[str, typer.Argument(help="name of the node that is to leave, as `status` shows it")],
@@ -34,8 +36,17 @@ def stop(job: JobOption = None) -> None:
     --reft-checkpoint-dir, or kept without one. Waits until the job has ended here."""
     run_dir = _ask(job, ALL)
     print("all nodes end after the next iteration; Ctrl-C ends this wait, and not that", flush=True)
+    asked, said = time.monotonic(), False
     while liveness.held(run_dir / "lock"):
         time.sleep(0.2)
+        if time.monotonic() - asked > _AGAIN_SECONDS:
+            try:
+                _ask(run_dir.parent.name, ALL)  # again: a node that leads only since then does not know of it
+            except FtError as error:  # also where it is ending
+                if not said:
+                    print(f"{error}; this command asks again until the job has ended here", flush=True)
+                said = True
+            asked = time.monotonic()
     note = read_note(run_dir)
     if note is None or note.exit_status:
         raise FtError(f"job {run_dir.parent.name}: {note.reason if note else 'its ft-run has left no word'}")

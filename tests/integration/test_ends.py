@@ -42,8 +42,10 @@ weight = torch.zeros(8)
 host = PlainHost({{"weight": weight}}, rank=rank, world_size=dist.get_world_size(), replicated=True)
 session = ft_plugins.attach(host)
 for k in session.iterations(last):
-    if how == "one" and k > at and rank == 0:
+    if how in ("one", "silent") and k > at and rank == 0:
         sys.exit(0)
+    if how == "silent" and k > at:
+        time.sleep(3600)  # as in a collective of NCCL, which does not fail where a peer is gone
     if how == "apart" and k > at + rank:
         sys.exit(0)
     gradient = torch.full((8,), float(k * (rank + 1)))
@@ -57,6 +59,8 @@ for k in session.iterations(last):
             print(k, file=file)
     if how == "slowly":
         time.sleep(0.01)
+        while os.path.exists("hold"):
+            time.sleep(0.01)
 if rank == 0:
     print(f"weight {{weight[0].item():.0f}}", flush=True)
 """
@@ -75,12 +79,15 @@ class Job:
         self.endpoint = f"127.0.0.1:{free_port()}"
         write_secret(folder)
 
-    def start(self, *flags: str, how: str = "whole", at: int = 0, last: int = LAST, nodes: str = "a") -> None:
-        """The same command on each node, with two ranks in all."""
-        several = ("--nnodes", str(len(nodes)), "--rdzv-endpoint", self.endpoint, "--ftp-secret-file", "secret")
+    def start(
+        self, *flags: str, how: str = "whole", at: int = 0, last: int = LAST, nodes: str = "a", of: int = 0
+    ) -> None:
+        """The same command on each node, with two ranks in all; `of`: the number of nodes, if there are others too."""
+        of = of or len(nodes)
+        several = ("--nnodes", str(of), "--rdzv-endpoint", self.endpoint, "--ftp-secret-file", "secret")
         for node in nodes:
             self.nodes.add(node)
-            words = ["--nproc-per-node", str(2 // len(nodes)), *(several if len(nodes) > 1 else ())]
+            words = ["--nproc-per-node", str(2 // of), *(several if of > 1 else ())]
             words += ["--reft", "--ftp-job", self.name, "--ftp-node-name", node, *flags, "train.py", str(last), how]
             with self.log(node).open("w") as log:
                 self.running[node] = subprocess.Popen(
@@ -159,6 +166,12 @@ def test_a_rank_that_exits_amid_training_ends_the_job_and_the_same_command_goes_
     assert job.iterations()[:5] == [1, 2, 3, 4, 5] and job.iterations()[5:] in ([*range(k, LAST + 1)] for k in (5, 6))
 
 
+def test_a_rank_that_exits_amid_training_ends_the_job_also_if_its_peers_only_hang(job: Job) -> None:
+    job.start("--ftp-hang-seconds", "5", "--reft-checkpoint-dir", "ck", how="silent", at=5)
+    assert "training ended after iteration 5, before its own end: iteration 5 is in" in job.end()["a"]
+    assert job.iterations() == [1, 2, 3, 4, 5] and not job.events("workers.restarted")
+
+
 def test_ranks_that_exit_after_different_iterations_leave_a_version_that_both_have(job: Job) -> None:
     job.start("--reft-checkpoint-dir", "ck", how="apart", at=5)
     output = job.end()["a"]
@@ -203,6 +216,32 @@ def test_one_command_ends_a_job_on_all_nodes_at_one_version_that_is_stored(job: 
     job.start(*stop_flags(interval), last=reached + 20, nodes="ab")
     assert f"weight {sum(3 * k for k in range(1, reached + 21))}\n" in job.end()["a"]
     assert job.iterations() == [*range(1, reached + 21)], "no iteration was computed twice"
+
+
+def test_a_job_whose_leader_is_lost_while_it_is_to_stop_ends_under_the_next_one(job: Job) -> None:
+    flags = stop_flags(1)
+    job.start(*flags, how="slowly", last=100_000, nodes="b", of=2)
+    note = job.run_dir("b") / "ft-run.json"
+    wait_until(lambda: note.exists() and "waiting for" in note.read_text(), WAIT, lambda: job.log("b").read_text())
+    job.start(*flags, how="slowly", last=100_000, nodes="a", of=2)
+    job.until_iteration(20)
+    (job.folder / "hold").touch()
+    with (job.folder / "stop.log").open("w") as log:
+        command = [sys.executable, "-c", "from ft_plugins.cli import main; main()", "stop", "--job", job.name]
+        stop = job.running["stop"] = subprocess.Popen(command, cwd=job.folder, stdout=log, stderr=subprocess.STDOUT)
+    said = job.folder / "stop.log"
+    wait_until(lambda: "all nodes end" in said.read_text(), WAIT, said.read_text)
+    job.running["b"].kill()
+    job.running["b"].wait(WAIT)
+    (job.folder / "hold").unlink()
+    job.start(*flags, how="slowly", last=100_000, nodes="b", of=2)
+    assert stop.wait(WAIT) == 0, said.read_text()
+    output = job.end()
+    reached = job.iterations()[-1]
+    assert f"iteration {reached}, before its own end" in said.read_text()
+    assert job.checkpoints() == {f"v2-{reached}"} and all(
+        f"iteration {reached} is in " in output[each] for each in "ab"
+    )
 
 
 def test_a_job_of_one_node_without_a_folder_keeps_its_memory_when_it_is_stopped(job: Job) -> None:

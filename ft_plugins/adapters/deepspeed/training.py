@@ -365,7 +365,7 @@ class DeepSpeedLoop:
 
     def _loading(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._begun:
-            self._end()
+            self._end(ends=True)
             self._session.wait_for_capture()
             self._left = True
             return original(*args, **kwargs)

@@ -471,7 +471,10 @@ class ProgressAgent(LocalElasticAgent):
             raise NodeDrained(step.leave)
 
     def _restart_without(self, cause: LostPeers) -> RunResult:
-        """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will."""
+        """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will. Raises
+        _RoundEnded if what they wait for may be one here that has left."""
+        if self._is_left():
+            raise _RoundEnded
         self._failed_at = self._seen = time.monotonic()
         self._signal_workers()
         self._events.emit(

@@ -119,9 +119,11 @@ class _Server(ThreadingHTTPServer):
         if not self._room.acquire(timeout=_POLL_SECONDS):  # theirs, as soon as their threads have seen it
             self.shutdown_request(request)
             return
+        self._open[request] = crowd_of(str(client_address[0])), time.monotonic()  # not in its thread, which begins late
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no more threads
+            del self._open[request]
             self._room.release()
             self.shutdown_request(request)
 
@@ -132,7 +134,6 @@ class _Server(ThreadingHTTPServer):
                 _hang_up(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        self._open[request] = crowd_of(str(client_address[0])), time.monotonic()
         try:
             super().process_request_thread(request, client_address)
         finally:

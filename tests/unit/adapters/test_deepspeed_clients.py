@@ -63,7 +63,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     session = SimpleNamespace(
         iteration_begin=lambda iteration: told.append(f"begin {iteration}"),
-        iteration_end=lambda iteration, ends: told.append(f"end {iteration}"),
+        iteration_end=lambda iteration, ends: told.append(f"{'last ' if ends else ''}end {iteration}"),
         restore_position=lambda: told.append("position"),
         wait_for_capture=lambda: told.append("sealed"),
         resume=lambda loaded: told.append("restored") or 9,
@@ -144,7 +144,19 @@ def test_the_last_iteration_ends_where_a_client_says_that_training_has(events: l
     assert events == ["begin 6"], "it has no engine"
     hooks.clients.trained(client)
     hooks.clients.trained(client)
-    assert events == ["begin 6", "end 6", "position", "sealed", "position", "sealed"]
+    assert events == ["begin 6", "last end 6", "position", "sealed", "position", "sealed"]
+
+
+def test_a_checkpoint_that_is_loaded_amid_training_ends_it_so_the_iteration_before_is_captured_whatever_the_interval(
+    events: list[str],
+) -> None:
+    client = Counting(5)
+    loop = loop_of(client, 5)
+    client.begin()
+    loop._updated = loop.engine.global_steps = 6
+    assert loop._loading(lambda: "best") == "best"
+    loop.trained()
+    assert events[:3] == ["begin 6", "last end 6", "sealed"] and "restored" not in events
 
 
 @pytest.mark.parametrize("trains", [True, False])

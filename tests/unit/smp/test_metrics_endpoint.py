@@ -172,6 +172,31 @@ def test_connections_that_send_slowly_keep_no_scrape_out(
         each.close()
 
 
+def test_a_burst_of_one_peer_keeps_no_scrape_out_also_if_it_comes_before_a_thread_has_run(
+    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_endpoint, "_SECONDS", math.inf)
+    came, go_on = threading.Semaphore(0), threading.Event()
+    serve = metrics_endpoint._Server.process_request_thread
+
+    def late(server: Any, request: Any, client_address: Any) -> None:
+        came.release()
+        assert go_on.wait(SECONDS)
+        serve(server, request, client_address)
+
+    monkeypatch.setattr(metrics_endpoint._Server, "process_request_thread", late)
+    watch(daemon, port := free_port())
+    burst = [socket.create_connection((OWN, port), source_address=("127.0.0.2", 0)) for _ in range(8)]
+    try:
+        assert all(came.acquire(timeout=SECONDS) for _ in burst)
+        go_on.set()
+        until_served(port)
+    finally:
+        go_on.set()
+        for each in burst:
+            each.close()
+
+
 def test_a_request_has_a_bounded_time_however_its_bytes_arrive(
     daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
