@@ -152,8 +152,8 @@ class StorageTier:
         return ResumeError(
             f"{self._base} is in use by {now}; this start, on {', '.join(self._nodes)} at {time.strftime('%F %T')}, "
             f"has {f'older memory of run {run[:8]}' if run else 'no memory of a run'}: end the other one ('ft-plugins "
-            f"end {job}' on its nodes) and start again, or give this job another name (--ftp-job) or another folder "
-            "(--reft-checkpoint-dir)"
+            f"stop --job {job}' on one of its nodes) and start again, or give this job another name (--ftp-job; under "
+            "Slurm --job-name) or another folder (--reft-checkpoint-dir)"
         )
 
     def recover(self, in_memory: RecoveryPlan, mode: str, loaded: int, segment: Segment, token: int) -> RecoveryPlan:

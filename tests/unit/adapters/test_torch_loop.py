@@ -334,7 +334,7 @@ def test_an_update_that_is_skipped_has_its_fence_all_the_same(loop: Loop) -> Non
     fences: list[tuple[str, int]] = []
     session = attach(loop.host(), Config(), context())
     for name in ("before_update", "after_update", "iteration_end"):
-        setattr(session, name, functools.partial(lambda name, step: fences.append((name, step)), name))
+        setattr(session, name, functools.partial(lambda name, step, *ends: fences.append((name, step)), name))
     steps = session.iterations(ITERATIONS)
     assert [next(steps), next(steps)] == [1, 2]
     assert fences == [("before_update", 1), ("after_update", 1), ("iteration_end", 1)]
