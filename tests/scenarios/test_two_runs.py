@@ -54,7 +54,7 @@ def test_a_second_job_of_that_name_on_other_nodes_is_refused_by_name_and_changes
     for job in second:
         reason = refused(job)
         assert f"{base(first[0].spec)} is in use by run {held.run[:8]} on a, b, since " in reason
-        assert "this start, on c, d at " in reason and f"'ft-plugins end {job.spec.name}'" in reason
+        assert "this start, on c, d at " in reason and f"'ft-plugins stop --job {job.spec.name}'" in reason
     for job in first:
         go_on(job.spec)
     for job in first:
