@@ -426,8 +426,9 @@ JOB_WAITING = EventType(
     stacks=Field("str", "folder with its stack, or empty"), reason=_REASON,
 )  # fmt: skip
 JOB_ADVANCED = EventType(
-    "job.advanced", NOTICE, "Ranks complete iterations again, or have attached.", ends=("job.waiting",), iteration=_ITERATION,
-    seconds=Field("float", "since the job was found waiting", "s"),
+    "job.advanced", NOTICE, "Ranks complete iterations again, or have attached.", ends=("job.waiting",),
+    iteration=_ITERATION,
+    seconds=Field("float", "since the job was found waiting; of a start, since ranks were started", "s"),
 )  # fmt: skip
 PROGRESS_UNWATCHED = EventType(
     "progress.unwatched", WARNING, "The progress of a rank cannot be watched: it is not noticed if the job hangs.",
