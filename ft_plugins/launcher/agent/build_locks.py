@@ -40,9 +40,7 @@ def builds_of(
 ) -> dict[Path, tuple[int, int]]:
     """The locks of builds at which only processes of the job that has this run directory are seen, each with what no
     later one of its path has. `ranks`: pids of its ranks. For the moment before they are killed, compilers too."""
-    return {
-        lock: which for lock, which, users in _builds(environment, run_dir, ranks) if users and all(users.values())
-    }
+    return {lock: which for lock, which, users in _builds(environment, run_dir, ranks) if users and all(users.values())}
 
 
 def remove_stale(

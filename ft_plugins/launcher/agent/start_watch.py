@@ -53,6 +53,7 @@ class StartWatch:
             rank: (pid, liveness.started(pid)) for rank, pid in pids.items()
         }  # fmt: skip
         self._apart, self._used, self.idle, self._late = apart, dict[int, float](), 0.0, False
+        self._row = self.alarms
         self._began = self._looked = self._worked = time.monotonic()
 
     def look(self, attached: Callable[[], bool], ended: bool = False) -> str:
@@ -66,7 +67,7 @@ class StartWatch:
         ) else self._worked  # fmt: skip
         self._used = {rank: used for rank, (used, _) in use.items()}
         self._looked, self.idle = now, now - self._worked
-        verdict = ATTACHED * bool(self.alarms) if over else UNATTACHED if ended else judge_start(
+        verdict = ATTACHED * (self.alarms > self._row) if over else UNATTACHED if ended else judge_start(
             0.0 if self._late else now - self._began, self.idle, self._before, self._apart, self.alarms
         )  # fmt: skip
         self._late, self.alarms = self._late or verdict == UNATTACHED, self.alarms + bool(verdict)
