@@ -428,7 +428,7 @@ JOB_WAITING = EventType(
 JOB_ADVANCED = EventType(
     "job.advanced", NOTICE, "Ranks complete iterations again, or have attached.", ends=("job.waiting",),
     iteration=_ITERATION,
-    seconds=Field("float", "since the job was found waiting", "s"),
+    seconds=Field("float", "since the job was found waiting; of a start, since ranks were started", "s"),
 )  # fmt: skip
 PROGRESS_UNWATCHED = EventType(
     "progress.unwatched", WARNING, "The progress of a rank cannot be watched: it is not noticed if the job hangs.",
