@@ -12,7 +12,6 @@ In: a job's folder in storage; what a run has in memory. Out: `Lease`s, decision
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from dataclasses import asdict, dataclass
@@ -105,8 +104,7 @@ def newest(base: Path, known: int = 0) -> Lease | None:
 def take(base: Path, lease: Lease, before: Lease | None) -> None:
     """Take the lineage of `lease`, and remove the lease that was there `before`. Raises FileExistsError if it is taken,
     or a larger one."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(_path(base, lease.lineage), flags, 0o600), "w") as file:
+    with open(_path(base, lease.lineage), "x", opener=files.private) as file:
         file.write(files.digested(asdict(lease)))
     if (now := newest(base, lease.lineage)) is None or now.lineage != lease.lineage:
         raise FileExistsError(f"{base}: a later lineage than {lease.lineage} is taken")

@@ -233,7 +233,7 @@ class Reft(CaptureOwner):
         if header.held not in (0, END) and awaited and self._times.captures(header.completed):
             until = time.monotonic() + HOLD_SECONDS
             header.held_at = header.completed
-            while header.held and time.monotonic() < until:
+            while header.held not in (0, END) and time.monotonic() < until:
                 time.sleep(_HELD_SECONDS)
             header.held_at = 0
         return header.held == END

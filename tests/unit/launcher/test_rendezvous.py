@@ -336,7 +336,7 @@ def test_what_is_not_the_name_of_a_node_is_refused_before_the_job_is_asked(tmp_p
 
 
 def test_a_command_line_without_a_job_of_several_nodes_says_what_it_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(FtError, match=r"rendezvous.json: cannot be read .*is the job on several nodes\?"):
+    with pytest.raises(FtError, match=r"rendezvous.json: cannot be read .*is --rdzv-backend given\?"):
         control.drain(tmp_path, "b")
 
 
@@ -1125,6 +1125,8 @@ def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_e
     alone: Rendezvous, failed: bool, left: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(SimpleElasticAgent, "_restart_workers", lambda agent, group: None)
+    monkeypatch.setattr(ProgressAgent, "_is_left", lambda agent: False)
+    monkeypatch.setattr(ProgressAgent, "_signal_workers", lambda agent: None)
     happened: list[str] = []
     agent = agent_of(alone, happened)
     agent._events.subscribe(lambda event: happened.append(event.fields["reason"]))

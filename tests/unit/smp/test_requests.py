@@ -38,7 +38,7 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "spare", **OF_RANK, "world_size": 4, "node": "c", "where": ["127.0.0.1", 9], "seconds": 1.0},
     {"do": "settle", **OF_RANK, "world_size": 4, "spares": []},
     {"do": "checkpoint", "reason": "request", "seconds": 1.0, "only_due": False},
-    {"do": "hold", "on": True},
+    {"do": "hold", "value": 1},
     {"do": "nodes", "first": 0, "each": 1.0, "every": 2.0},
 ]  # fmt: skip
 PEER: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ft_plugins.snapshot.segment.header import Header
+from ft_plugins.snapshot.segment.header import END, Header
 from ft_plugins.snapshot.segment.shape import PAGE
 from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.systems.reft import reft
@@ -30,7 +30,9 @@ def header() -> Header:
 def held(header: Header, captured: bool = True) -> threading.Thread:
     """A rank between two iterations, in a thread."""
     times = SimpleNamespace(captures=lambda iteration: captured)
-    rank: Any = SimpleNamespace(_mapped=lambda: SimpleNamespace(header=header), _lineage=LINEAGE, _times=times)
+    rank: Any = SimpleNamespace(
+        _mapped=lambda: SimpleNamespace(header=header), _lineage=LINEAGE, _times=times, _capture=times
+    )
     thread = threading.Thread(target=Reft.hold, args=(rank,), daemon=True)
     thread.start()
     return thread
@@ -48,6 +50,17 @@ def test_a_rank_whose_node_is_to_leave_waits_at_the_version_that_is_exchanged_un
     thread.join(0.2)
     assert thread.is_alive() and header.held_at == 7, "where it waits is known"
     header.held = False
+    thread.join(WAIT)
+    assert not thread.is_alive() and header.held_at == 0
+
+
+def test_a_rank_that_waits_goes_on_when_the_whole_job_is_to_end(header: Header) -> None:
+    header.held = True
+    header.await_version(Version(LINEAGE, 7))
+    thread = held(header)
+    thread.join(0.2)
+    assert thread.is_alive()
+    header.held = END
     thread.join(WAIT)
     assert not thread.is_alive() and header.held_at == 0
 
