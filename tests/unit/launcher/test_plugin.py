@@ -20,7 +20,7 @@ from ft_plugins.launcher.rendezvous.rendezvous_settings import RendezvousSetting
     ("given", "said"),
     [
         ({"seats": "8"}, "unknown key 'seats'"),
-        ({"is_host": "1"}, "unknown key 'is_host'; ft_plugins knows detect_seconds"),
+        ({"is_host": "1"}, "unknown key 'is_host'; ft_plugins knows command, detect_seconds"),
         ({"sizes": "4;2"}, "sizes: expected numbers of nodes as 8/6/4, found '4;2'"),
         ({"sizes": "4,1"}, "sizes: expected .* found 1"),
         ({"node_rank": "4"}, "node_rank: expected 0 to 3, found '4'"),
