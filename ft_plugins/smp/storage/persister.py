@@ -234,7 +234,6 @@ class Persister:
         if version is None:
             version, calls = self._called(waiting, storage, base, seen)
         if version is not None:
-            held()
             self._checkpoints.settle(base)
             pinned = pin_all(seen, version)
             if len(pinned) < len(seen.segments) and seen.alone:
@@ -242,7 +241,7 @@ class Persister:
             self._checkpoints.begin(version)  # before the calls are taken, so that `busy` has no gap
             for call in calls:
                 self._take(call)
-            self._checkpoints.write(base, origin, seen, version, calls, pinned, watched=bool(storage.audits))
+            self._checkpoints.write(base, origin, seen, version, calls, pinned, bool(storage.audits), held)
             return 0.0
         return 4 * NEAR_SECONDS if self._calls else self._schedule.pause
 
