@@ -111,7 +111,7 @@ class Checkpoints:
                     raise StorageError("another version was begun before its replicas were compared")
                 item.unpin()
             except StorageError as error:
-                self.abandon(base, item, error)
+                self._abandon(base, item, error)
 
     def scan(self, base: Path, origin: Origin, seen: NodeView) -> None:
         """Once for each job: find complete checkpoints in storage, and give one that lacks only its name that name."""
@@ -211,9 +211,9 @@ class Checkpoints:
             else:
                 item.update_verdict()
         except Exception as error:
-            self.abandon(base, item, error)
+            self._abandon(base, item, error)
 
-    def abandon(self, base: Path, item: Unfinished, error: Exception) -> None:
+    def _abandon(self, base: Path, item: Unfinished, error: Exception) -> None:
         """Remove what this node wrote of a checkpoint, because it will not become complete."""
         self.unfinished.remove(item)
         item.unpin()

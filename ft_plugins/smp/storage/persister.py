@@ -22,7 +22,6 @@ from pydantic import TypeAdapter
 
 from ...base import files
 from ...base.intake import read_json
-from ...errors import StorageError
 from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint.checkpoint import Origin
@@ -207,11 +206,6 @@ class Persister:
         base = Path(storage.folder) / self._job
         with suppress(OSError):  # writing will report it
             self.lease.keep(base, segments, storage.world_size)
-        if self.lease.lost:
-            for item in list(self._checkpoints.unfinished):
-                self._checkpoints.abandon(base, item, StorageError(self.lease.lost))
-            self._answer_all("failed", reason=self.lease.lost)
-            return FAR_SECONDS
         held = functools.partial(self.lease.keep, base, segments, storage.world_size, writes=True)
         waiting = list(self._calls)  # before the slots are read: a later call is for what is not seen here
         for item in list(self._checkpoints.unfinished):

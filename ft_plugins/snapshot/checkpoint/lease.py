@@ -48,8 +48,8 @@ class Lease:
     def __str__(self) -> str:
         """For people."""
         begun, last = (time.strftime("%F %T", time.localtime(at)) for at in (self.taken, self.renewed))
-        ended = "ended in order at" if self.released else "last renewed at"
-        return f"run {self.run[:8] or 'unknown'} on {', '.join(self.nodes)}, since {begun}, {ended} {last} by its clock"
+        last = f"{'ended in order' if self.released else 'last renewed'} at {last}"
+        return f"run {self.run[:8] or 'unknown'} on {', '.join(self.nodes)}, since {begun}, {last} by its clock"
 
 
 class Claim(Enum):
@@ -100,8 +100,8 @@ def take(base: Path, lease: Lease, before: Lease | None) -> None:
     """Take the lineage of `lease`, and remove the lease that was there `before`. Raises FileExistsError if it is taken,
     or a larger one."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(_path(base, lease.lineage), flags, 0o600), "w") as file:
-        file.write(files.digested(asdict(lease)))
+    os.close(os.open(_path(base, lease.lineage), flags, 0o600))
+    renew(base, lease)
     if (now := newest(base, lease.lineage)) is None or now.lineage != lease.lineage:
         raise FileExistsError(f"{base}: a later lineage than {lease.lineage} is taken")
     if before is not None:
