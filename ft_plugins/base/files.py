@@ -99,12 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_digested(path: Path, content: dict[str, Any], *, durable: bool = True, shared: bool = False) -> None:
     """Write a small file, with a digest of its content."""
-    write(path, digested(content), durable=durable, shared=shared)
-
-
-def digested(content: Mapping[str, Any]) -> str:
-    """The text of such a file."""
-    return json.dumps({**content, "digest": digest_of(content)})
+    write(path, json.dumps({**content, "digest": digest_of(content)}), durable=durable, shared=shared)
 
 
 def digest_of(content: Mapping[str, Any]) -> str:

@@ -44,11 +44,10 @@ def of_last_run(histories: Iterable[Sequence[Event]]) -> list[Event]:
             starts[-1].append(event)
     runs = [{event.fields["run"]: event.time for event in start if "run" in event.fields} for start in starts]
     last = max(((at, run) for each in runs for run, at in each.items()), default=(0.0, ""))[1]
-    since = min((start[0].time for start, own in zip(starts, runs, strict=True) if last in own), default=0.0)
-    if len(set[str]().union(*runs)) < 2:
-        return [event for start in starts for event in start]
-    ours = [start for start, own in zip(starts, runs, strict=True) if last in own or start and not own]
-    return [event for start in ours if start[0].time >= since for event in start]
+    several = len(set[str]().union(*runs)) > 1
+    since = min((one[0].time for one, own in zip(starts, runs, strict=True) if several and last in own), default=0.0)
+    ours = [one for one, own in zip(starts, runs, strict=True) if last in own or one and not own]
+    return [event for one in ours if one[0].time >= since for event in one]
 
 
 def histories(job: str | None, files: list[Path] | None) -> list[Path]:

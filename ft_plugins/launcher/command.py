@@ -120,10 +120,9 @@ def _left_out(options: argparse.Namespace, job: str, argv: Sequence[str]) -> lis
     """The flags that the user did not give, because surroundings (Slurm, an environment, a folder) gave them."""
     given = argv[: len(argv) - len(options.training_script_args)]
     names = {word.partition("=")[0].replace("_", "-") for word in given}
-    meant = {"nnodes": options.nnodes, "nproc-per-node": options.nproc_per_node, "ftp-job": job}
-    meant["rdzv-endpoint"] = options.rdzv_endpoint
-    missing = [(f"--{flag}", value) for flag, value in meant.items() if value and f"--{flag}" not in names]
-    return [part for pair in missing for part in pair]
+    size = {"--nnodes": options.nnodes, "--nproc-per-node": options.nproc_per_node}
+    meant = {**size, "--ftp-job": job, "--rdzv-endpoint": options.rdzv_endpoint}
+    return [word for flag, value in meant.items() if value and flag not in names for word in (flag, value)]
 
 
 def _take_from(step: slurm.SlurmStep, options: argparse.Namespace) -> list[str]:

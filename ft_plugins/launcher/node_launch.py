@@ -112,8 +112,8 @@ def launch(
                 lock = stack.enter_context(JobLock(run_dir))
                 stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
                 if config.max_nodes == 1:
-                    secret = load_secret(job.config.secret_file)
-                    round_join.require_alone(Credentials(secret, job.name, job.node, job.config.encrypt), run_dir)
+                    us = load_secret(job.config.secret_file), job.name, job.node, job.config.encrypt
+                    round_join.require_alone(Credentials(*us), run_dir)
                 write_note(run_dir, FtRunNote(FtRunPhase.STARTING))
                 events.subscribe(file_sink(run_dir / "events.jsonl"))
                 events.subscribe(log_sink("ft-run: "))

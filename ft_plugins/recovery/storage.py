@@ -124,7 +124,7 @@ class StorageTier:
                 try:
                     lease.take(self._base, taken, self._settled(self._replaced, float("inf")))
                 except FileExistsError:
-                    raise self._refusal(self._look()) from None
+                    raise self._refusal(lease.newest(self._base)) from None
                 except (OSError, TimeoutError) as error:
                     self._report(catalogue.STORAGE_FAILED, f"{self._base}: no lease can be written ({error})")
 
@@ -132,7 +132,7 @@ class StorageTier:
         """The lease, once this start may go on: it was `first`, the same for `unchanged` seconds. A folder that stalls
         does not count as one that does not change. Raises ResumeError if another run has it, OSError, TimeoutError."""
         while True:
-            looked, now = time.monotonic(), self._look()
+            looked, now = time.monotonic(), within(LOOK_SECONDS, lambda: lease.newest(self._base))
             gone = now is not None and now.processes != () and all(map(liveness.has_ended, now.processes))
             decision = lease.at_start(*self._memory, first, now, unchanged, gone)
             if decision is Claim.REFUSE:
@@ -143,9 +143,6 @@ class StorageTier:
                 say(f"{self._base}: waiting to see whether its last user lives ({now}); if not, this run goes on")
             time.sleep(_PAUSE_SECONDS)
             unchanged += min(time.monotonic() - looked, 2 * _PAUSE_SECONDS)
-
-    def _look(self) -> Lease | None:
-        return within(LOOK_SECONDS, lambda: lease.newest(self._base))
 
     def _refusal(self, now: Lease | None) -> ResumeError:
         (run, _), job = self._memory, self._base.name
@@ -238,7 +235,7 @@ class StorageTier:
         try:
             within(LOOK_SECONDS, lambda: files.make_private(self._base))
             self._memory = (in_memory.run, in_memory.lineage - 1)
-            self._replaced = self._settled(self._look(), 0.0)
+            self._replaced = self._settled(within(LOOK_SECONDS, lambda: lease.newest(self._base)), 0.0)
             before = self._replaced or Lease(0, "")
             origin = Origin("", self._collective.world_size, fingerprint, in_memory.run or before.run)
             return _listing(self._base, origin, mode, before.lineage)

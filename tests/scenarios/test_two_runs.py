@@ -16,7 +16,7 @@ from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.checkpoint import checkpoint, lease
 from harness.emulated_nodes import freeze
 from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.job_control import BOUND, captured, lose_memory, stop_after, wait_for, write_checkpoints
+from harness.job_control import BOUND, captured, lose_memory, stop_after, wait_for, wait_until, write_checkpoints
 from harness.jobs import write_secret
 
 from .test_storage import ON_REQUEST, base, complete, events, fills, go_on, refused, resumed
@@ -67,26 +67,27 @@ def test_a_second_job_of_that_name_on_other_nodes_is_refused_by_name_and_changes
 def test_a_node_that_was_silent_is_replaced_with_its_identity_and_writes_no_more_when_it_is_back(
     torch_server: ForkServer, jobs: Spec, tmp_path: Path
 ) -> None:
-    spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
+    spec = fills(jobs, tmp_path, 12, "--reft-checkpoint-interval", "4")
     old = stop_after(torch_server, spec, 4)
-    with Client(spec.run_dir) as client:
-        assert client.checkpoint("request", BOUND)["state"] == "done"
-        smp = client.status()["pid"]
+    wait_until(lambda: complete(spec) == ["v1-4"], BOUND, lambda: str(complete(spec)))
     run = run_of(spec, "training.started")
+    with Client(spec.run_dir) as client:
+        smp = client.status()["pid"]
     freeze(old)
     elsewhere = jobs(**{**vars(spec), "node": "node1"})
     assert resumed(torch_server, elsewhere) == 4
-    assert run_of(elsewhere, "state.restored") == run == checkpoint.read_manifest(base(spec) / "v1-4").run
+    assert run_of(elsewhere, "state.restored") == run == checkpoint.read_manifest(base(spec) / "v2-12").run
     for pid in (smp, old.pid):
         os.kill(pid, signal.SIGCONT)
     path = spec.run_dir / "events.jsonl"
     wait_for(path, lambda found: any(each["name"] == "lease.lost" for each in found), BOUND)
-    with Client(spec.run_dir) as client:
-        answer = client.checkpoint("request", BOUND)
-    assert answer["state"] == "failed" and "on node1" in answer["reason"], answer
+    written = complete(spec)
     go_on(spec)
     assert old.wait(BOUND)["status"] == "succeeded", "training goes on: " + old.tail()
-    assert complete(spec) == ["v1-4"] and len(events(spec, "lease.lost")) == 1
+    assert complete(spec) == written and all(name.startswith("v2-") for name in written if name != "v1-4")
+    assert len(events(spec, "lease.lost")) == 1
+    assert all("on node1" in each["reason"] for each in events(spec, "checkpoint.failed"))
+    assert events(spec, "checkpoint.failed"), "what was due is missed by name"
 
 
 def test_after_a_total_loss_the_same_command_goes_on_at_once_as_the_same_run(

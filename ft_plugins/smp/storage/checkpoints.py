@@ -111,7 +111,7 @@ class Checkpoints:
                     raise StorageError("another version was begun before its replicas were compared")
                 item.unpin()
             except StorageError as error:
-                self.abandon(base, item, error)
+                self._abandon(base, item, error)
 
     def scan(self, base: Path, origin: Origin, seen: NodeView) -> None:
         """Once for each job: find complete checkpoints in storage, and give one that lacks only its name that name."""
@@ -137,15 +137,18 @@ class Checkpoints:
         calls: list[CheckpointCall],
         pinned: Sequence[tuple[Segment, int]],
         watched: bool,
+        held: Callable[[], None],
     ) -> None:
-        """Write this node's ranks of `version`, after `begin`. If the `pinned` slots are to be `watched` for a verdict,
-        they stay pinned until the checkpoint is complete. Every failure is an event. Raises WriterStopped."""
+        """Write this node's ranks of `version`, after `begin`, unless `held` raises: another run has the folder. If the
+        `pinned` slots are to be `watched` for a verdict, they stay pinned until the checkpoint is complete. Every
+        failure is an event. Raises WriterStopped."""
         begun = time.monotonic()
         segments, ranks = list(seen.segments.values()), list(seen.segments)
         folder, final = checkpoint.partial_of(base, version), checkpoint.folder_of(base, version)
         reason = calls[0].reason if calls else "interval"
         item: Unfinished | None = None
         try:
+            held()
             if checkpoint.is_complete(final, origin):
                 self._finished(Unfinished(version, origin, ranks, begun, begun, 0, calls), final)
                 return
@@ -208,9 +211,9 @@ class Checkpoints:
             else:
                 item.update_verdict()
         except Exception as error:
-            self.abandon(base, item, error)
+            self._abandon(base, item, error)
 
-    def abandon(self, base: Path, item: Unfinished, error: Exception) -> None:
+    def _abandon(self, base: Path, item: Unfinished, error: Exception) -> None:
         """Remove what this node wrote of a checkpoint, because it will not become complete."""
         self.unfinished.remove(item)
         item.unpin()

@@ -23,7 +23,6 @@ from pydantic import TypeAdapter
 
 from ...base import files
 from ...base.intake import read_json, within
-from ...errors import StorageError
 from ...events import catalogue
 from ...snapshot.capture.retention import Storage
 from ...snapshot.checkpoint.checkpoint import Origin
@@ -219,11 +218,6 @@ class Persister:
             return FAR_SECONDS
         storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
         base = Path(storage.folder) / self._job
-        if self.lease.lost:
-            for item in list(self._checkpoints.unfinished):
-                self._checkpoints.abandon(base, item, StorageError(self.lease.lost))
-            self._answer_all("failed", reason=self.lease.lost)
-            return FAR_SECONDS
         held = functools.partial(self.lease.keep, base, segments, storage.world_size, writes=True)
         waiting = list(self._calls)  # before the slots are read: a later call is for what is not seen here
         for item in list(self._checkpoints.unfinished):
@@ -246,7 +240,6 @@ class Persister:
         if version is None:
             version, calls = self._called(waiting, storage, base, seen)
         if version is not None:
-            held()
             self._checkpoints.settle(base)
             pinned = pin_all(seen, version)
             if len(pinned) < len(seen.segments) and seen.alone:
@@ -254,7 +247,7 @@ class Persister:
             self._checkpoints.begin(version)  # before the calls are taken, so that `busy` has no gap
             for call in calls:
                 self._take(call)
-            self._checkpoints.write(base, origin, seen, version, calls, pinned, watched=bool(storage.audits))
+            self._checkpoints.write(base, origin, seen, version, calls, pinned, bool(storage.audits), held)
             return 0.0
         return 4 * NEAR_SECONDS if self._calls else self._schedule.pause
 

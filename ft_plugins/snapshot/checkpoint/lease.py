@@ -47,8 +47,8 @@ class Lease:
     def __str__(self) -> str:
         """For people."""
         begun, last = (time.strftime("%F %T", time.localtime(at)) for at in (self.taken, self.renewed))
-        ended = "ended in order at" if self.released else "last renewed at"
-        return f"run {self.run[:8] or 'unknown'} on {', '.join(self.nodes)}, since {begun}, {ended} {last} by its clock"
+        last = f"{'ended in order' if self.released else 'last renewed'} at {last}"
+        return f"run {self.run[:8] or 'unknown'} on {', '.join(self.nodes)}, since {begun}, {last} by its clock"
 
 
 class Claim(Enum):
@@ -104,8 +104,8 @@ def newest(base: Path, known: int = 0) -> Lease | None:
 def take(base: Path, lease: Lease, before: Lease | None) -> None:
     """Take the lineage of `lease`, and remove the lease that was there `before`. Raises FileExistsError if it is taken,
     or a larger one."""
-    with open(_path(base, lease.lineage), "x", opener=files.private) as file:
-        file.write(files.digested(asdict(lease)))
+    open(_path(base, lease.lineage), "x", opener=files.private).close()
+    renew(base, lease)
     if (now := newest(base, lease.lineage)) is None or now.lineage != lease.lineage:
         raise FileExistsError(f"{base}: a later lineage than {lease.lineage} is taken")
     if before is not None:
