@@ -1,4 +1,4 @@
-"""What becomes of the state in memory when a job ends in order: at the end of training, before it, or nobody knows."""
+"""What becomes of the state in memory when a job ends in order: at the end of training, before it, or unknown."""
 
 from __future__ import annotations
 
