@@ -1,0 +1,45 @@
+"""Worlds from the command line: python -m tests.world SEED, or --seconds 60 [--from SEED]."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+
+from .shims import _MONOTONIC
+from .world import World, draw
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seed", nargs="?", type=int)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--tail", type=int, default=60)
+    chosen = parser.parse_args()
+    if chosen.seed is not None:
+        world = World(draw(chosen.seed))
+        print(world.scenario)
+        outcome = world.run()
+        for when, text in outcome.notes[-chosen.tail :]:
+            print(f"{when:9.3f} {text}")
+        for error in world.tracebacks:
+            traceback.print_exception(error)
+        print(outcome.violations, outcome.ended, outcome.seconds, outcome.steps)
+        return
+    began, bad, ends = _MONOTONIC(), 0, {}
+    for seed in range(chosen.first, chosen.first + chosen.count):
+        outcome = World(draw(seed)).run()
+        how = "; ".join(sorted({result[:60] for result in outcome.ended.values()}))
+        ends[how] = ends.get(how, 0) + 1
+        if outcome.violations:
+            bad += 1
+            print(seed, outcome.violations[0])
+    spent = _MONOTONIC() - began
+    print(f"{chosen.count} jobs in {spent:.1f} s, {bad} violated; {60 * chosen.count / spent:.0f} a minute")
+    for how, count in sorted(ends.items(), key=lambda one: -one[1]):
+        print(f"{count:6} {how}")
+
+
+if __name__ == "__main__":
+    main()

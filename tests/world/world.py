@@ -1,0 +1,359 @@
+"""One job in the world, drawn from a seed: its nodes, its faults, and what must hold whatever happens.
+
+In: a seed, or a `Scenario`. Out: `Outcome`: what was violated, with a transcript.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+from ft_plugins.redundancy.grouping import redundancy_groups
+
+from . import wiring  # noqa: F401  # first
+from .hub import Hub
+from .launcher import Agent
+from .network import Machine, Network
+from .rank import Gang
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `when` (seconds from the begin): `kind`, to the node or pair of `nodes`, for so many seconds."""
+
+    when: float
+    kind: str
+    nodes: tuple[int, ...]
+    seconds: float = 0.0
+
+    def __str__(self):
+        return f"{self.when:.3f} {self.kind} {self.nodes} for {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job, and what happens to it."""
+
+    seed: int
+    nodes: int
+    spares: int
+    per_node: int
+    losses: int
+    iterations: int
+    detect: float
+    step: tuple[float, float]
+    capture: tuple[float, float]
+    preempted: float
+    faults: tuple[Fault, ...]
+
+
+KINDS = {
+    "kill rank": 5, "kill smp": 4, "lose node": 3, "restart node": 2, "cut": 2, "cut one way": 1, "slow": 1,
+    "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "full disk": 1, "flip": 1,
+}  # fmt: skip
+
+
+def draw(seed):
+    """The scenario of a seed."""
+    chance = random.Random(seed)
+    nodes = min(40, max(2, round(chance.lognormvariate(2.08, 0.5))))
+    per_node = chance.choice((1, 1, 1, 2))
+    losses = 2 if nodes >= 5 and chance.random() < 0.3 else 1
+    spares = chance.choice((0, 0, 1, 2))
+    iterations = max(5, round(chance.gauss(30, 10)))
+    step = chance.uniform(0.02, 0.3)
+    count = min(12, round(chance.expovariate(1 / 3.5)))
+    span = iterations * step + 6 * count
+    faults = []
+    for _ in range(count):
+        kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
+        among = tuple(chance.sample(range(nodes + spares), 2))
+        faults.append(Fault(2 + chance.random() * span, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0, 15.0))))
+    if faults and chance.random() < 0.3:  # two at once
+        last = faults[-1]
+        faults.append(dataclasses.replace(last, when=last.when + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1]))
+    return Scenario(
+        seed, nodes, spares, per_node, losses, iterations, chance.choice((0.5, 1.0, 2.0)), (step, step * 1.2),
+        (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)), tuple(sorted(faults, key=str)),
+    )  # fmt: skip
+
+
+class Node:
+    """One node, as long as its machine has not been replaced."""
+
+    def __init__(self, world, number, name):
+        self.world, self.number, self.name = world, number, name
+        self.machine = Machine(name)
+        self.machine.node, self.machine.short = self, False
+        self.smp = self.agent = None
+        self.ended = False
+
+    def start(self):
+        self.agent = Agent(self)
+
+
+@dataclass
+class Outcome:
+    """What came of a scenario. `violations`: (time, name, words); `ended`: how each ft-run ended."""
+
+    scenario: Scenario
+    violations: list = field(default_factory=list)
+    ended: dict = field(default_factory=dict)
+    seconds: float = 0.0
+    steps: int = 0
+    notes: list = field(default_factory=list)
+
+
+class World:
+    """The job of a scenario."""
+
+    start_seconds = (0.2, 0.6)
+    wait = 3.0
+
+    def __init__(self, scenario):
+        self.scenario = scenario
+        self.hub = hub = Hub(scenario.seed)
+        hub.world, hub.preempted = self, scenario.preempted
+        self.begin = hub.now
+        self.network = Network(hub)
+        self.nodes, self.per_node, self.losses = scenario.nodes, scenario.per_node, scenario.losses
+        self.size, self.interval, self.last = self.nodes * self.per_node, 1, scenario.iterations
+        self.detect_seconds, self.silence = scenario.detect, max(1.0, scenario.detect)
+        self.step_seconds, self.capture_seconds = scenario.step, scenario.capture
+        self.first_state = 12345
+        self.all = [Node(self, at, f"n{at}") for at in range(self.nodes)]
+        self.all += [Node(self, self.nodes + at, f"s{at}") for at in range(scenario.spares)]
+        self.by_name = {node.name: node for node in self.all}
+        self.endpoints = [node.name for node in self.all[:3]]
+        self.outcome = Outcome(scenario)
+        self.gangs, self.places, self.lineages, self.truth, self.done_by = {}, {}, {}, {}, {}
+        self.sealed_by, self.sealed_all, self.committed = {}, None, None
+        self.lost_since_sealed, self.lost_since_committed = set(), set()
+        self.survivable, self.finished = True, False
+        self.newest_gang = 0
+        self.faults_over = 0.0
+
+    # ---- run ----
+
+    def run(self):
+        """Everything, to the end."""
+        hub = self.hub
+        for node in self.all:
+            hub.later(hub.random.uniform(0, 0.5), node.start)
+        for fault in self.scenario.faults:
+            hub.later(fault.when, lambda fault=fault: self.strike(fault))
+        last = max((fault.when + fault.seconds for fault in self.scenario.faults), default=0.0)
+        self.faults_over = self.begin + last + 1
+        hub.later(last + 1, self.calm)
+        bound = last + 1 + 120 + self.scenario.iterations * self.step_seconds[1] * 4
+        try:
+            over = hub.run(self.begin + bound, self._is_over)
+            if not over:
+                self.broken("liveness", f"not over {bound:.0f} s after the last fault")
+        finally:
+            outcome = self.outcome
+            for when, task, error in hub.errors:
+                outcome.violations.append((when - self.begin, "error", f"{task.process.name}, {task.name}: {error!r}"))
+            outcome.seconds, outcome.steps = hub.now - self.begin, hub.steps
+            outcome.notes = [(when - self.begin, text) for when, text in hub.notes]
+            self.tracebacks = [error for _, _, error in hub.errors]
+            hub.close()
+        return outcome
+
+    def _is_over(self):
+        return self.finished or bool(self.outcome.violations or self.hub.errors)
+
+    # ---- faults ----
+
+    def strike(self, fault):
+        if self.finished:
+            return
+        hub = self.hub
+        node = self.all[fault.nodes[0] % len(self.all)]
+        other = self.all[fault.nodes[1] % len(self.all)]
+        hub.note(f"FAULT {fault.kind} {node.name} {other.name} {fault.seconds}")
+        agent = node.agent
+        if fault.kind in ("kill rank", "stop rank"):
+            ranks = [rank.process for rank in agent.ranks if rank.process.alive] if agent else []
+            if ranks:
+                chosen = hub.random.choice(ranks)
+                self.kill(chosen.pid) if fault.kind == "kill rank" else self._stop(chosen, fault.seconds)
+        elif fault.kind in ("kill smp", "stop smp") and node.smp and node.smp.process.alive:
+            process = node.smp.process
+            self.kill(process.pid) if fault.kind == "kill smp" else self._stop(process, fault.seconds)
+        elif fault.kind in ("lose node", "restart node"):
+            self.lose(node)
+            hub.later(max(fault.seconds, 0.5), lambda: self.replace(node, fault.kind == "restart node"))
+        elif fault.kind == "kill ft-run" and agent and agent.process.alive:
+            for rank in agent.ranks:
+                self.kill(rank.process.pid)
+            agent.ended = True
+            self.kill(agent.process.pid)
+            hub.later(max(fault.seconds, 0.5), node.start)
+        elif fault.kind in ("cut", "cut one way"):
+            names = [one.name for one in self.all if one is not node]
+            self.network.cut |= {(node.name, name) for name in names}
+            if fault.kind == "cut":
+                self.network.cut |= {(name, node.name) for name in names}
+            hub.later(fault.seconds, self.network.heal)
+        elif fault.kind == "slow":
+            self.network.slow |= {(node.name, other.name): 0.5, (other.name, node.name): 0.5}
+            hub.later(fault.seconds, self.network.heal)
+        elif fault.kind == "full disk":
+            node.machine.full = True
+            hub.later(fault.seconds, lambda: setattr(node.machine, "full", False))
+        elif fault.kind == "flip":
+            self._flip(node)
+
+    def _stop(self, process, seconds):
+        process.stop()
+        self.hub.later(seconds, process.resume)
+
+    def _flip(self, node):
+        for _, segment in sorted(node.machine.memory.items()):
+            words = segment._slots[self.hub.random.randrange(len(segment._slots))]
+            words.flipped = True
+            self.flipped = True
+            return
+
+    flipped = False
+
+    def calm(self):
+        """No more faults."""
+        self.network.heal()
+
+    def kill(self, pid):
+        process = self.hub.processes.get(pid)
+        if process is not None:
+            process.end(-9)
+
+    def lose(self, node):
+        """Its machine is gone, with all that it held."""
+        machine = node.machine
+        machine.alive = False
+        for process in [one for one in self.hub.processes.values() if one.machine is machine]:
+            process.end(-9)
+        if machine.memory:
+            self.lost_since_sealed.add(node.name)
+            self.lost_since_committed.add(node.name)
+
+    def replace(self, node, same):
+        """Another machine in its place, of the same name or of a new one."""
+        if self.finished:
+            return
+        name = node.name if same else f"r{len(self.by_name)}"
+        fresh = Node(self, node.number, name)
+        self.all[node.number] = self.by_name[name] = fresh
+        fresh.start()
+
+    # ---- what the parts ask ----
+
+    def machine_at(self, host):
+        return self.by_name[host].machine
+
+    def draw(self, span):
+        return self.hub.random.uniform(*span)
+
+    def groups(self, names):
+        groups = tuple(tuple(range(local, self.size, self.per_node)) for local in range(self.per_node))
+        return redundancy_groups(names, groups, 8, self.losses, ())
+
+    def gang(self, number, size):
+        return self.gangs.setdefault(number, Gang(self, number, size))
+
+    # ---- what must hold ----
+
+    def broken(self, name, words):
+        self.hub.note(f"VIOLATED {name}: {words}")
+        self.outcome.violations.append((self.hub.now - self.begin, name, words))
+
+    def event(self, node, name, fields):
+        self.hub.note(f"{node}: {name} " + " ".join(f"{key}={value}" for key, value in fields.items() if key != "about"))
+        if name == "version.committed":
+            version = (fields["lineage"], fields["iteration"])
+            if version not in self.truth and version not in {self._pair(base) for base in ()}:
+                self.broken("committed what nobody completed", f"{version} on {node}")
+            if self.sealed_by.get(version, set()) < set(range(self.size)):
+                self.broken("committed what was not sealed", f"{version} on {node}: {self.sealed_by.get(version)}")
+            if self.committed is None or version > self.committed:
+                self.committed, self.lost_since_committed = version, set()
+
+    @staticmethod
+    def _pair(version):
+        return (version.lineage, version.iteration)
+
+    def begun(self, node, number, rank):
+        """A node takes part in a round."""
+        places = self.places.setdefault(number, {})
+        if rank in places and places[rank] != node.name:
+            self.broken("two nodes of one rank", f"round {number}: {places[rank]} and {node.name} are rank {rank}")
+        places[rank] = node.name
+        before = self.places.get(number - 1, {})
+        was = next((at for at, name in before.items() if name == node.name), None)
+        if was is not None and was != rank:
+            self.broken("a survivor lost its place", f"{node.name}: rank {was} in {number - 1}, {rank} in {number}")
+        self.hub.note(f"{node.name}: round {number}, rank {rank}")
+
+    def resumed(self, rank, plan, state, gang):
+        """A rank has restored by `plan`, before anything becomes void."""
+        number = gang.number
+        if self.lineages.setdefault(plan.lineage, number) != number:
+            self.broken("a lineage twice", f"{plan.lineage} in rounds {self.lineages[plan.lineage]} and {number}")
+        version = None if plan.version is None else self._pair(plan.version)
+        if version is not None and self.truth.get(version) != state:
+            self.broken("torn", f"rank {rank} restored {version} with {state}, which was {self.truth.get(version)}")
+        if rank:
+            return
+        self.hub.note(f"round {number}: {plan.table()}")
+        if not self.flipped:
+            if self.sealed_all and len(self.lost_since_sealed) == 0 and (version is None or version < self.sealed_all):
+                self.broken("lost", f"{version} was restored, and all ranks had sealed {self.sealed_all}")
+            if self.committed and len(self.lost_since_committed) <= self.losses and (
+                version is None or version < self.committed
+            ):
+                self.broken("lost", f"{version} was restored, and {self.committed} was committed")
+        if version is not None:
+            self.truth.setdefault(version, state)
+        self.restored = version
+        self.sealed_all = version
+        self.lost_since_sealed = set()
+
+    restored = None
+
+    def completed(self, rank, version, state):
+        key = self._pair(version)
+        if self.truth.setdefault(key, state) != state:
+            self.broken("split", f"rank {rank} completed {key} with {state}, others with {self.truth[key]}")
+        done = self.done_by.setdefault(key, set())
+        if rank in done:
+            self.broken("a version twice", f"rank {rank} completed {key} again")
+        done.add(rank)
+        number = self.lineages[version.lineage]
+        if number < self.newest_gang:
+            self.broken("two rounds at once", f"rank {rank} completed {key} of round {number} in {self.newest_gang}")
+        self.newest_gang = number
+
+    def sealed(self, rank, version):
+        key = self._pair(version)
+        sealed = self.sealed_by.setdefault(key, set())
+        sealed.add(rank)
+        if len(sealed) == self.size:
+            self.sealed_all, self.lost_since_sealed = key, set()
+
+    def over(self, node, result):
+        """An ft-run ends."""
+        self.outcome.ended[node.name] = result
+        self.hub.note(f"{node.name}: ft-run ends: {result}")
+        if result == "succeeded":
+            if self.newest() < self.last:
+                self.broken("ended early", f"{node.name} at {self.newest()} of {self.last}")
+            self.hub.later(5.0, self._finish)
+        elif result != "spare":
+            self.hub.later(10.0, self._finish)
+
+    def newest(self):
+        return max((key[1] for key, ranks in self.done_by.items() if len(ranks) == self.size), default=0)
+
+    def _finish(self):
+        self.finished = True
