@@ -27,9 +27,15 @@ def main():
             traceback.print_exception(error)
         print(outcome.violations, outcome.ended, outcome.seconds, outcome.steps)
         return
-    began, bad, ends = _MONOTONIC(), 0, {}
+    began, bad, ends, figures = _MONOTONIC(), 0, {}, {}
     for seed in range(chosen.first, chosen.first + chosen.count):
-        outcome = World(draw(seed)).run()
+        world = World(draw(seed))
+        outcome = world.run()
+        for name, number in (
+            ("nodes", world.nodes), ("iterations", world.highest), ("faults", world.struck),
+            ("rounds", len(world.gangs)), ("seconds", outcome.seconds), ("steps", outcome.steps),
+        ):  # fmt: skip
+            figures.setdefault(name, []).append(number)
         how = "; ".join(sorted({result[:60] for result in outcome.ended.values()}))
         ends[how] = ends.get(how, 0) + 1
         if outcome.violations:
@@ -37,6 +43,9 @@ def main():
             print(seed, outcome.violations[0])
     spent = _MONOTONIC() - began
     print(f"{chosen.count} jobs in {spent:.1f} s, {bad} violated; {60 * chosen.count / spent:.0f} a minute")
+    for name, numbers in figures.items():
+        numbers.sort()
+        print(f"{name}: median {numbers[len(numbers) // 2]:.0f}, largest {numbers[-1]:.0f}")
     for how, count in sorted(ends.items(), key=lambda one: -one[1]):
         print(f"{count:6} {how}")
 

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 
 from ft_plugins.errors import FtError, ProtectionError, ProtocolError
 from ft_plugins.launcher.agent.restarts import Life, LostPeers, WorkerFailure, judge, root_cause
-from ft_plugins.launcher.rendezvous import local_node, rendezvous, round_join
+from ft_plugins.launcher.rendezvous import local_node, peers, rendezvous, round_join
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.launcher.rendezvous.leader_search import LeaderSearch
 from ft_plugins.launcher.rendezvous.local_node import LeaderLink
@@ -114,6 +114,7 @@ class PeerServer:
     def __init__(self, process, where, service):
         self._process, self._service = process, service
         self._ends, self._held, self._numbers, self._queue = {}, set(), 0, []
+        self._used = {}  # by number, the longest unused one first
         self._wake, self._closed = Signal(process.hub), False
         process.hub.world.network.listen(process, where, self._accept)
         process.spawn(self._run, "ft-post")
@@ -122,6 +123,7 @@ class PeerServer:
         self._numbers += 1
         number = self._numbers
         self._ends[number] = end
+        self._used[number] = self._process.hub.now
         end.taken = lambda message: self._arrived(number, message)
         end.watchers.add(Waiting(None, lambda: self._arrived(number, None)))
         return self._service.me.node
@@ -145,12 +147,12 @@ class PeerServer:
             queue, self._queue = self._queue, []
             for number, message in queue:
                 if message is None:
-                    if self._ends.pop(number, None) is not None:
-                        self._held.discard(number)
-                        service.gone(number)
+                    self._drop(number)
                     continue
                 if number not in self._ends:
                     continue
+                del self._used[number]
+                self._used[number] = task.hub.now
                 if number in self._held:
                     self._held.discard(number)
                     self._reply(number, service.release(number))
@@ -159,11 +161,20 @@ class PeerServer:
                     self._held.add(number)
                 else:
                     self._reply(number, reply)
+            while self._used and task.hub.now - self._used[number := next(iter(self._used))] > peers._IDLE_SECONDS:
+                self._drop(number)
             pause = max(0.01, service.tick())
             for number, reply in service.released():
                 if number in self._held:
                     self._held.discard(number)
                     self._reply(number, reply)
+
+    def _drop(self, number):
+        if (end := self._ends.pop(number, None)) is not None:
+            del self._used[number]
+            self._held.discard(number)
+            end.close()
+            self._service.gone(number)
 
     def _reply(self, number, reply):
         end = self._ends.get(number)

@@ -181,7 +181,7 @@ class Rank:
             self.segment.set_cursor(index, None)
             self.segment.pin_awaited(index, version)
             self.segment.seal(index, version, self.token, state, None)
-            self.world.sealed(self.rank, version)
+            self.world.sealed(self.rank, version, self.segment)
         except FtError as error:
             self.failure = error
         finally:

@@ -20,15 +20,18 @@ from .rank import Gang
 
 @dataclass(frozen=True)
 class Fault:
-    """At `when` (seconds from the begin): `kind`, to the node or pair of `nodes`, for so many seconds."""
+    """`kind`, to the node or pair of `nodes`, for so many seconds: `delay` after the first rank has completed that
+    iteration (0: after the begin)."""
 
-    when: float
+    iteration: int
+    delay: float
     kind: str
     nodes: tuple[int, ...]
     seconds: float = 0.0
 
     def __str__(self):
-        return f"{self.when:.3f} {self.kind} {self.nodes} for {self.seconds:.2f} s"
+        where = f"{self.kind} {self.nodes} for {self.seconds:.2f} s"
+        return f"{where}, {self.delay:.3f} s after iteration {self.iteration}"
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,20 @@ def draw(seed):
     losses = 2 if nodes >= 5 and chance.random() < 0.3 else 1
     spares = chance.choice((0, 0, 1, 2))
     iterations = max(5, round(chance.gauss(30, 10)))
-    step = chance.uniform(0.02, 0.3)
+    step, detect = chance.uniform(0.02, 0.15), chance.choice((0.5, 1.0, 2.0))
     count = min(12, round(chance.expovariate(1 / 3.5)))
-    span = iterations * step + 6 * count
     faults = []
     for _ in range(count):
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
         among = tuple(chance.sample(range(nodes + spares), 2))
-        faults.append(Fault(2 + chance.random() * span, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0, 15.0))))
+        delay = chance.random() * chance.choice((0.01, step, detect, 2 * detect, 6.0))
+        at = chance.randrange(0, iterations)
+        faults.append(Fault(at, delay, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0))))
     if faults and chance.random() < 0.3:  # two at once
         last = faults[-1]
-        faults.append(dataclasses.replace(last, when=last.when + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1]))
+        faults.append(dataclasses.replace(last, delay=last.delay + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1]))
     return Scenario(
-        seed, nodes, spares, per_node, losses, iterations, chance.choice((0.5, 1.0, 2.0)), (step, step * 1.2),
+        seed, nodes, spares, per_node, losses, iterations, detect, (step, step * 1.2),
         (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)), tuple(sorted(faults, key=str)),
     )  # fmt: skip
 
@@ -129,10 +133,9 @@ class World:
         self.outcome = Outcome(scenario)
         self.gangs, self.places, self.lineages, self.truth, self.done_by = {}, {}, {}, {}, {}
         self.sealed_by, self.sealed_all, self.committed = {}, None, None
-        self.lost_since_sealed, self.lost_since_committed = set(), set()
         self.survivable, self.finished = True, False
         self.newest_gang = 0
-        self.faults_over = 0.0
+        self.highest = 0
 
     # ---- run ----
 
@@ -141,16 +144,14 @@ class World:
         hub = self.hub
         for node in self.all:
             hub.later(hub.random.uniform(0, 0.5), node.start)
-        for fault in self.scenario.faults:
-            hub.later(fault.when, lambda fault=fault: self.strike(fault))
-        last = max((fault.when + fault.seconds for fault in self.scenario.faults), default=0.0)
-        self.faults_over = self.begin + last + 1
-        hub.later(last + 1, self.calm)
-        bound = last + 1 + 120 + self.scenario.iterations * self.step_seconds[1] * 4
+        self.waiting_faults = list(self.scenario.faults)
+        self._strike_at(0)
+        longest = sum(fault.delay + fault.seconds for fault in self.scenario.faults)
+        bound = longest + 60 * (1 + len(self.scenario.faults)) + self.scenario.iterations * self.step_seconds[1] * 4
         try:
             over = hub.run(self.begin + bound, self._is_over)
             if not over:
-                self.broken("liveness", f"not over {bound:.0f} s after the last fault")
+                self.broken("liveness", f"not over after {bound:.0f} s")
         finally:
             outcome = self.outcome
             for when, task, error in hub.errors:
@@ -173,6 +174,7 @@ class World:
         node = self.all[fault.nodes[0] % len(self.all)]
         other = self.all[fault.nodes[1] % len(self.all)]
         hub.note(f"FAULT {fault.kind} {node.name} {other.name} {fault.seconds}")
+        self.struck += 1
         agent = node.agent
         if fault.kind in ("kill rank", "stop rank"):
             ranks = [rank.process for rank in agent.ranks if rank.process.alive] if agent else []
@@ -219,9 +221,12 @@ class World:
 
     flipped = False
 
-    def calm(self):
-        """No more faults."""
-        self.network.heal()
+    def _strike_at(self, iteration):
+        """The first rank has completed it."""
+        due = [fault for fault in self.waiting_faults if fault.iteration <= iteration]
+        for fault in due:
+            self.waiting_faults.remove(fault)
+            self.hub.later(fault.delay, lambda fault=fault: self.strike(fault))
 
     def kill(self, pid):
         process = self.hub.processes.get(pid)
@@ -234,9 +239,6 @@ class World:
         machine.alive = False
         for process in [one for one in self.hub.processes.values() if one.machine is machine]:
             process.end(-9)
-        if machine.memory:
-            self.lost_since_sealed.add(node.name)
-            self.lost_since_committed.add(node.name)
 
     def replace(self, node, same):
         """Another machine in its place, of the same name or of a new one."""
@@ -272,16 +274,19 @@ class World:
         self.hub.note(f"{node}: {name} " + " ".join(f"{key}={value}" for key, value in fields.items() if key != "about"))
         if name == "version.committed":
             version = (fields["lineage"], fields["iteration"])
-            if version not in self.truth and version not in {self._pair(base) for base in ()}:
+            if version not in self.truth:
                 self.broken("committed what nobody completed", f"{version} on {node}")
-            if self.sealed_by.get(version, set()) < set(range(self.size)):
+            if version != self.restored and len(self.sealed_by.get(version, ())) < self.size:
                 self.broken("committed what was not sealed", f"{version} on {node}: {self.sealed_by.get(version)}")
-            if self.committed is None or version > self.committed:
-                self.committed, self.lost_since_committed = version, set()
+            if self.committed is None or version > self.committed[0]:
+                self.committed = version, self._machines(self.gangs[self.newest_gang])
 
     @staticmethod
     def _pair(version):
         return (version.lineage, version.iteration)
+
+    def _machines(self, gang):
+        return {self.by_name[name].machine for name in gang.nodes.values()}
 
     def begun(self, node, number, rank):
         """A node takes part in a round."""
@@ -306,20 +311,17 @@ class World:
         if rank:
             return
         self.hub.note(f"round {number}: {plan.table()}")
-        if not self.flipped:
-            if self.sealed_all and len(self.lost_since_sealed) == 0 and (version is None or version < self.sealed_all):
-                self.broken("lost", f"{version} was restored, and all ranks had sealed {self.sealed_all}")
-            if self.committed and len(self.lost_since_committed) <= self.losses and (
-                version is None or version < self.committed
-            ):
-                self.broken("lost", f"{version} was restored, and {self.committed} was committed")
+        for what, known, most in (("sealed", self.sealed_all, 0), ("committed", self.committed, self.losses)):
+            if known is not None and not self.flipped and (version is None or version < known[0]):
+                lost = known[1] - {self.by_name[name].machine for name in gang.nodes.values()}
+                if len(lost) <= most:
+                    self.broken("lost", f"{version} was restored, and all ranks had {what} {known[0]}")
         if version is not None:
             self.truth.setdefault(version, state)
         self.restored = version
-        self.sealed_all = version
-        self.lost_since_sealed = set()
+        self.sealed_all = None if version is None else (version, self._machines(gang))
 
-    restored = None
+    restored, struck = None, 0
 
     def completed(self, rank, version, state):
         key = self._pair(version)
@@ -329,17 +331,20 @@ class World:
         if rank in done:
             self.broken("a version twice", f"rank {rank} completed {key} again")
         done.add(rank)
+        if version.iteration > self.highest:
+            self.highest = version.iteration
+            self._strike_at(version.iteration)
         number = self.lineages[version.lineage]
         if number < self.newest_gang:
             self.broken("two rounds at once", f"rank {rank} completed {key} of round {number} in {self.newest_gang}")
         self.newest_gang = number
 
-    def sealed(self, rank, version):
+    def sealed(self, rank, version, segment):
         key = self._pair(version)
-        sealed = self.sealed_by.setdefault(key, set())
-        sealed.add(rank)
-        if len(sealed) == self.size:
-            self.sealed_all, self.lost_since_sealed = key, set()
+        sealed = self.sealed_by.setdefault(key, {})
+        sealed[rank] = segment
+        if len(sealed) == self.size and all(one.path.machine.alive and one.linked for one in sealed.values()):
+            self.sealed_all = key, {one.path.machine for one in sealed.values()}
 
     def over(self, node, result):
         """An ft-run ends."""
