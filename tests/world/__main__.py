@@ -16,7 +16,12 @@ def main():
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--tail", type=int, default=60)
+    parser.add_argument("--bug")
     chosen = parser.parse_args()
+    if chosen.bug:
+        from .bugs import BUGS
+
+        BUGS[chosen.bug]()
     if chosen.seed is not None:
         world = World(draw(chosen.seed))
         print(world.scenario)
@@ -41,8 +46,10 @@ def main():
         if outcome.violations:
             bad += 1
             print(seed, outcome.violations[0])
+            if chosen.bug:
+                break
     spent = _MONOTONIC() - began
-    print(f"{chosen.count} jobs in {spent:.1f} s, {bad} violated; {60 * chosen.count / spent:.0f} a minute")
+    print(f"{seed - chosen.first + 1} jobs in {spent:.1f} s, {bad} violated; {60 * chosen.count / spent:.0f} a minute")
     for name, numbers in figures.items():
         numbers.sort()
         print(f"{name}: median {numbers[len(numbers) // 2]:.0f}, largest {numbers[-1]:.0f}")

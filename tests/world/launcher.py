@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
-from ft_plugins.errors import FtError, ProtectionError, ProtocolError
+from ft_plugins.errors import FencedError, FtError, ProtectionError, ProtocolError
 from ft_plugins.launcher.agent.restarts import Life, LostPeers, WorkerFailure, judge, root_cause
 from ft_plugins.launcher.rendezvous import local_node, peers, rendezvous, round_join
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
@@ -27,9 +27,10 @@ from . import hub as hubs
 from .hub import Signal
 from .network import Waiting
 from .rank import Gang, Rank
-from .smp import Client, Events, Place, Smp
+from .smp import RETRY, Client, Events, Place, Smp
 
 PORT = 29400
+ASKING = 60.0  # seconds for which a request to the SMP is repeated
 LOOK = 0.1  # seconds between two looks of the agent at its workers
 
 
@@ -239,6 +240,28 @@ def connect_store(place, bound, reach):
     return RoundStore(place.port)
 
 
+class Asking(Client):
+    """As the requests of `launcher.agent.watcher`: repeated while the SMP is being replaced; one that hangs is ended."""
+
+    def _ask(self, name, given, named):
+        hub = hubs.ACTIVE
+        deadline, ended = hub.now + ASKING, False
+        while True:
+            try:
+                return super()._ask(name, given, named)
+            except FencedError:
+                raise
+            except FtError as error:
+                if hub.now >= deadline and not ended:
+                    smp = self._node.smp
+                    if smp is not None and hub.now - smp.process.began > ASKING:
+                        hub.world.kill(smp.process.pid)
+                    ended, deadline = True, hub.now + ASKING
+                if hub.now >= deadline:
+                    raise ProtectionError(f"the SMP did not answer '{name}': {error}") from error
+                hub.current.sleep(RETRY)
+
+
 class Agent:
     """One `ft-run`."""
 
@@ -251,7 +274,7 @@ class Agent:
 
     def _main(self):
         self.run_dir = Place(self.node.machine, f"/run/job/{self.node.name}")
-        self.client = Client(self.run_dir)
+        self.client = Asking(self.run_dir)
         self.process.spawn(self._watch_smp, "watcher")
         world = self.world
         endpoints = tuple(Endpoint(name, PORT) for name in world.endpoints)

@@ -281,6 +281,7 @@ def _fill(segment, version, token, content):
     index = slot_to_rebuild(segment)
     segment.dirty(index, version, token)
     hub = hubs.ACTIVE
+    hub.world.happened("rebuild")
     hub.current.sleep(hub.random.uniform(0.005, 0.03))
     found = content()
     segment.seal(index, version, token, found, None)

@@ -30,7 +30,7 @@ class Machine:
     def __init__(self, name):
         self.name, self.alive = name, True
         self.files, self.memory = {}, {}
-        self.full = self.slow = False  # its disk
+        self.full = False  # its disk
 
 
 class End:

@@ -20,10 +20,10 @@ from .rank import Gang
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind`, to the node or pair of `nodes`, for so many seconds: `delay` after the first rank has completed that
-    iteration (0: after the begin)."""
+    """`kind`, to the node or pair of `nodes`, for so many seconds: `delay` after something has happened for the n-th
+    time, `after` = (what, n): an iteration that a rank was the first to complete, or one of EVENTS."""
 
-    iteration: int
+    after: tuple[str, int]
     delay: float
     kind: str
     nodes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Fault:
 
     def __str__(self):
         where = f"{self.kind} {self.nodes} for {self.seconds:.2f} s"
-        return f"{where}, {self.delay:.3f} s after iteration {self.iteration}"
+        return f"{where}, {self.delay:.3f} s after {self.after[0]} {self.after[1]}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Scenario:
     faults: tuple[Fault, ...]
 
 
+EVENTS = {"round": 3, "rebuild": 3, "node.lost": 2, "version.committed": 2, "resumed": 2, "exchange.started": 1}
 KINDS = {
     "kill rank": 5, "kill smp": 4, "lose node": 3, "restart node": 2, "cut": 2, "cut one way": 1, "slow": 1,
     "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "full disk": 1, "flip": 1,
@@ -72,8 +73,11 @@ def draw(seed):
         kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
         among = tuple(chance.sample(range(nodes + spares), 2))
         delay = chance.random() * chance.choice((0.01, step, detect, 2 * detect, 6.0))
-        at = chance.randrange(0, iterations)
-        faults.append(Fault(at, delay, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0))))
+        after = ("iteration", chance.randrange(0, iterations))
+        if faults and chance.random() < 0.4:
+            after = (chance.choices(list(EVENTS), list(EVENTS.values()))[0], 1 + min(9, round(chance.expovariate(0.5))))
+            delay *= chance.choice((0, 0.1))
+        faults.append(Fault(after, delay, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0))))
     if faults and chance.random() < 0.3:  # two at once
         last = faults[-1]
         faults.append(dataclasses.replace(last, delay=last.delay + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1]))
@@ -135,7 +139,7 @@ class World:
         self.sealed_by, self.sealed_all, self.committed = {}, None, None
         self.survivable, self.finished = True, False
         self.newest_gang = 0
-        self.highest = 0
+        self.highest, self.counts, self.waiting_faults = 0, {}, []
 
     # ---- run ----
 
@@ -145,7 +149,7 @@ class World:
         for node in self.all:
             hub.later(hub.random.uniform(0, 0.5), node.start)
         self.waiting_faults = list(self.scenario.faults)
-        self._strike_at(0)
+        self.happened("iteration", 0)
         longest = sum(fault.delay + fault.seconds for fault in self.scenario.faults)
         bound = longest + 60 * (1 + len(self.scenario.faults)) + self.scenario.iterations * self.step_seconds[1] * 4
         try:
@@ -163,7 +167,21 @@ class World:
         return outcome
 
     def _is_over(self):
-        return self.finished or bool(self.outcome.violations or self.hub.errors)
+        if not self.finished or self.outcome.violations:
+            return bool(self.outcome.violations or self.hub.errors)
+        ends = set(self.outcome.ended.values()) - {"spare"}
+        if "succeeded" not in ends and not self._excused():
+            self.broken("ended without a cause", "; ".join(sorted(ends)))
+        return True
+
+    def _excused(self):
+        """Whether more was lost than the redundancy makes up for."""
+        if self.flipped:
+            return True
+        if self.committed is None:
+            return self.lost_any
+        last = self.gangs[max(self.gangs)]
+        return len(self.committed[1] - self._machines(last)) > self.losses
 
     # ---- faults ----
 
@@ -221,10 +239,11 @@ class World:
 
     flipped = False
 
-    def _strike_at(self, iteration):
-        """The first rank has completed it."""
-        due = [fault for fault in self.waiting_faults if fault.iteration <= iteration]
-        for fault in due:
+    def happened(self, what, number=None):
+        """Something has: faults that wait for it strike."""
+        if number is None:
+            number = self.counts[what] = self.counts.get(what, 0) + 1
+        for fault in [one for one in self.waiting_faults if one.after[0] == what and one.after[1] <= number]:
             self.waiting_faults.remove(fault)
             self.hub.later(fault.delay, lambda fault=fault: self.strike(fault))
 
@@ -236,7 +255,7 @@ class World:
     def lose(self, node):
         """Its machine is gone, with all that it held."""
         machine = node.machine
-        machine.alive = False
+        machine.alive, self.lost_any = False, True
         for process in [one for one in self.hub.processes.values() if one.machine is machine]:
             process.end(-9)
 
@@ -272,6 +291,8 @@ class World:
 
     def event(self, node, name, fields):
         self.hub.note(f"{node}: {name} " + " ".join(f"{key}={value}" for key, value in fields.items() if key != "about"))
+        if name in EVENTS:
+            self.happened(name)
         if name == "version.committed":
             version = (fields["lineage"], fields["iteration"])
             if version not in self.truth:
@@ -299,6 +320,7 @@ class World:
         if was is not None and was != rank:
             self.broken("a survivor lost its place", f"{node.name}: rank {was} in {number - 1}, {rank} in {number}")
         self.hub.note(f"{node.name}: round {number}, rank {rank}")
+        self.happened("round")
 
     def resumed(self, rank, plan, state, gang):
         """A rank has restored by `plan`, before anything becomes void."""
@@ -308,6 +330,7 @@ class World:
         version = None if plan.version is None else self._pair(plan.version)
         if version is not None and self.truth.get(version) != state:
             self.broken("torn", f"rank {rank} restored {version} with {state}, which was {self.truth.get(version)}")
+        self.happened("resumed")
         if rank:
             return
         self.hub.note(f"round {number}: {plan.table()}")
@@ -321,7 +344,7 @@ class World:
         self.restored = version
         self.sealed_all = None if version is None else (version, self._machines(gang))
 
-    restored, struck = None, 0
+    restored, struck, lost_any = None, 0, False
 
     def completed(self, rank, version, state):
         key = self._pair(version)
@@ -333,7 +356,7 @@ class World:
         done.add(rank)
         if version.iteration > self.highest:
             self.highest = version.iteration
-            self._strike_at(version.iteration)
+            self.happened("iteration", version.iteration)
         number = self.lineages[version.lineage]
         if number < self.newest_gang:
             self.broken("two rounds at once", f"rank {rank} completed {key} of round {number} in {self.newest_gang}")
