@@ -18,6 +18,7 @@ from ft_plugins.errors import FencedError, FtError, ProtocolError
 from ft_plugins.recovery.nodes import JobNodes, NodeTierConfig
 from ft_plugins.recovery.restore import agree_on_version
 from ft_plugins.recovery.source_choice import choose_source
+from ft_plugins.recovery.storage import StorageTier
 from ft_plugins.snapshot.segment.claims import CaptureOwner, SlotClaims
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
@@ -26,6 +27,7 @@ from .hub import Signal
 from .smp import Client, Place
 
 SHAPE = Shape(64, 64, 1, 7, slots=5, free=3, first=2)
+STORED = Shape(64, 64, 1, 7, slots=6, free=3, first=2)  # with a slot for checkpoints
 MASK = (1 << 61) - 1
 
 
@@ -84,7 +86,7 @@ class Collective:
         self.gather(b"")
 
     @contextlib.contextmanager
-    def agreement(self) -> Iterator[None]:
+    def agreement(self, tolerate=None) -> Iterator[None]:
         error = None
         try:
             yield
@@ -126,19 +128,28 @@ class Rank:
         names = [self.gang.nodes[one] for one in range(self.gang.size)]
         run_dir = Place(self.node.machine, f"/run/job/{self.node.name}")
         client = Client(run_dir)
-        self.segment = segment = client.attach(self.rank, self.token, SHAPE, self.process.pid)
+        storage = world.storage
+        shape = SHAPE if storage is None else STORED
+        self.segment = segment = client.attach(self.rank, self.token, shape, self.process.pid, storage)
         config = NodeTierConfig(
             world.losses, (), world.interval, 0.0, world.detect_seconds, "secret", run_dir, self.token
         )
-        nodes = JobNodes(collective, names, world.groups(names), SHAPE, (), config)
+        nodes = JobNodes(collective, names, world.groups(names), shape, (), config)
         plan = agree_on_version(segment, collective, lambda error: hub.note(str(error)), nodes)
-        plan = choose_source(plan, "auto", 0)
+        tier = None
+        if storage is None:
+            plan = choose_source(plan, "auto", 0)
+        else:
+            tier = StorageTier(world.disk.folder, "job", collective, self._report, names)
+            plan = tier.recover(plan, "auto", 0, segment, self.token)
         plan = replace(plan, run=plan.run or plan.drawn)
         state, iteration = world.first_state, 0
         if plan.version is not None:
             iteration, state = plan.version.iteration, segment.content(plan.version)
         if any(other != state for other in collective.gather(state)):
             world.broken("mixed", f"version {plan.version} of rank {self.rank} is not that of all ranks")
+        if tier is not None:
+            tier.take(plan)
         collective.barrier()
         world.resumed(self.rank, plan, state, self.gang)
         client.open_lineage(self.rank, self.token, plan.lineage, plan.version, 0, plan.run)
@@ -149,6 +160,9 @@ class Rank:
         client.shutdown(self.rank, self.token)
         self.process.end(0)
         hub.current.sleep()
+
+    def _report(self, kind, reason):
+        self.world.hub.note(f"rank {self.rank}: {kind.name}: {reason}")
 
     def _train(self, collective, plan, state, iteration):
         world, hub = self.world, self.world.hub
@@ -165,7 +179,7 @@ class Rank:
             claims.make_room(Version(lineage, iteration))
             segment.header.completed = iteration
             version = Version(lineage, iteration)
-            world.completed(self.rank, version, state)
+            world.completed(self.rank, version, state, self.gang)
             self._check_token()
             index = claims.slot_for(version)
             if index is not None:

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 from ft_plugins.errors import FencedError, FtError, ProtectionError, ProtocolError, SegmentError
 from ft_plugins.smp.exchange.peer_endpoint import PeerRequests
+from ft_plugins.smp.storage.folder_lease import FolderLease
+from ft_plugins.smp.storage.persister import Persister
 from ft_plugins.smp.tree import node as node_module
 from ft_plugins.snapshot.segment.slots import SlotState, Version, voided_slots
 from ft_plugins.transport.protocol import packed
@@ -46,6 +48,9 @@ class Place:
     @property
     def parent(self):
         return Place(self.machine, self.text.rpartition("/")[0])
+
+    def stat(self):
+        return SimpleNamespace(st_ino=id(self.machine.memory[self.text]))
 
     def exists(self):
         return self.text in self.machine.files or self.text in self.machine.memory
@@ -308,8 +313,14 @@ class Smp:
         )  # fmt: skip
         self.run_dir, self.context = run_dir, context
         self.tier = node_module.NodeTier(context)
+        self.persister = Persister(context, 5.0, lease=FolderLease(context, self._watched))
+        self.persister.adopt({rank: segment.path for rank, segment in self.segments.items()})
         self.lock = node_module.threading.Lock()
         self.ready.set()
+
+    def _watched(self):
+        agent = self.node.agent
+        return (agent.process.pid, 1) if agent is not None else (0, 0)
 
     def require(self, rank, token):
         if token != self.token:
@@ -332,7 +343,7 @@ class Smp:
                 segment.header.owner, segment.header.attached = (0, 0), False
             return self.token
 
-    def attach(self, rank, token, shape, pid):
+    def attach(self, rank, token, shape, pid, storage=None):
         self.require(rank, token)
         path = Place(self.node.machine, f"/shm/rank{rank}")
         segment = self.segments.get(rank)
@@ -342,6 +353,7 @@ class Smp:
         self.segments[rank] = segment
         self.require(rank, token)
         segment.header.token, segment.header.owner, segment.header.attached = self.token, (pid, 1), True
+        self.persister.attached(rank, path, storage)
         return segment
 
     def open_lineage(self, rank, token, lineage, base, loaded=0, run=""):
@@ -385,6 +397,7 @@ class Smp:
         here = {one for one, node in enumerate(protection.nodes) if node == self.node.name}
         for moved in set(self.segments) - here:
             self.segments.pop(moved).path.unlink(missing_ok=True)
+            self.persister.release([moved])
 
     def newest(self):
         """The newest version that all ranks of this node hold."""
@@ -407,6 +420,7 @@ class Smp:
     def end(self):
         """The job has ended in order."""
         self.tier.close()
+        self.persister.stop(in_order=True)
         for segment in self.segments.values():
             segment.path.unlink(missing_ok=True)
         self.node.machine.memory.clear()

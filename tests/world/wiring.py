@@ -17,12 +17,17 @@ from ft_plugins.launcher.rendezvous import leader_search, local_node, peers, ren
 from ft_plugins.launcher.rounds import roster_file  # noqa: E402
 from ft_plugins.recovery import nodes as recovery_nodes  # noqa: E402
 from ft_plugins.recovery.resize.sizes import SizeReport  # noqa: E402
+from ft_plugins.recovery import storage as recovery_storage  # noqa: E402
+from ft_plugins.smp.storage import checkpoint_schedule, checkpoints, folder_lease, persister  # noqa: E402
 from ft_plugins.smp.tree import node as node_module  # noqa: E402
 from ft_plugins.smp.tree import node_driver, pinned, tree_member  # noqa: E402
 from ft_plugins.snapshot.segment import claims  # noqa: E402
 from ft_plugins.transport import loop  # noqa: E402
 
-from . import launcher, memory, network, smp  # noqa: E402
+from ft_plugins.snapshot.checkpoint import checkpoint as checkpoint_module  # noqa: E402
+
+from . import disk, launcher, memory, network, smp  # noqa: E402
+from . import hub as hubs  # noqa: E402
 
 _FILES = SimpleNamespace(write_json=smp.write_json)
 
@@ -38,9 +43,23 @@ def _quiet(*_, **__):
     return None
 
 
-def _say(words, *_, **__):
-    from . import hub as hubs
+def _started(pid):
+    return 1 if pid in hubs.ACTIVE.processes else 0
 
+
+def _identified(pid):
+    return f"{hubs.ACTIVE.current.process.machine.name}/{pid}"
+
+
+def _has_ended(process):
+    machine, _, pid = process.partition("/")
+    return machine == hubs.ACTIVE.current.process.machine.name and not _started(int(pid))
+
+
+_LIVENESS = SimpleNamespace(started=_started, identified=_identified, has_ended=_has_ended)
+
+
+def _say(words, *_, **__):
     hubs.ACTIVE.note(f"{hubs.ACTIVE.current.process.name}: {words}")
 
 
@@ -54,7 +73,7 @@ REPLACED = {
         "PeerEndpoint": smp.Endpoint, "ParityStore": memory.Store, "shape_of": memory.shape_of, "fetch": memory.fetch,
         "decode": memory.decode, "job_file": smp.JobFiles, "files": _FILES, "read_json": smp.read_json,
         "parity_path_of": lambda job, node: smp.Place(
-            __import__("tests.world.hub", fromlist=["ACTIVE"]).ACTIVE.current.process.machine, "/shm/parity"
+            hubs.ACTIVE.current.process.machine, "/shm/parity"
         ),
         "replica_checks": SimpleNamespace(by_target=lambda plan, ranks, segments: {}),
         "standing_alarm": _quiet, "was_drained": lambda run_dir: False,
@@ -67,6 +86,24 @@ REPLACED = {
     },
     roster_file: {
         "files": _FILES, "read_bytes": _read_bytes, "say": _say, "sizes": SimpleNamespace(SizeReport=SizeReport),
+    },
+    folder_lease: {"liveness": _LIVENESS},
+    checkpoint_schedule: {"liveness": _LIVENESS, "NEAR_SECONDS": 0.03},
+    persister: {
+        "files": _FILES, "read_json": smp.read_json, "NEAR_SECONDS": 0.03, "within": lambda seconds, call: call(),
+        "Segment": lambda path: path.machine.memory[str(path)],
+    },
+    checkpoints: {
+        "persist": SimpleNamespace(write_rank=disk.write_rank), "staged_path": lambda run_dir, rank, layout: None,
+        "print": _quiet,
+    },
+    checkpoint_module: {
+        "unusable": disk.slowed(checkpoint_module.unusable), "publish": disk.slowed(checkpoint_module.publish),
+        "withdraw": disk.slowed(checkpoint_module.withdraw),
+    },
+    recovery_storage: {
+        "liveness": _LIVENESS, "within": lambda seconds, call: call(), "say": _say,
+        "persist": SimpleNamespace(read_rank=disk.read_rank),
     },
     leader_search: {"ask_all": launcher.ask_all},
     local_node: {"PeerConnection": launcher.PeerConnection},
@@ -82,6 +119,6 @@ REPLACED = {
 
 for module, names in REPLACED.items():
     for name, value in names.items():
-        if not hasattr(module, name):
+        if name != "print" and not hasattr(module, name):
             raise AttributeError(f"{module.__name__} has no {name} any more: what has taken its place?")
         setattr(module, name, value)

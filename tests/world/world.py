@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 from ft_plugins.redundancy.grouping import redundancy_groups
 
+from ft_plugins.snapshot.capture.retention import Storage
+
 from . import wiring  # noqa: F401  # first
+from .disk import Disk, incomplete
 from .hub import Hub
 from .launcher import Agent
 from .network import Machine, Network
@@ -48,6 +51,7 @@ class Scenario:
     step: tuple[float, float]
     capture: tuple[float, float]
     preempted: float
+    stored: int  # iterations between two checkpoints; 0: none
     faults: tuple[Fault, ...]
 
 
@@ -55,6 +59,7 @@ EVENTS = {"round": 3, "rebuild": 3, "node.lost": 2, "version.committed": 2, "res
 KINDS = {
     "kill rank": 5, "kill smp": 4, "lose node": 3, "restart node": 2, "cut": 2, "cut one way": 1, "slow": 1,
     "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "full disk": 1, "flip": 1,
+    "slow storage": 1, "full storage": 1, "lose all": 0.5,
 }  # fmt: skip
 
 
@@ -83,7 +88,8 @@ def draw(seed):
         faults.append(dataclasses.replace(last, delay=last.delay + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1]))
     return Scenario(
         seed, nodes, spares, per_node, losses, iterations, detect, (step, step * 1.2),
-        (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)), tuple(sorted(faults, key=str)),
+        (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)),
+        chance.choice((0, 0, 3, 7)), tuple(sorted(faults, key=str)),
     )  # fmt: skip
 
 
@@ -130,6 +136,9 @@ class World:
         self.detect_seconds, self.silence = scenario.detect, max(1.0, scenario.detect)
         self.step_seconds, self.capture_seconds = scenario.step, scenario.capture
         self.first_state = 12345
+        self.disk = Disk() if scenario.stored else None
+        self.storage = Storage(str(self.disk.folder), scenario.stored, 1, 2, self.size) if scenario.stored else None
+        self.stored = None  # the newest complete checkpoint
         self.all = [Node(self, at, f"n{at}") for at in range(self.nodes)]
         self.all += [Node(self, self.nodes + at, f"s{at}") for at in range(scenario.spares)]
         self.by_name = {node.name: node for node in self.all}
@@ -138,7 +147,7 @@ class World:
         self.gangs, self.places, self.lineages, self.truth, self.done_by = {}, {}, {}, {}, {}
         self.sealed_by, self.sealed_all, self.committed = {}, None, None
         self.survivable, self.finished = True, False
-        self.newest_gang = 0
+        self.newest_gang = None
         self.highest, self.counts, self.waiting_faults = 0, {}, []
 
     # ---- run ----
@@ -164,11 +173,14 @@ class World:
             outcome.notes = [(when - self.begin, text) for when, text in hub.notes]
             self.tracebacks = [error for _, _, error in hub.errors]
             hub.close()
+            if self.disk is not None:
+                self.disk.close()
         return outcome
 
     def _is_over(self):
         if not self.finished or self.outcome.violations:
             return bool(self.outcome.violations or self.hub.errors)
+        self._check_files()
         ends = set(self.outcome.ended.values()) - {"spare"}
         if "succeeded" not in ends and not self._excused():
             self.broken("ended without a cause", "; ".join(sorted(ends)))
@@ -176,11 +188,11 @@ class World:
 
     def _excused(self):
         """Whether more was lost than the redundancy makes up for."""
-        if self.flipped:
+        if self.flipped or self.struck > 2 and any("stuck" in end for end in self.outcome.ended.values()):
             return True
         if self.committed is None:
             return self.lost_any
-        last = self.gangs[max(self.gangs)]
+        last = list(self.gangs.values())[-1]
         return len(self.committed[1] - self._machines(last)) > self.losses
 
     # ---- faults ----
@@ -220,9 +232,16 @@ class World:
         elif fault.kind == "slow":
             self.network.slow |= {(node.name, other.name): 0.5, (other.name, node.name): 0.5}
             hub.later(fault.seconds, self.network.heal)
-        elif fault.kind == "full disk":
-            node.machine.full = True
-            hub.later(fault.seconds, lambda: setattr(node.machine, "full", False))
+        elif fault.kind in ("full disk", "slow storage", "full storage"):
+            what, name = (node.machine, "full") if fault.kind == "full disk" else (self.disk, fault.kind.split()[0])
+            if what is not None:
+                setattr(what, name, True)
+                hub.later(fault.seconds, lambda: setattr(what, name, False))
+        elif fault.kind == "lose all":
+            self.forget()
+            for one in list(self.all):
+                self.lose(one)
+                hub.later(max(fault.seconds, 0.5) + hub.random.random(), lambda one=one: self.replace(one, True))
         elif fault.kind == "flip":
             self._flip(node)
 
@@ -259,6 +278,13 @@ class World:
         for process in [one for one in self.hub.processes.values() if one.machine is machine]:
             process.end(-9)
 
+    def forget(self):
+        """All memory is gone: what comes is another job, unless storage has something of this one."""
+        self.epoch += 1
+        self.sealed_all = self.committed = None
+        if not self.stored:
+            self.lineages, self.truth, self.done_by, self.sealed_by, self.restored = {}, {}, {}, {}, None
+
     def replace(self, node, same):
         """Another machine in its place, of the same name or of a new one."""
         if self.finished:
@@ -281,7 +307,10 @@ class World:
         return redundancy_groups(names, groups, 8, self.losses, ())
 
     def gang(self, number, size):
-        return self.gangs.setdefault(number, Gang(self, number, size))
+        found = self.gangs.get((self.epoch, number))
+        if found is None:
+            found = self.gangs[self.epoch, number] = Gang(self, len(self.gangs) + 1, size)
+        return found
 
     # ---- what must hold ----
 
@@ -291,6 +320,9 @@ class World:
 
     def event(self, node, name, fields):
         self.hub.note(f"{node}: {name} " + " ".join(f"{key}={value}" for key, value in fields.items() if key != "about"))
+        if name == "checkpoint.completed":
+            self._check_files()
+            self.stored = max(self.stored or (0, 0), (fields["lineage"], fields["iteration"]))
         if name in EVENTS:
             self.happened(name)
         if name == "version.committed":
@@ -300,7 +332,7 @@ class World:
             if version != self.restored and len(self.sealed_by.get(version, ())) < self.size:
                 self.broken("committed what was not sealed", f"{version} on {node}: {self.sealed_by.get(version)}")
             if self.committed is None or version > self.committed[0]:
-                self.committed = version, self._machines(self.gangs[self.newest_gang])
+                self.committed = version, self._machines(self.newest_gang)
 
     @staticmethod
     def _pair(version):
@@ -311,11 +343,11 @@ class World:
 
     def begun(self, node, number, rank):
         """A node takes part in a round."""
-        places = self.places.setdefault(number, {})
+        places = self.places.setdefault((self.epoch, number), {})
         if rank in places and places[rank] != node.name:
             self.broken("two nodes of one rank", f"round {number}: {places[rank]} and {node.name} are rank {rank}")
         places[rank] = node.name
-        before = self.places.get(number - 1, {})
+        before = self.places.get((self.epoch, number - 1), {})
         was = next((at for at, name in before.items() if name == node.name), None)
         if was is not None and was != rank:
             self.broken("a survivor lost its place", f"{node.name}: rank {was} in {number - 1}, {rank} in {number}")
@@ -339,14 +371,16 @@ class World:
                 lost = known[1] - {self.by_name[name].machine for name in gang.nodes.values()}
                 if len(lost) <= most:
                     self.broken("lost", f"{version} was restored, and all ranks had {what} {known[0]}")
+        if self.stored and not self.flipped and (version is None or version < self.stored):
+            self.broken("lost", f"{version} was restored, and the checkpoint of {self.stored} was complete")
         if version is not None:
             self.truth.setdefault(version, state)
         self.restored = version
         self.sealed_all = None if version is None else (version, self._machines(gang))
 
-    restored, struck, lost_any = None, 0, False
+    restored, struck, lost_any, epoch = None, 0, False, 0
 
-    def completed(self, rank, version, state):
+    def completed(self, rank, version, state, gang):
         key = self._pair(version)
         if self.truth.setdefault(key, state) != state:
             self.broken("split", f"rank {rank} completed {key} with {state}, others with {self.truth[key]}")
@@ -357,10 +391,9 @@ class World:
         if version.iteration > self.highest:
             self.highest = version.iteration
             self.happened("iteration", version.iteration)
-        number = self.lineages[version.lineage]
-        if number < self.newest_gang:
-            self.broken("two rounds at once", f"rank {rank} completed {key} of round {number} in {self.newest_gang}")
-        self.newest_gang = number
+        if self.newest_gang is not None and gang.number < self.newest_gang.number:
+            self.broken("two rounds at once", f"rank {rank}: {key} of gang {gang.number} in {self.newest_gang.number}")
+        self.newest_gang = gang
 
     def sealed(self, rank, version, segment):
         key = self._pair(version)
@@ -368,6 +401,10 @@ class World:
         sealed[rank] = segment
         if len(sealed) == self.size and all(one.path.machine.alive and one.linked for one in sealed.values()):
             self.sealed_all = key, {one.path.machine for one in sealed.values()}
+
+    def _check_files(self):
+        if self.disk is not None and (found := incomplete(self.disk.folder / "job", self.size)):
+            self.broken("a checkpoint complete without its files", f"{found}")
 
     def over(self, node, result):
         """An ft-run ends."""
