@@ -138,3 +138,6 @@ def test_the_command_for_another_node_is_whole_without_slurm_and_with_what_only_
     assert [getattr(again.torch, name) for name in wanted] == [getattr(given.torch, name) for name in wanted]
     assert (again.job, again.node, again.torch.nproc_per_node) == (given.job, "n7", "4")
     assert again.words == tuple(words[1:]), "nothing is left to be said"
+    found = wait_report.how_to_start(shlex.join(words), "n001:29417", ["n003"]).partition(": ")[2]
+    back = command.plan(shlex.split(found)[1:], 1001, str(tmp_path), "n7", {})
+    assert (back.job, back.node) == (given.job, "n003"), "a lost node comes back as itself"
