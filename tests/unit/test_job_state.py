@@ -123,6 +123,14 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             AGAIN,
         ),
         (
+            replace(KEPT, note=ended("signalled", 143), went_on="iteration 77 on node b"),
+            State.ENDED,
+            "30 s ago, signalled, exit status 143; iteration 41 in memory, older than what the job has without this "
+            "node (iteration 77 on node b), is kept for another 29.5 min",
+            "give the command that the job's log names to take part in it again, perhaps as a spare, or drop it: "
+            "ft-plugins end j",
+        ),
+        (
             replace(KEPT, smp_answers=False, kept_seconds=None),
             State.ORPHANED,
             "ft-run is gone and left no reason: killed, perhaps; iteration 41 in memory is kept until a sweep: the SMP "
