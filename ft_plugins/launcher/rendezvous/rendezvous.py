@@ -154,9 +154,13 @@ class Rendezvous(RendezvousHandler):
             asked = [name for name in gone if name == self._join.asked]
             self.events.emit(catalogue.NODE_REPLACED, gone=gone, new=new, asked=asked)
             whose = ", ".join(f"{name} ({'asked to leave' if name in asked else 'lost'})" for name in gone)
-            grows = self._node.settings.rules.fit(len(now) + 1) > len(now)
-            how = how_to_start(self._node.settings.command, living, gone, "" if grows else ", as a spare")
-            say(f"the job goes on without {whose}; new: {', '.join(new) or 'none'}; {how}", alarm=True, who="ft-run: ")
+            settings, more = self._node.settings, len(now) + 1
+            say(
+                f"the job goes on without {whose}; new: {', '.join(new) or 'none'}; "
+                + how_to_start(settings.command, living, gone, ", as a spare" * (settings.rules.fit(more) < more)),
+                alarm=True,
+                who="ft-run: ",
+            )
         self._join.asked = ""
 
     def _enter(self, view: RoundView) -> RendezvousInfo:
