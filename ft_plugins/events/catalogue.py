@@ -533,7 +533,7 @@ CHECKPOINT_COMPLETED = EventType(
 )  # fmt: skip
 CHECKPOINT_FAILED = EventType(
     "checkpoint.failed", ALARM, "A checkpoint was not written, or older ones were not removed; training continues.",
-    "Fix the storage; the next interval tries again.",
+    "Do what the reason says; the next interval tries again.",
     **_VERSION, reason=_REASON, newest_complete=Field("str", "the newest complete checkpoint", optional=True),
 )  # fmt: skip
 CHECKPOINT_SUPERSEDED = EventType(

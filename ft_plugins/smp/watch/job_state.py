@@ -162,8 +162,11 @@ def _kept(facts: JobFacts) -> Iterator[str]:
 def _resume(facts: JobFacts) -> str:
     """How to go on, or to give up."""
     if facts.holds:
-        again = "the command that the job's log names to take part in it again, perhaps as a spare"
-        again = again if facts.went_on else "the same command again to resume from memory"
+        again = (
+            "the command that the job's log names to take part in it again, perhaps as a spare"
+            if facts.went_on
+            else "the same command again to resume from memory"
+        )
         return f"give {again}, or drop it: {_drop(facts)}"
     again = "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
     return f"{again}; or {_drop(facts)}" if facts.smp_answers else again
