@@ -185,7 +185,9 @@ def test_on_two_nodes_a_job_that_is_left_is_stored_and_one_at_its_end_is_dropped
     output = job.end()
     assert not job.in_memory()
     if how == "whole":
-        assert WEIGHT in output["a"] and not any("training ended" in each for each in output.values())
+        said = f"ft-run: the job succeeded: training ended after iteration {LAST}; exit status 0"
+        assert WEIGHT in output["a"] and {node: said in each for node, each in output.items()} == {"a": True, "b": False}
+        assert output["a"].splitlines()[-1] == said
         assert not (job.folder / "ck").exists() or not job.checkpoints()
         return
     [stored] = job.checkpoints()
