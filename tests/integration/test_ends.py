@@ -186,8 +186,7 @@ def test_on_two_nodes_a_job_that_is_left_is_stored_and_one_at_its_end_is_dropped
     assert not job.in_memory()
     if how == "whole":
         said = f"ft-run: the job succeeded: training ended after iteration {LAST}; exit status 0"
-        assert WEIGHT in output["a"] and {node: said in each for node, each in output.items()} == {"a": True, "b": False}
-        assert output["a"].splitlines()[-1] == said
+        assert WEIGHT in output["a"] and output["a"].splitlines()[-1] == said and said not in output["b"]
         assert not (job.folder / "ck").exists() or not job.checkpoints()
         return
     [stored] = job.checkpoints()

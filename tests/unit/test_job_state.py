@@ -52,6 +52,11 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
         ),
         (replace(RUNS, note=FtRunNote(FtRunPhase.SPARE, "a spare")), State.WAITING, "a spare", "nothing to do"),
         (
+            replace(RUNS, note=FtRunNote(FtRunPhase.SPARE, "a spare"), went_on="iteration 77 on node b"),
+            State.WAITING, "a spare; what is in memory here is older than what the job has (iteration 77 on node b)",
+            "nothing to do",
+        ),
+        (
             replace(RUNS, trains=True, failed=True, stopped=(3,)),
             State.HUNG, "rank 3 is stopped by a signal; the others wait",
             "continue the process (kill -CONT); otherwise ft-run soon takes it for lost and starts all ranks again",

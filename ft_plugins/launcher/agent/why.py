@@ -172,8 +172,8 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
         advice = catalogue.NODE_DRAINED.action
     elif failure and failure.secondary:
         advice = (
-            "A node that was lost is named here once that is known, within --ftp-detect-seconds; if none is, look at the "
-            "events and logs of the other nodes."
+            "A node that was lost is named here once that is known, within --ftp-detect-seconds; if none is, look at "
+            "the events and logs of the other nodes."
         )
     elif stopped:
         advice = "Find out what stops it: a debugger, kill -STOP, a batch system that suspends jobs."

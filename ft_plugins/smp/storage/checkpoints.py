@@ -33,8 +33,7 @@ from ..watch.alarms import RepeatedFailure
 from .checkpoint_schedule import CheckpointCall, NodeView
 from .notices import Notices
 
-
-_TOO_OFTEN = "nothing is broken; if it repeats, capture (--reft-interval) or write (--reft-checkpoint-interval) less often"
+_TOO_OFTEN = "nothing is broken; if it repeats, give a longer --reft-interval or --reft-checkpoint-interval"
 
 
 class WriterStopped(Exception):

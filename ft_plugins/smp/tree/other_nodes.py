@@ -51,9 +51,8 @@ _UNKNOWN = dict.fromkeys(each.name for each in fields(OtherNode))
 
 def reported(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What a node reports of its facts."""
-    newest, alarm = facts["newest"]["process"], facts["alarm"]
-    version = newest or {"iteration": None, "lineage": None}
-    more = {"held": version["iteration"], "lineage": version["lineage"], "alarm": alarm["text"] if alarm else ""}
+    newest, alarm = facts["newest"]["process"] or {}, facts["alarm"]
+    more = {"held": newest.get("iteration"), "lineage": newest.get("lineage"), "alarm": alarm["text"] if alarm else ""}
     known = {name: {**facts, **more}[name] for name in _UNKNOWN}
     return {name: value[:_WORDS] if isinstance(value, str) else value for name, value in known.items()}
 

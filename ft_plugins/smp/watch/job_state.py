@@ -108,7 +108,8 @@ def _running(facts: JobFacts) -> JobState:
         remedy = note.remedy or "start the missing nodes with the same command; the job's log has it"
         return JobState(State.WAITING, f"{note.reason}, for {span_text(facts.now - note.time)} so far", remedy)
     if note and phase in (FtRunPhase.SPARE, FtRunPhase.LEAVING):
-        return JobState(State.WAITING, note.reason)
+        older = f"; what is in memory here is older than what the job has ({facts.went_on})" * bool(facts.went_on)
+        return JobState(State.WAITING, note.reason + older)
     if facts.failed:
         return JobState(State.STARTING, "a training process has died: the ranks start again")
     if facts.trains:
