@@ -148,3 +148,9 @@ def own_environment() -> Iterator[Path]:
                 patch.delenv(name)
         yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pytest's, with a short name: sockets lie in run directories in it, and their paths are bounded."""
+    return tmp_path_factory.mktemp("t")
