@@ -118,16 +118,15 @@ def test_an_iteration_that_was_logged_but_not_completed_by_every_rank_is_said_to
 def test_what_was_completed_is_said_by_the_memory_of_the_newest_lineage_alone() -> None:
     """Given a node that was left out in lineage 2, and is back after the job went on in lineage 3."""
     stale, living = rank(0, 53, 54, completed=54, lineage=2), rank(1, 70, 71, completed=71, lineage=3)
-    left = NodeFacts({}, completed={0: 54}, lineage=2)
-    for facts, nodes in (([stale, living], []), ([rank(0, lineage=0), living], [left])):
-        plan = plan_recovery(facts, (), nodes)
+    for facts, known in (([stale, living], {}), ([rank(0, lineage=0), living], {0: 54})):
+        plan = plan_recovery(facts, (), [NodeFacts({}, completed=known, lineage=2)])
         assert (plan.completed, plan.at_least, plan.lineage) == (71, False, 4)
     rebuilt = replace(stale, slots=rank(0, 70, 71, lineage=3).slots)
     assert plan_recovery([rebuilt, living]).lost == 0, "its record is still that of lineage 2"
     alone = plan_recovery([stale, rank(1, lineage=0)], (), [NodeFacts({}, frozenset({Version(3, 70)}))])
     assert (alone.completed, alone.at_least) == (0, True)
-    own = choose_source(alone, "storage", 60)
-    assert "every rank had completed at least 60, at least 0 lost; iteration 61" in own.table()
+    own = choose_source(alone, "storage", 60).table()
+    assert "every rank had completed at least 60, at least 0 lost; iteration 61" in own
 
 
 def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteration_of_a_newer_one() -> None:

@@ -136,10 +136,9 @@ def test_the_newest_version_of_memory_and_storage_is_restored(
     tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
     plan = tier.recover(memory, "auto", 0, segment_of(), 1)
     assert plan.version is not None and memory.version is not None
-    found = "memory" if plan.tier == "process" else f"v{plan.version.lineage}-{plan.version.iteration}"
-    assert found == expected and (plan.tier == "storage" or plan.version == memory.version)
-    known = expected != "v3-65"
-    assert (plan.at_least, plan.completed) == (not known, 71 if known else 65)
+    assert (plan.tier == "process", plan.version == memory.version) == ((expected == "memory",) * 2)
+    assert expected in ("memory", f"v{plan.version.lineage}-{plan.version.iteration}")
+    assert (plan.at_least, plan.completed) == ((True, 65) if expected == "v3-65" else (False, 71))
     why = f"(newer than iteration {memory.version.iteration} of lineage {memory.version.lineage} in memory"
     assert plan.tier == "process" or why in plan.table()
 
