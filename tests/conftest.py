@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -131,6 +132,8 @@ def _has_gpu() -> bool:
 
 def pytest_configure() -> None:
     Events.strict = True  # an undeclared event is an error, also in forked processes
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -145,3 +148,9 @@ def own_environment() -> Iterator[Path]:
                 patch.delenv(name)
         yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pytest's, with a short name: sockets lie in run directories in it, and their paths are bounded."""
+    return tmp_path_factory.mktemp("t")

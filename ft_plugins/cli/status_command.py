@@ -271,9 +271,9 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts["smp_answers"]:
         newest = facts["newest"]
         yield "in memory", f"{_version(newest['process'], 'none yet')}; {_bytes(facts['memory_bytes'])} claimed"
-        if facts["protection"] or facts["ranks"]:  # a spare has nothing to lose
+        if facts["protection"] or facts["ranks"]:  # a spare has nothing to lose or to write
             yield "other nodes", _on_nodes(newest["node"], facts["protection"])
-        yield "storage", _in_storage(newest["storage"], facts["storage"])
+            yield "storage", _in_storage(newest["storage"], facts["storage"])
     for number, words in enumerate(_elsewhere(facts.get("others") or ())):
         yield "" if number else "nodes", words
     yield "processes", _processes(facts)

@@ -51,14 +51,14 @@ def facts_of(run_dirs: Sequence[Path], others: bool = False) -> list[Facts]:
 
 def _facts(run_dir: Path, others: bool) -> Facts:
     reply: dict[str, Any] = {}
-    error, elsewhere = None, None
+    error, named = None, None
     if liveness.held(run_dir / "smp.lock"):
         try:
             with LocalConnection(run_dir, ASK_SECONDS) as connection:
                 reply = connection.status()
                 if others:
                     named = connection.other_nodes(OTHER_SECONDS, OTHERS_SECONDS)
-                    elsewhere = [each for each in named if not (run_dir.parent / each["node"]).is_dir()]
         except FtError as problem:
             error = str(problem)
-    return {**facts_of_node(run_dir, reply, None if reply else error), "others": elsewhere}
+    elsewhere = named and [each for each in named if not (run_dir.parent / each["node"]).is_dir()]
+    return {**facts_of_node(run_dir, reply, None if reply else error, named or ()), "others": elsewhere}

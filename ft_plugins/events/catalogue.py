@@ -464,6 +464,7 @@ PROBE_FAILED = EventType(
 
 # ---- recovery and resizing ----
 
+_AT_LEAST = Field("bool", "both may be more: no memory that says so is left of the job's newest lineage")
 TRAINING_STARTED = EventType(
     "training.started", NOTICE, "Training starts from its beginning: there was nothing to resume from.",
     run=_RUN, reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
@@ -473,12 +474,12 @@ STATE_LOST = EventType(
     "state.lost", ALARM, "No tier has a restorable version: training starts from its beginning, and progress is lost.",
     "Configure checkpoints (--reft-checkpoint-dir), or survive more lost nodes (--reft-redundancy).", once=True,
     run=_RUN, reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
-    lost=Field("int", "iterations to be computed again", "iterations"),
+    lost=Field("int", "iterations to be computed again", "iterations"), at_least=_AT_LEAST,
 )  # fmt: skip
 STATE_RESTORED = EventType(
     "state.restored", NOTICE, "A rank's state was restored.", **_VERSION, tier=Field("str", "process, node or storage"),
     run=_RUN, reason=_REASON, completed=Field("int", "last iteration that every rank completed"),
-    lost=Field("int", "iterations to be computed again", "iterations"),
+    lost=Field("int", "iterations to be computed again", "iterations"), at_least=_AT_LEAST,
     mark=Field("str", "what an audit found of the version"), seconds=_SECONDS,
     verify_seconds=Field("float", "until every snapshot was whole and verified", "s"),
     load_seconds=Field("float", "from then until tensors were loaded", "s"),
@@ -533,7 +534,7 @@ CHECKPOINT_COMPLETED = EventType(
 )  # fmt: skip
 CHECKPOINT_FAILED = EventType(
     "checkpoint.failed", ALARM, "A checkpoint was not written, or older ones were not removed; training continues.",
-    "Fix the storage; the next interval tries again.",
+    "Do what the reason says; the next interval tries again.",
     **_VERSION, reason=_REASON, newest_complete=Field("str", "the newest complete checkpoint", optional=True),
 )  # fmt: skip
 CHECKPOINT_SUPERSEDED = EventType(

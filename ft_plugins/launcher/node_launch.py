@@ -63,8 +63,8 @@ class Outcome:
     """How a job ended on this node."""
 
     status: Status
-    reason: str = ""  # one line for people; '' if it succeeded
-    return_values: dict[int, Any] = field(default_factory=dict)  # by global rank, of callables
+    reason: str = ""  # one line for people
+    return_values: dict[int, Any] = field(default_factory=dict)  # by global rank of this node; None of scripts
     failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by global rank, of the last incarnation
     restarts: int = 0
     everywhere: bool = True  # whether a success is confirmed on all nodes
@@ -147,7 +147,7 @@ def launch(
             raise
         finally:
             if watcher and job and outcome and status in ("succeeded", "stopped"):
-                end = _conclude(watcher, job, events, everywhere, left=status == "stopped")
+                end = _conclude(watcher, job, events, everywhere, status == "stopped", 0 in outcome.return_values)
                 status, outcome = end.status, replace(outcome, status=end.status, reason=end.words)
                 if end.drop:
                     _end_in_order(watcher, events)
@@ -230,9 +230,10 @@ def _holds_nothing(watcher: Watcher) -> bool:
         return False  # keep the segments
 
 
-def _conclude(watcher: Watcher, job: Job, events: Events, everywhere: bool, left: bool) -> EndPlan:
+def _conclude(watcher: Watcher, job: Job, events: Events, everywhere: bool, left: bool, leads: bool) -> EndPlan:
     """Write what is to be in storage once the ranks have ended in order, and say what becomes of memory. `everywhere`:
-    those of all nodes are known to have; `left`: see `reached`."""
+    those of all nodes are known to have; `left`: see `reached`. `leads`: rank 0 is here, so this node reports what is
+    the same on all."""
     facts: tuple[int, int, int | None] = (EARLY if left else AT_END, 0, None)  # without an SMP
     try:
         facts = reached(watcher.status(), left)
@@ -241,7 +242,7 @@ def _conclude(watcher: Watcher, job: Job, events: Events, everywhere: bool, left
         outcome = {"state": "failed", "reason": str(error)}
     report_missed(events, outcome)
     plan = end_plan(*facts, outcome, job.name, job.config.orphan_seconds)
-    if plan.words:
+    if plan.words and (leads or facts[0] != AT_END):
         say(plan.words, alarm=True, who="ft-run: ")
     return plan if everywhere else replace(plan, drop=False, words=_ELSEWHERE)
 

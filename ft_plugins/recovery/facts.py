@@ -57,7 +57,7 @@ class NodeFacts:
 
     `parity`: versions whose parity and copies are complete here. `position`, `plan_digest`: this node's position and
     the digest of the exchange plan when they were stored. `committed` is the newest committed version that it knows of,
-    `completed` the iterations that ranks with segments here had completed, `lineage` the newest opened here.
+    `lineage` the newest opened here, `completed` the iterations that ranks with segments of it here had completed.
     `released`: the lineage in which the job continued while this node was a spare; older versions are of no use.
     `marks` are those of the versions in `slots`; `damage` is a message on parity that is damaged. `run`: the newest
     lineage here whose run is known, and that run.
@@ -142,18 +142,27 @@ def newest_lineage(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> in
     return max([*opened, *(version.lineage for version in versions)])
 
 
-def completed_by_all(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts]) -> int:
-    """The last iteration that every rank completed; 0 if unknown everywhere. A rank's previous node may know it.
+def completed_by_all(facts: Sequence[RankFacts], nodes: Sequence[NodeFacts], lineage: int, run: str) -> int | None:
+    """The last iteration that every rank completed, by the memory of `lineage`, the job's newest, and of `run` alone:
+    what an older lineage completed is not what the job has come to. None if there is no such memory. A rank's previous
+    node may know it.
 
     A rank's 0 counts only with a lineage and without versions: a new segment has neither, a rebuilt one has versions.
     """
+
+    def counts(rank: RankFacts) -> bool:
+        newest = max(rank.restorable(), default=Version(0, 0))  # from another size: no rank has opened its lineage
+        taken_over = newest.lineage == lineage and (rank.completed or 0) >= newest.iteration
+        return (rank.lineage == lineage or taken_over) and rank.run in ("", run)
+
     completed = {
-        rank.rank: rank.completed for rank in facts
+        rank.rank: rank.completed for rank in facts if counts(rank)
         if rank.completed is not None and (rank.completed or (rank.lineage and not rank.restorable()))
     }  # fmt: skip
-    for rank, iteration in ((rank, done) for node in nodes for rank, done in node.completed.items() if done):
+    newest = [node.completed.items() for node in nodes if node.lineage == lineage]
+    for rank, iteration in ((rank, done) for known in newest for rank, done in known if done):
         completed[rank] = max(iteration, completed.get(rank, 0))
-    return min(completed.values(), default=0)
+    return min(completed.values(), default=None)
 
 
 def trust_of(facts: Sequence[RankFacts]) -> tuple[int | None, tuple[int, int] | None]:

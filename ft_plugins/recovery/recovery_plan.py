@@ -65,7 +65,8 @@ class RecoveryPlan:
 
     If `version` is None, the framework's own checkpoint of iteration `loaded` is used (tier `storage`), or training
     starts from the beginning (`none`), because of `reason`. `completed` is the last iteration that every rank
-    completed, `lost` the number of iterations to be computed again. `state_lost`: the job has or had state that cannot
+    completed, `lost` the number of iterations to be computed again; `at_least`: both may be more, because no memory of
+    the job's newest lineage is left that says so. `state_lost`: the job has or had state that cannot
     be restored; `in_memory` says which versions are left. `mark` is that of the restored version, `passed_over` are the
     iterations of newer versions that are not preferred. `damage`: what failed its digest, by rank. `agreed`, `doubted`:
     see `Segment`; `refused`: the iteration of a newer checkpoint of the framework's own that is therefore not used.
@@ -81,6 +82,7 @@ class RecoveryPlan:
     lost: int
     reason: str
     loaded: int = 0
+    at_least: bool = False
     state_lost: bool = False
     sources: tuple[Source, ...] = ()
     holders: Mapping[int, int] = field(default_factory=dict)
@@ -106,9 +108,10 @@ class RecoveryPlan:
         """A message for people. Frameworks log an iteration before it ends: one that not every rank completed may be in
         their log and is computed again, which the message says."""
         next_one = 1 + (self.version.iteration if self.version is not None else self.loaded)
+        least = "at least " if self.at_least else ""
         rest = (
-            f"every rank had completed {self.completed}, {self.lost} lost; iteration {next_one} is computed next, "
-            f"again if it was logged before; lineage {self.lineage}"
+            f"every rank had completed {least}{self.completed}, {least}{self.lost} lost; iteration {next_one} is "
+            f"computed next, again if it was logged before; lineage {self.lineage}"
         )
         if self.version is not None:
             reason = f" ({self.reason})" if self.tier == "storage" else ""
@@ -156,7 +159,7 @@ def plan_recovery(
     damage = tuple(filter(None, (rank.damage() for rank in facts)))
     run, drawn = run_of(facts, nodes), facts[0].drawn
     facts, nodes, marks, other_run = usable(facts, nodes, run)
-    completed = completed_by_all(facts, nodes)
+    known = completed_by_all(facts, nodes, lineage - 1, run)
     own = {rank.rank: {v for v in rank.restorable() if (rank.rank, v) not in corrupt} for rank in facts}
     candidates = set().union(*own.values(), *(held for node in nodes for held in node.slots.values())) - set(banned)
     candidates = {version for version in candidates if before is None or version.iteration < before}
@@ -168,13 +171,15 @@ def plan_recovery(
             continue
         sources, holders, gone = located
         tier = "process" if all(source.way is Way.OWN for source in sources) else "node"
+        completed = version.iteration if known is None else known
         lost = max(0, completed - version.iteration)
         mark = marks.get(version, Mark.NONE)
         newer = tuple(sorted({other.iteration for other in ordered[place:] if other > version}))
         reason = f"newest {mark.word} that all ranks can have" if newer else "newest that all ranks can have"
         return RecoveryPlan(
-            version, tier, lineage, completed, lost, reason, sources=sources, holders=holders, gone=gone, mark=mark,
-            passed_over=newer, damage=damage, agreed=agreed, doubted=doubted, run=run, drawn=drawn,
+            version, tier, lineage, completed, lost, reason, at_least=known is None, sources=sources, holders=holders,
+            gone=gone, mark=mark, passed_over=newer, damage=damage, agreed=agreed, doubted=doubted, run=run,
+            drawn=drawn,
         )  # fmt: skip
     reason = _why_none(facts, marks, bool(damage))
     gone = ()
@@ -195,8 +200,8 @@ def plan_recovery(
     if other_run:
         reason, state_lost = f"{reason}; {other_run}: end the job on the nodes that are not to go on", True
     return RecoveryPlan(
-        None, "none", lineage, completed, completed, reason, state_lost=state_lost, gone=gone, in_memory=sealed,
-        damage=damage, agreed=agreed, doubted=doubted, run=run, drawn=drawn,
+        None, "none", lineage, known or 0, known or 0, reason, at_least=known is None, state_lost=state_lost, gone=gone,
+        in_memory=sealed, damage=damage, agreed=agreed, doubted=doubted, run=run, drawn=drawn,
     )  # fmt: skip
 
 

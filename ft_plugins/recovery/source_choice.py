@@ -81,10 +81,11 @@ def choose_source(plan: RecoveryPlan, mode: str, loaded: int) -> RecoveryPlan:
         reason = f"--ftp-resume {mode}"
     if loaded and plan.lacking:
         reason += f"; it lacks {plan.lacking}, which begins again"
-    lost = max(0, plan.completed - loaded)
+    completed = max(plan.completed, loaded) if plan.at_least else plan.completed
+    lost = max(0, completed - loaded)
     return RecoveryPlan(
-        None, "storage" if loaded else "none", plan.lineage, plan.completed, lost, reason, loaded, damage=plan.damage,
-        run="" if mode == "fresh" else plan.run, drawn=plan.drawn,
+        None, "storage" if loaded else "none", plan.lineage, completed, lost, reason, loaded, plan.at_least,
+        damage=plan.damage, run="" if mode == "fresh" else plan.run, drawn=plan.drawn,
     )  # fmt: skip
 
 

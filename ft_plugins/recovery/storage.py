@@ -7,7 +7,8 @@ job, of another layout, all damaged, unreachable) are refused by name and never 
 newer than any in storage, of any job. Unreachable storage does not stop a job whose state is in memory, and no rank
 waits long for it; rank 0 reports it.
 
-Memory takes precedence, unless storage has a later lineage: then the job has continued elsewhere since.
+Memory takes precedence, unless storage has a later lineage (then the job has continued elsewhere since), or a newer
+version of the newest one (then memory has lost it).
 
 In: the plan from memory, a folder. Out: a `RecoveryPlan`, and a sealed slot on every rank if its tier is `storage`.
 """
@@ -37,7 +38,7 @@ from ..snapshot.checkpoint.lease import Claim, Lease
 from ..snapshot.segment.segment import Segment
 from ..snapshot.segment.slots import Mark, SlotState, Version
 from .recovery_plan import RecoveryPlan
-from .source_choice import choose_source, iteration_bound, nothing_older, require_older, set_aside
+from .source_choice import choose_source, is_doubted, iteration_bound, nothing_older, require_older, set_aside
 
 LOOK_SECONDS = 60.0  # timeout of listing the folder; slower storage is unreachable
 _PAUSE_SECONDS = 1.0  # between two looks at a lease
@@ -61,13 +62,23 @@ class StorageListing:
     run: str = ""  # that of this job, or that had the folder last
 
 
+def outdates(stored: Version, mark: Mark, memory: RecoveryPlan, lineage: int) -> bool:
+    """Whether a checkpoint shows that the version of `memory` is outdated: it is of a later lineage than `lineage`, the
+    newest that memory has opened, or a newer version of that one, unless only memory's replicas are known to agree.
+    Checkpoints of older lineages are void then, as versions are. Pure."""
+    if memory.version is None or stored.lineage != lineage:
+        return stored.lineage > lineage
+    doubted = memory.mark.preferred or is_doubted(replace(memory, mark=Mark.CERTIFIED), stored.iteration)
+    return stored.iteration > memory.version.iteration and (mark.preferred or not doubted)
+
+
 def with_storage(
     plan: RecoveryPlan, mode: str, loaded: int, stored: Version | None, later: bool, resized: Version | None = None,
     mark: Mark = Mark.NONE,
 ) -> RecoveryPlan:  # fmt: skip
     """`choose_source`, if a checkpoint of version `stored` is available as well. Pure.
 
-    `later`: its lineage is newer than any in memory; `mark` is its mark. Of it and the framework's own checkpoint, the
+    `later`: memory is outdated (`outdates`); `mark` is its mark. Of it and the framework's own checkpoint, the
     larger iteration wins. Raises ResumeError, also if `resized`, the version of a checkpoint of the job at another
     data-parallel size, is newer and the user did not ask for the older one.
     """
@@ -87,12 +98,13 @@ def with_storage(
     if mode != "auto":
         reason = f"--ftp-resume {mode}"
     else:
-        reason = "a later lineage than in memory" if plan.version is not None else plan.reason
-    completed = max(plan.completed, stored.iteration)
+        held = plan.version
+        reason = f"newer than iteration {held.iteration} of lineage {held.lineage} in memory" if held else plan.reason
+    completed = max(0 if plan.at_least else plan.completed, stored.iteration)
     lost = completed - stored.iteration
     return replace(
         plan, version=stored, tier="storage", completed=completed, lost=lost, reason=reason, loaded=0, state_lost=False,
-        mark=mark, passed_over=(), refused=aside.refused if aside and loaded > stored.iteration else 0,
+        sources=(), mark=mark, passed_over=(), refused=aside.refused if aside and loaded > stored.iteration else 0,
         repeated=aside.repeated if aside and loaded > stored.iteration else 0,
     )  # fmt: skip
 
@@ -140,7 +152,10 @@ class StorageTier:
             if decision is Claim.TAKE:
                 return now
             if not unchanged:
-                say(f"{self._base}: waiting to see whether its last user lives ({now}); if not, this run goes on")
+                say(
+                    f"{self._base}: waiting up to {lease.HOLD_SECONDS:.0f} seconds to see whether its last user lives "
+                    f"({now}); if not, this run goes on"
+                )
             time.sleep(_PAUSE_SECONDS)
             unchanged += min(time.monotonic() - looked, 2 * _PAUSE_SECONDS)
 
@@ -174,7 +189,8 @@ class StorageTier:
             self._report_once(catalogue.STORAGE_FAILED, listing.unreachable)
         memory_lineage = in_memory.lineage - 1
         run = listing.run if loaded else in_memory.run  # the framework's own does not say of which run it is
-        base = replace(in_memory, lineage=max(in_memory.lineage, listing.lineage + 1), run=run)
+        at_least = in_memory.at_least or listing.lineage > memory_lineage
+        base = replace(in_memory, lineage=max(in_memory.lineage, listing.lineage + 1), run=run, at_least=at_least)
         if mode == "memory":  # listed for the lineage only: the job may have continued elsewhere in this one
             return choose_source(base, mode, loaded)
         damaged, before = "", iteration_bound(mode)
@@ -182,9 +198,9 @@ class StorageTier:
             require_older(loaded, before)
         candidates = [each for each in listing.candidates if before is None or each[0].iteration < before]
         for number, (version, name, problem, mark, run) in enumerate(candidates):
-            # a certified one may come before one of a later lineage, which still shows that memory is outdated
-            left = [version] if base.mark.preferred else [other[0] for other in candidates[number:]]
-            later = max(other.lineage for other in left) > memory_lineage
+            # a certified one may come before a newer one, which still shows that memory is outdated
+            left = candidates[number:][: 1 if base.mark.preferred else None]
+            later = any(outdates(other[0], other[3], base, memory_lineage) for other in left)
             plan = with_storage(base, mode, loaded, version, later, listing.resized, mark)
             if (plan.tier, plan.version) != ("storage", version):
                 return plan

@@ -138,9 +138,9 @@ def _restarts(recoveries: Sequence[RecoveryPhases]) -> Iterator[str]:
         yield "<p>No restart has completed an iteration.</p>"
     if len(recoveries) > _SHOWN:
         yield f"<p>The newest {_SHOWN} of {len(recoveries)}.</p>"
-    for one in recoveries[-_SHOWN:]:
+    for number, one in list(enumerate(recoveries, 1))[-_SHOWN:]:
         since = "" if one.phases["detect"] is not None else ", from detection"
-        yield f"<p>Restart {one.restart}, to iteration {one.iteration}: {one.total:.2f} s{since}</p>"
+        yield f"<p>Restart {number}, to iteration {one.iteration}: {one.total:.2f} s{since}</p>"
         yield from _bar([(name, WORDS[name], seconds) for name, seconds in one.phases.items() if seconds])
 
 

@@ -151,7 +151,7 @@ def _phases(seen: float, ends: Iterable[tuple[str, float | None]]) -> dict[str, 
 def phase_lines(recoveries: Sequence[RecoveryPhases]) -> list[str]:
     """The newest recoveries, in seconds; a phase that none of them has is left out."""
     shown = recoveries[-_SHOWN:]
-    rows = [("seconds, by restart", [str(one.restart) for one in shown])]
+    rows = [("seconds, by restart", [str(number + 1) for number in range(len(recoveries))[-_SHOWN:]])]
     for name, words in WORDS.items():
         values = [one.phases[name] for one in shown]
         if name not in ("attempts", "dump") or any(value is not None for value in values):

@@ -1,4 +1,4 @@
-"""The command with which a job waits for a node, given as it stands in the log, without what Slurm had given."""
+"""The command with which a job waits for a lost node, given as it stands in the log, without what Slurm had given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from pathlib import Path
 from harness.job_control import wait_until
 
 BOUND = 240.0
-SCRIPT = "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n"
+SCRIPT = """\
+import os, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+while not os.path.exists("go"):
+    if os.path.exists("lost its peer") and os.environ["RANK"] == "0":
+        os.remove("lost its peer")
+        sys.exit(1)
+    time.sleep(0.05)
+"""
 
 
 def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_environment: Path, tmp_path: Path) -> None:
@@ -21,31 +29,39 @@ def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_envir
     environment |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(own_environment)}
     slurm = {
         "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost",
-        "SLURMD_NODENAME": "a", "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_ID": str(os.getpid()),
     }  # fmt: skip
     name = f"back-{os.getpid()}"
     command = [str(Path(sys.executable).with_name("ft-run")), "--ftp-job", name, "--reft", "--ftp-detect-seconds", "5"]
-    with open(tmp_path / "a.log", "wb") as log:
-        first = subprocess.Popen(
-            [*command, "loop.py"], env=environment | slurm, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
-        )
-    said = re.compile(r"to start one, in (\S+): (.*)$", re.MULTILINE)
+    started = {}
+    for node in "ab":
+        surroundings = environment | slurm | {"SLURMD_NODENAME": node}
+        with open(tmp_path / f"{node}.log", "wb") as log:
+            started[node] = subprocess.Popen(
+                [*command, "loop.py"], env=surroundings, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def said(pattern: str) -> list[str]:
+        return re.findall(pattern, (tmp_path / "a.log").read_text() + (tmp_path / "b.log").read_text(), re.MULTILINE)
+
+    def until(pattern: str, times: int = 1) -> list[str]:
+        wait_until(lambda: len(said(pattern)) >= times, BOUND, lambda: str(said("^.*$")))
+        return said(pattern)
+
     try:
-        wait_until(
-            lambda: said.search((tmp_path / "a.log").read_text()) is not None, BOUND,
-            lambda: (tmp_path / "a.log").read_text(),
-        )  # fmt: skip
-        found = said.search((tmp_path / "a.log").read_text())
-        assert found is not None
-        words = shlex.split(found[2])
-        words[words.index("loop.py") : words.index("loop.py")] = ["--ftp-node-name", "b"]
-        second = subprocess.run(
-            ["sh", "-c", f"cd {shlex.quote(found[1])} && {shlex.join(words)}"], env=environment, cwd="/",
-            capture_output=True, text=True, timeout=BOUND,
-        )  # fmt: skip
-        assert second.returncode == 0 == first.wait(BOUND), (second, (tmp_path / "a.log").read_text())
+        until("^rank", 2)
+        started["b"].kill()
+        (tmp_path / "lost its peer").touch()
+        [(folder, line)] = until(r"to bring b back, in (\S+): (.*)$")
+        assert "--ftp-node-name b" in line
+        with open(tmp_path / "b.log", "wb") as log:
+            again = ["sh", "-c", f"cd {shlex.quote(folder)} && {line}"]
+            started["b again"] = subprocess.Popen(again, env=environment, cwd="/", stdout=log, stderr=log)
+        until("^rank", 3)
+        (tmp_path / "go").touch()
+        assert [started[node].wait(BOUND) for node in ("b again", "a")] == [0, 0], said("^.*$")
     finally:
-        first.kill()
-        first.wait(BOUND)
-    printed = second.stdout + (tmp_path / "a.log").read_text()
-    assert sorted(re.findall(r"rank (\d) of (\d)", printed)) == [("0", "2"), ("1", "2")]
+        for process in started.values():
+            process.kill()
+            process.wait(BOUND)
+    assert sorted(said(r"^rank (\d of 2)$")) == ["0 of 2", "0 of 2", "1 of 2"] and not said("goes on without b")

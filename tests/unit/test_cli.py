@@ -262,6 +262,7 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     assert "11 restarts\n" in status_command.text_of([over | {"downtime_seconds": 61.0}], 80)
     spare = FACTS | {"protection": None, "ranks": 0}
     assert "other nodes" not in status_command.text_of([spare], 80)
+    assert "storage" not in status_command.text_of([spare | {"storage": None}], 80), "it has none that could be off"
     assert "no: a lost node is not survived" in status_command.text_of([spare | {"ranks": 2}], 80)
 
 

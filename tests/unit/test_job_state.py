@@ -52,6 +52,11 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
         ),
         (replace(RUNS, note=FtRunNote(FtRunPhase.SPARE, "a spare")), State.WAITING, "a spare", "nothing to do"),
         (
+            replace(RUNS, note=FtRunNote(FtRunPhase.SPARE, "a spare"), went_on="iteration 77 on node b"),
+            State.WAITING, "a spare; what is in memory here is older than what the job has (iteration 77 on node b)",
+            "nothing to do",
+        ),
+        (
             replace(RUNS, trains=True, failed=True, stopped=(3,)),
             State.HUNG, "rank 3 is stopped by a signal; the others wait",
             "continue the process (kill -CONT); otherwise ft-run soon takes it for lost and starts all ranks again",
@@ -121,6 +126,14 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             State.ORPHANED,
             "ft-run is gone and left no reason: killed, perhaps; iteration 41 in memory is kept for another 29.5 min",
             AGAIN,
+        ),
+        (
+            replace(KEPT, note=ended("signalled", 143), went_on="iteration 77 on node b"),
+            State.ENDED,
+            "30 s ago, signalled, exit status 143; iteration 41 in memory, older than what the job has without this "
+            "node (iteration 77 on node b), is kept for another 29.5 min",
+            "give the command that the job's log names to take part in it again, perhaps as a spare, or drop it: "
+            "ft-plugins end j",
         ),
         (
             replace(KEPT, smp_answers=False, kept_seconds=None),

@@ -20,11 +20,12 @@ from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.tree import other_nodes
 from ft_plugins.smp.tree.node import NodeTier
 from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
-from ft_plugins.snapshot.segment.slots import Pin, slots_for
+from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 
 from .conftest import Node
-from .smp.node_clusters import write_secret
+from .smp.node_clusters import capture, wait, write_secret
 from .test_cli import FACTS
 
 SHAPE = Shape(8192, 4096, 1, 1, slots_for(Pin.NODE, Pin.SOURCE))
@@ -96,6 +97,19 @@ def test_status_shows_the_other_nodes_and_which_of_them_gives_no_answer(
     assert "\n               c: no answer: the SMP at 127.0.0.1:" in text
     c.start()
     assert others(capsys)["c"]["error"] == "", "one that takes its place listens at the same port"
+
+
+def test_a_node_without_which_the_job_went_on_is_not_told_to_resume(
+    protected: Callable[..., list[Node]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, (node, version) in enumerate(zip(protected("a", "b"), (Version(1, 41), Version(2, 77)), strict=True)):
+        segment = Segment(node.segment(rank))
+        capture(segment, 0, version, token=segment.header.token)
+        wait(lambda node=node: node.status()["history"]["tiers"]["process"] is not None)  # type: ignore[misc]
+    (job,) = json.loads(shown(capsys, "--json"))["jobs"]
+    older = "iteration 41 in memory, older than what the job has without this node (iteration 77 on node b), is kept"
+    assert (job["state"], older in job["headline"]) == ("ORPHANED", True)
+    assert job["remedy"].startswith("give the command that the job's log names") and "to resume" not in job["remedy"]
 
 
 def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:

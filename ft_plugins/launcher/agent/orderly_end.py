@@ -54,7 +54,9 @@ def end_plan(
     """What comes after a checkpoint with that `outcome`; the others as `reached` returns them. `kept_seconds`: for how
     long memory is kept."""
     if ending == AT_END:
-        return EndPlan(drop=True)
+        return EndPlan(
+            True, words=f"the job succeeded: training ended after iteration {done}; exit status 0" * bool(done)
+        )
     early, stored = ending == EARLY, outcome["state"] == "done"
     status: Status = "stopped" if early else "succeeded"
     newest = outcome["iteration"] if stored else held

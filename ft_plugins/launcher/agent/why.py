@@ -171,7 +171,10 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
     elif _drained_nodes(first):
         advice = catalogue.NODE_DRAINED.action
     elif failure and failure.secondary:
-        advice = "It may only have lost a peer: look at the events and logs of the other nodes."
+        advice = (
+            "A node that was lost is named here once that is known, within --ftp-detect-seconds; if none is, look at "
+            "the events and logs of the other nodes."
+        )
     elif stopped:
         advice = "Find out what stops it: a debugger, kill -STOP, a batch system that suspends jobs."
     elif kills:
@@ -179,7 +182,8 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
     return Account(
         time=first.time, node=_whose(first),
         rank=failure.rank if failure else int(stopped[0]) if stopped else fields.get("about"),
-        cause=failure.how if failure else _said(first),
+        cause=_said(first) if failure is None else
+        failure.how + ": a peer's connection closed, or it gave no answer" * (failure.secondary and not failure.signal),
         words=failure.message.strip()[:_WORDS] if failure else "", memory=memory,
         stacks=str(hung.fields.get("stacks", "")) if hung else "",
         record=str(fields.get("flight_record", "")), same=same, recovered=recovered,

@@ -38,7 +38,7 @@ from .endpoint import Endpoint
 from .local_node import LocalNode
 from .rendezvous_settings import BACKEND, RendezvousSettings
 from .round_join import LOOK_SECONDS, RoundJoin, pause
-from .wait_report import REPEAT_SECONDS
+from .wait_report import REPEAT_SECONDS, how_to_start
 
 _STORE_SECONDS = 60.0  # maximum for one operation on a round's store; as torch's `read_timeout`
 _LEAST_STORE_SECONDS = 15.0
@@ -124,7 +124,7 @@ class Rendezvous(RendezvousHandler):
                 except ConnectionError as error:
                     self._report_lost(view.round, error)
                     raise
-                self._report_gone(before)
+                self._report_gone(before, leader.endpoint)
                 return found
             except (ConnectionError, ProtocolError) as error:
                 self._node.search.unreached[leader.endpoint] = f"node {leader.node} led, then: {error}"
@@ -142,8 +142,9 @@ class Rendezvous(RendezvousHandler):
             self.events.emit(catalogue.ROUND_LOST, reason=reason)
             say(reason, alarm=True, who="ft-run: ")
 
-    def _report_gone(self, before: list[str]) -> None:
-        """Say which nodes of the round before, by rank, are no longer there: the first one that is in both does."""
+    def _report_gone(self, before: list[str], living: str) -> None:
+        """Say which nodes of the round before, by rank, are no longer there, and what brings them back to the job at
+        the endpoint `living`: the first one that is in both does."""
         now = self.members
         stay = set(before) & set(now)
         known = stay.union(place.node for place in self._node.roster_file.roster.spares)  # one may give up its place
@@ -153,7 +154,13 @@ class Rendezvous(RendezvousHandler):
             asked = [name for name in gone if name == self._join.asked]
             self.events.emit(catalogue.NODE_REPLACED, gone=gone, new=new, asked=asked)
             whose = ", ".join(f"{name} ({'asked to leave' if name in asked else 'lost'})" for name in gone)
-            say(f"the job goes on without {whose}; new: {', '.join(new) or 'none'}", alarm=True, who="ft-run: ")
+            settings, more = self._node.settings, len(now) + 1
+            say(
+                f"the job goes on without {whose}; new: {', '.join(new) or 'none'}; "
+                + how_to_start(settings.command, living, gone, ", as a spare" * (settings.rules.fit(more) < more)),
+                alarm=True,
+                who="ft-run: ",
+            )
         self._join.asked = ""
 
     def _enter(self, view: RoundView) -> RendezvousInfo:

@@ -224,7 +224,7 @@ class RoundJoin:
         leader = self._node.link.leader
         if self._wait_report and leader and view and view.phase is not Phase.COMPLETE and view.rank is None:
             needed, start = awaited(settings.rules, view.waiting, view.missing, view.absent)
-            self._wait_report.update(needed, start, leads, self._deadline, leader.endpoint)
+            self._wait_report.update(needed, start, leads, self._deadline, leader.endpoint, view.absent)
             if needed:
                 self._note_wait(needed, self._wait_report.trouble, "" if start else NOTHING)
 

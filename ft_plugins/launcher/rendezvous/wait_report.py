@@ -37,8 +37,9 @@ def command(argv: Sequence[str] | None = None) -> str:
     return shlex.join(shared)
 
 
-def reaching(command: str, living: str) -> str:
-    """`command` with the endpoint `living` before those that it names, if it does not name that one. Pure."""
+def reaching(command: str, living: str, node: str = "") -> str:
+    """`command` with the endpoint `living` before those that it names, if it does not name that one; for the node of
+    that name, if it is one of ft-run, which names the job. Pure."""
     words = shlex.split(command)
     for at, word in enumerate(words[:-1]):
         flag, joined, value = word.partition("=")
@@ -48,7 +49,15 @@ def reaching(command: str, living: str) -> str:
                 given = f"{living},{given}"
             words[at : at + 2] = [f"{flag}={given}", words[at + 1]] if joined else [flag, given]
             break
-    return shlex.join(words)
+    job = next((at for at, word in enumerate(words) if word.partition("=")[0] == "--ftp-job"), 0)
+    return shlex.join([*words[:job], *(("--ftp-node-name", node) if node and job else ()), *words[job:]])
+
+
+def how_to_start(command: str, living: str, lost: Sequence[str] = (), place: str = "") -> str:
+    """What starts a node at `command`; one of those that are `lost` under its own name, so that it is itself again."""
+    more = f" (and {', '.join(lost[1:])}, each with its own name)" if lost[1:] else ""
+    what = f"bring {lost[0]} back{place}{more}" if lost else "start one"
+    return f"to {what}, in {os.getcwd()}: {reaching(command, living, *lost[:1])}"
 
 
 def awaited(rules: Rules, waiting: int, missing: Sequence[str], absent: Collection[str]) -> tuple[str, bool]:
@@ -91,14 +100,17 @@ class WaitReport:
         self._find_trouble = trouble
         self.trouble = ""  # as reported last
 
-    def update(self, needed: str, start: bool, leads: bool, deadline: float, living: str) -> None:
+    def update(
+        self, needed: str, start: bool, leads: bool, deadline: float, living: str, lost: Sequence[str] = ()
+    ) -> None:
         """Report if it is time to. `needed`, `start`: see `awaited`. `leads`: this node is the leader. `deadline`: when
-        it gives up (monotonic). `living`: the endpoint of the leader, at which another node finds the job."""
+        it gives up (monotonic). `living`: the endpoint of the leader, at which another node finds the job. `lost`:
+        nodes that are to be started again."""
         now = time.monotonic()
         if now < self._next or not needed:
             return
         self._next = now + REPEAT_SECONDS if leads else float("inf")
         self.trouble = self._find_trouble()
-        how = f"to start one, in {os.getcwd()}: {reaching(self._command, living)}" if start else ""
+        how = how_to_start(self._command, living, lost) if start else ""
         line = f"{needed} (for another {max(0.0, deadline - now):.0f} s at most)"
         say("; ".join(filter(None, (self.trouble, line, how))), alarm=True, who="ft-run: ")

@@ -9,7 +9,7 @@ In: a run directory, the reply of its SMP. Out: `Facts`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,18 @@ def left_in_memory(run_dir: Path) -> bool:
     return bool(paths.segments_of(*names) or paths.previous_segments_of(*names))
 
 
-def facts_of(run_dir: Path, reply: Mapping[str, Any], error: str | None = None) -> Facts:
+def facts_of(
+    run_dir: Path, reply: Mapping[str, Any], error: str | None = None, others: Sequence[Mapping[str, Any]] = ()
+) -> Facts:
     """The facts of a run directory. `reply`: to `status`, of its SMP; {} if that does not run, or does not answer,
-    because of `error`."""
+    because of `error`. `others`: what the job's other nodes report."""
     now, ft_run_alive = time.time(), liveness.held(run_dir / "lock")
     history = reply.get("history") or (read_history(run_dir) or History()).report(now)
     segments, tier = reply.get("segments", []), reply.get("node_tier") or {}
     nodes = len(tier.get("nodes", ()))
     newest = _newest(reply, history["tiers"]) if reply else history["tiers"]
+    own = newest["process"]
+    ahead = [each for each in others if own and (each["lineage"] or 0) > own["lineage"]]
     launched = ft_run_alive or reply.get("watched_lives", False)
     progress, alarm = reply.get("progress", {}), _alarm(run_dir)
     state = job_state(
@@ -51,7 +55,7 @@ def facts_of(run_dir: Path, reply: Mapping[str, Any], error: str | None = None) 
             smp_answers=bool(reply),
             smp_hangs=error is not None,
             holds=not holds_nothing(reply) if reply else left_in_memory(run_dir),
-            newest=newest["process"]["iteration"] if newest["process"] else None,
+            newest=own["iteration"] if own else None,
             kept_seconds=reply.get("kept_seconds"),
             trains=bool(reply) and progress_of(reply, reply["token"]) is not None,
             failed=reply.get("signal") == Signal.UNHEALTHY.value,
@@ -61,6 +65,7 @@ def facts_of(run_dir: Path, reply: Mapping[str, Any], error: str | None = None) 
             hang_seconds=progress.get("hang_seconds", 0.0),
             alarm=alarm is not None,
             waits_for=progress.get("waits_for", ""),
+            went_on=f"iteration {ahead[0]['held']} on node {ahead[0]['node']}" if ahead else "",
         )
     )
     return {

@@ -33,6 +33,8 @@ from ..watch.alarms import RepeatedFailure
 from .checkpoint_schedule import CheckpointCall, NodeView
 from .notices import Notices
 
+_TOO_OFTEN = "nothing is broken; if it repeats, give a longer --reft-interval or --reft-checkpoint-interval"
+
 
 class WriterStopped(Exception):
     """The SMP ends, so writing stops."""
@@ -60,7 +62,7 @@ class Unfinished:
         if mismatched:
             raise StorageError(checkpoint.mixture_reason(self.version, sorted(mismatched)))
         if lost and not self.heard.preferred:
-            raise StorageError(f"ranks {lost} overwrote it before its replicas were compared")
+            raise StorageError(f"ranks {lost} overwrote it before its replicas were compared; {_TOO_OFTEN}")
         self.heard = max([self.heard, *(slot.mark for rank, slot in slots.items() if rank not in lost)])
 
     def unpin(self, ranks: Container[int] | None = None) -> None:
@@ -108,7 +110,7 @@ class Checkpoints:
             try:
                 item.update_verdict()
                 if not item.heard.preferred:
-                    raise StorageError("another version was begun before its replicas were compared")
+                    raise StorageError(f"another one was begun before its replicas were compared; {_TOO_OFTEN}")
                 item.unpin()
             except StorageError as error:
                 self._abandon(base, item, error)
@@ -153,7 +155,7 @@ class Checkpoints:
                 self._finished(Unfinished(version, origin, ranks, begun, begun, 0, calls), final)
                 return
             if len(pinned) < len(segments):
-                raise SegmentError("it was overwritten on this node before it could be pinned")
+                raise SegmentError(f"it was overwritten on this node before it could be pinned; {_TOO_OFTEN}")
             self._events.emit(catalogue.CHECKPOINT_STARTED, **facts_of(version), reason=reason, ranks=ranks)
             nbytes = 0
             for segment in segments:
@@ -205,8 +207,8 @@ class Checkpoints:
                 self._finished(item, final)
             elif late:
                 raise StorageError(
-                    f"the SMP of rank 0 did not complete it within {self._patience:.0f} s; --reft-checkpoint-dir has "
-                    f"to name a folder that all nodes share: is {base} one?"
+                    f"the SMP of rank 0 did not complete it within {self._patience:.0f} s; see the events of its node, "
+                    f"and whether --reft-checkpoint-dir names a folder that all nodes share, as {base} has to be"
                 )
             else:
                 item.update_verdict()
@@ -327,14 +329,14 @@ def _absent(absent: Sequence[int], item: Unfinished, folder: Path) -> str:
     shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
     if set(absent) | set(item.ranks) == set(range(item.origin.world_size)):
         return (
-            f"no file of ranks {shown} has appeared in {folder}; --reft-checkpoint-dir has to name a folder that all "
-            "nodes share: is it one?"
+            f"no file of ranks {shown} has appeared in {folder}; see the events of their nodes, and whether "
+            "--reft-checkpoint-dir names a folder that all nodes share"
         )
     return f"the files of ranks {shown} have not appeared in {folder}; see the events of their nodes"
 
 
 def describe(error: BaseException) -> str:
-    """An error as a reason in an event or an alarm."""
+    """An error as a reason in an event or an alarm; of a storage, with what to do."""
     if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}; fix the storage"
     return str(error) if isinstance(error, FtError) else f"{type(error).__name__}: {error}"

@@ -168,14 +168,14 @@ class NodeTier:
                 reason = f"node {self._node}: {self._store.damage}"
                 self._events.emit(catalogue.SLOT_CORRUPTED, reason=reason)
                 self._alarms.say("parity", catalogue.SLOT_CORRUPTED, reason)
+            known = [self._released, self._previous.lineage, *(s.newest_lineage for s in self._segments.values())]
+            lineage, headers = max(known), {rank: each.header for rank, each in sorted(self._segments.items())}
             return {
                 "slots": [[rank, _clean(segment)] for rank, segment in sorted(self._segments.items())],
                 "marks": marks_in(self._segments.values()),
                 "damage": reason,
-                "completed": [[rank, segment.header.completed] for rank, segment in sorted(self._segments.items())],
-                "lineage": max(
-                    [self._released, self._previous.lineage, *(s.newest_lineage for s in self._segments.values())]
-                ),
+                "completed": [[rank, it.completed] for rank, it in headers.items() if it.opened.lineage == lineage],
+                "lineage": lineage,
                 "run": newest_run([*self._segments.values(), *self._previous.all()]),
                 **{name: value for name, value in parity.items() if name != "protection"},
             }

@@ -30,7 +30,8 @@ Words = Annotated[Text, AfterValidator(lambda text: legible(text, _WORDS))]
 
 @dataclass(frozen=True)
 class OtherNode:
-    """The part of `node_facts.Facts` that nodes report to each other; `held`: the newest iteration in memory."""
+    """The part of `node_facts.Facts` that nodes report to each other; `held`: the newest iteration in memory, of that
+    `lineage`."""
 
     state: Words
     headline: Words
@@ -41,6 +42,7 @@ class OtherNode:
     restarts: Count
     downtime_seconds: Seconds
     held: Count | None
+    lineage: Count | None
     alarm: Words
 
 
@@ -49,8 +51,8 @@ _UNKNOWN = dict.fromkeys(each.name for each in fields(OtherNode))
 
 def reported(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What a node reports of its facts."""
-    newest, alarm = facts["newest"]["process"], facts["alarm"]
-    more = {"held": newest and newest["iteration"], "alarm": alarm["text"] if alarm else ""}
+    newest, alarm = facts["newest"]["process"] or {}, facts["alarm"]
+    more = {"held": newest.get("iteration"), "lineage": newest.get("lineage"), "alarm": alarm["text"] if alarm else ""}
     known = {name: {**facts, **more}[name] for name in _UNKNOWN}
     return {name: value[:_WORDS] if isinstance(value, str) else value for name, value in known.items()}
 

@@ -54,6 +54,7 @@ class JobFacts:
     hang_seconds: float = 0.0  # after which that is a hang; 0: unknown
     alarm: bool = False  # one stands
     waits_for: str = ""  # the rank that may be at work for longer than that
+    went_on: str = ""  # where, and up to which iteration, the job has continued since without this node
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def _running(facts: JobFacts) -> JobState:
         remedy = note.remedy or "start the missing nodes with the same command; the job's log has it"
         return JobState(State.WAITING, f"{note.reason}, for {span_text(facts.now - note.time)} so far", remedy)
     if note and phase in (FtRunPhase.SPARE, FtRunPhase.LEAVING):
-        return JobState(State.WAITING, note.reason)
+        older = f"; what is in memory here is older than what the job has ({facts.went_on})" * bool(facts.went_on)
+        return JobState(State.WAITING, note.reason + older)
     if facts.failed:
         return JobState(State.STARTING, "a training process has died: the ranks start again")
     if facts.trains:
@@ -149,6 +151,7 @@ def _kept(facts: JobFacts) -> Iterator[str]:
         yield "nothing is in memory" if not facts.smp_answers else "memory holds no version"
         return
     what = "memory" if facts.newest is None else f"iteration {facts.newest} in memory"
+    what += f", older than what the job has without this node ({facts.went_on})," if facts.went_on else ""
     if facts.kept_seconds is not None:
         yield f"{what} is kept for another {span_text(facts.kept_seconds)}"
     elif facts.smp_answers:
@@ -160,7 +163,12 @@ def _kept(facts: JobFacts) -> Iterator[str]:
 def _resume(facts: JobFacts) -> str:
     """How to go on, or to give up."""
     if facts.holds:
-        return f"give the same command again to resume from memory, or drop it: {_drop(facts)}"
+        again = (
+            "the command that the job's log names to take part in it again, perhaps as a spare"
+            if facts.went_on
+            else "the same command again to resume from memory"
+        )
+        return f"give {again}, or drop it: {_drop(facts)}"
     again = "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
     return f"{again}; or {_drop(facts)}" if facts.smp_answers else again
 

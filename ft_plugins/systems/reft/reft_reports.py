@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -72,15 +72,16 @@ class ReftReports:
 
     def restored(self, plan: RecoveryPlan, **seconds: float) -> None:
         """Report the end of a recovery. `seconds`: in total, for verification, for loading."""
+        known: dict[str, Any] = {"completed": plan.completed, "lost": plan.lost, "run": plan.run}
+        known |= {"at_least": True} if plan.at_least and not plan.fresh else {}
         if plan.tier == "none":
             kind = catalogue.TRAINING_STARTED if plan.fresh else catalogue.STATE_LOST
-            self._events.emit(kind, reason=plan.reason, completed=plan.completed, lost=plan.lost, run=plan.run)
+            self._events.emit(kind, reason=plan.reason, **known)
             return
         self._events.emit(
             catalogue.STATE_RESTORED, lineage=plan.version.lineage if plan.version else None,
             iteration=plan.version.iteration if plan.version else plan.loaded, tier=plan.tier, reason=plan.reason,
-            completed=plan.completed, lost=plan.lost, run=plan.run,
-            **({"mark": plan.mark.word} if plan.mark else {}), **seconds,
+            **known, **({"mark": plan.mark.word} if plan.mark else {}), **seconds,
         )  # fmt: skip
 
     def voided(self, since: int, discarded: Sequence[int], tainted: Sequence[int]) -> None:

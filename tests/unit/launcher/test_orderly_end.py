@@ -18,8 +18,10 @@ def plan(ending: int, outcome: dict[str, Any], done: int = 15, held: int | None 
 
 
 @pytest.mark.parametrize("outcome", [STORED, OFF, FULL, {"state": "nothing"}])
-def test_at_the_end_of_training_memory_is_dropped_without_a_word(outcome: dict[str, Any]) -> None:
-    assert plan(AT_END, outcome) == EndPlan(True, "succeeded", "")
+def test_at_the_end_of_training_memory_is_dropped_and_the_success_said(outcome: dict[str, Any]) -> None:
+    words = "the job succeeded: training ended after iteration 15; exit status 0"
+    assert plan(AT_END, outcome) == EndPlan(True, "succeeded", words)
+    assert plan(AT_END, outcome, done=0) == EndPlan(True), "of a script that trained nothing that was seen"
 
 
 def test_before_it_memory_is_dropped_only_once_the_version_is_in_storage() -> None:

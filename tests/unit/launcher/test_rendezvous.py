@@ -633,10 +633,11 @@ def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
 
     wait_until(is_said, WAIT, lambda: "nothing was said")
     assert said.startswith("ft-run: waiting for a node in the place of b (for ")
-    assert f"to start one, in {os.getcwd()}: {command()}\n" in said
+    assert f"to bring b back, in {os.getcwd()}: {command()}\n" in said
     substitute = start(3, "c", nodes="2:2")
     assert substitute.ask("join")["names"] == a.hear()["names"] == ["a", "c"]
-    assert "ft-run: the job goes on without b (lost); new: c\n" in capfd.readouterr().err
+    back = f"to bring b back, as a spare, in {os.getcwd()}: {command()}"
+    assert f"ft-run: the job goes on without b (lost); new: c; {back}\n" in capfd.readouterr().err
     assert [a.ask("replaced"), substitute.ask("replaced")] == [[{"gone": ["b"], "new": ["c"], "asked": []}], []]
 
 

@@ -94,22 +94,23 @@ DRAINED = str(Outcome("drained").exit_status)
 
 
 @pytest.mark.parametrize(
-    ("statuses", "requeued", "status"),
+    ("statuses", "requeued", "status", "allowed"),
     [
-        (f"{DRAINED} 143", True, 1), (DRAINED, True, 1),  # the others are lost
-        (f"{DRAINED} 1 1", False, 1),  # it failed once more
-        (f"{DRAINED} 0 0", False, 0), (f"{DRAINED} 78", False, 78), ("143 143", True, 1), ("0 0", False, 0),
+        (f"{DRAINED} 143", True, 1, 1), (DRAINED, True, 1, 1),  # the others are lost
+        (f"{DRAINED} 1 1", False, 1, 1),  # it failed once more
+        (f"{DRAINED} 0 0", False, 0, 1), (f"{DRAINED} 78", False, 78, 1), ("143 143", True, 1, 1), ("0 0", False, 0, 1),
+        ("143 143", False, 1, 0),  # --no-requeue, of which scontrol would complain
     ],
 )  # fmt: skip
 def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
-    statuses: str, requeued: bool, status: int, tmp_path: Path
+    statuses: str, requeued: bool, status: int, allowed: int, tmp_path: Path
 ) -> None:
     """Slurm's commands are stand-ins: `srun` has each node end with one of these statuses."""
     (tmp_path / "job.secret").write_text("secret")
     commands = {
         "srun": '[ "$1" = --wait=0 ] || exit 90; shift 3\n'
         'for status in $STATUSES; do "${@:1:4}" sh -c "exit $status" & done; wait',
-        "scontrol": 'echo "$1" >> asked; echo "JobId=7 JobState=RUNNING Restarts=0"',
+        "scontrol": 'echo "$1" >> asked; echo "JobId=7 JobState=RUNNING Reason=None Requeue=$REQUEUE Restarts=0"',
     }
     for name, line in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
@@ -117,7 +118,7 @@ def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "STATUSES": statuses, "FT_SECRET": str(tmp_path / "job.secret"),
         "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my-job",
-        "SLURM_RESTART_COUNT": "1",
+        "SLURM_RESTART_COUNT": "1", "REQUEUE": str(allowed),
     }  # fmt: skip
     done = subprocess.run(["bash", SCRIPT, "train.py"], env=environment, cwd=tmp_path, timeout=600, check=False)
     asked = (tmp_path / "asked").read_text().split() if (tmp_path / "asked").exists() else []
@@ -138,3 +139,6 @@ def test_the_command_for_another_node_is_whole_without_slurm_and_with_what_only_
     assert [getattr(again.torch, name) for name in wanted] == [getattr(given.torch, name) for name in wanted]
     assert (again.job, again.node, again.torch.nproc_per_node) == (given.job, "n7", "4")
     assert again.words == tuple(words[1:]), "nothing is left to be said"
+    found = wait_report.how_to_start(shlex.join(words), "n001:29417", ["n003"]).partition(": ")[2]
+    back = command.plan(shlex.split(found)[1:], 1001, str(tmp_path), "n7", {})
+    assert (back.job, back.node) == (given.job, "n003"), "a lost node comes back as itself"

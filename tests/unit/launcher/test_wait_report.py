@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ft_plugins.launcher.rendezvous.wait_report import WaitReport, awaited, command, reaching
+from ft_plugins.launcher.rendezvous.wait_report import WaitReport, awaited, command, how_to_start, reaching
 from ft_plugins.launcher.rounds.rounds import Rules
 
 
@@ -59,6 +59,16 @@ def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> N
 )
 def test_the_command_names_a_node_that_lives(given: str, found: str) -> None:
     assert reaching(f"ft-run --nnodes 2 {given} train.py", "10.0.0.3:29400") == f"ft-run --nnodes 2 {found} train.py"
+
+
+def test_a_lost_node_comes_back_under_its_own_name() -> None:
+    given = "ft-run --ftp-job j --rdzv-endpoint a:1 train.py"
+    named = "ft-run --ftp-node-name b --ftp-job j --rdzv-endpoint a:1 train.py"
+    assert how_to_start(given, "a:1", ["b"]) == f"to bring b back, in {os.getcwd()}: {named}"
+    found = how_to_start(given, "a:1", ["b", "c", "d"], ", as a spare")
+    assert found == f"to bring b back, as a spare (and c, d, each with its own name), in {os.getcwd()}: {named}"
+    assert how_to_start("torchrun train.py", "a:1", ["b"]).endswith(": torchrun train.py"), "it has no such flag"
+    assert how_to_start(given, "a:1") == f"to start one, in {os.getcwd()}: {given}"
 
 
 def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(

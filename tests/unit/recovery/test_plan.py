@@ -41,6 +41,12 @@ def has(rank: RankFacts, version: Version) -> bool:
     return any(slot.state is SlotState.CLEAN and slot.version == version for slot in rank.slots)
 
 
+def belongs(rank: RankFacts, lineage: int) -> bool:
+    """Whether what a rank has completed is of that lineage: it has opened it, or holds a version of it not newer."""
+    newest = max(rank.restorable(), default=Version(0, 0))
+    return rank.lineage == lineage or newest.lineage == lineage and (rank.completed or 0) >= newest.iteration
+
+
 @given(survivors(), st.sets(st.tuples(st.integers(0, 4), versions), max_size=6), st.sets(versions, max_size=2))
 def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     facts: list[RankFacts], corrupt: set[tuple[int, Version]], banned: set[Version]
@@ -59,9 +65,11 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
     sealed = [version for version in every for rank in facts if has(rank, version)]
     assert plan.lineage == 1 + max([*(rank.lineage for rank in facts), *(version.lineage for version in sealed)])
     # a rank whose segment was made just now has completed nothing, and says nothing about the others
-    known = [rank.completed for rank in facts if rank.completed or (rank.lineage and not rank.restorable())]
-    assert plan.completed == min(known, default=0)
-    assert plan.lost == max(0, plan.completed - (plan.version.iteration if plan.version else 0))
+    restored = plan.version.iteration if plan.version else 0
+    newest = [rank for rank in facts if belongs(rank, plan.lineage - 1)]
+    known = [rank.completed for rank in newest if rank.completed or (rank.lineage and not rank.restorable())]
+    assert plan.at_least == (not known) and plan.completed == min(known, default=restored)
+    assert plan.lost == max(0, plan.completed - restored)
     assert plan.tier == ("process" if plan.version else "none") and plan.reason
     again = plan_recovery(list(reversed(facts)), frozenset(corrupt), banned=banned)
     assert plan == again, "whoever computes it, it is the same"
@@ -105,6 +113,20 @@ def test_an_iteration_that_was_logged_but_not_completed_by_every_rank_is_said_to
     """A framework logs an iteration before its end: iteration 5 stands in the log, 4 were completed."""
     table = plan_recovery([rank(0, 3, 4, completed=5), rank(1, 3, 4, completed=4)]).table()
     assert "every rank had completed 4, 0 lost; iteration 5 is computed next, again if it was logged before" in table
+
+
+def test_what_was_completed_is_said_by_the_memory_of_the_newest_lineage_alone() -> None:
+    """Given a node that was left out in lineage 2, and is back after the job went on in lineage 3."""
+    stale, living = rank(0, 53, 54, completed=54, lineage=2), rank(1, 70, 71, completed=71, lineage=3)
+    for facts, known in (([stale, living], {}), ([rank(0, lineage=0), living], {0: 54})):
+        plan = plan_recovery(facts, (), [NodeFacts({}, completed=known, lineage=2)])
+        assert (plan.completed, plan.at_least, plan.lineage) == (71, False, 4)
+    rebuilt = replace(stale, slots=rank(0, 70, 71, lineage=3).slots)
+    assert plan_recovery([rebuilt, living]).lost == 0, "its record is still that of lineage 2"
+    alone = plan_recovery([stale, rank(1, lineage=0)], (), [NodeFacts({}, frozenset({Version(3, 70)}))])
+    assert (alone.completed, alone.at_least) == (0, True)
+    own = choose_source(alone, "storage", 60).table()
+    assert "every rank had completed at least 60, at least 0 lost; iteration 61" in own
 
 
 def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteration_of_a_newer_one() -> None:

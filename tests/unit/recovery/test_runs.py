@@ -151,7 +151,7 @@ def test_a_start_without_memory_waits_for_a_lease_that_nobody_renews_and_continu
     assert (plan.version, plan.run, plan.lineage) == (Version(2, 60), A, 8)
     found = lease.newest(base)
     assert found is not None and (found.lineage, found.run) == (8, A)
-    assert capsys.readouterr().out.count("waiting to see whether its last user lives (run aaaaaaaa on elsewhere") == 1
+    assert capsys.readouterr().out.count("seconds to see whether its last user lives (run aaaaaaaa on elsewhere") == 1
 
 
 def test_a_lease_that_is_renewed_meanwhile_refuses_the_start_with_both_runs_and_what_to_do(
@@ -220,7 +220,7 @@ def test_a_job_whose_smp_alone_was_killed_is_not_taken_over_at_once(
     for processes in ((lives.rpartition(" ")[0] + " 1", lives), ()):  # (): written by a build that did not tell them
         take(base, held_by(A, 5, alone=True, processes=processes))
         Start(base.parent).recover()
-        assert "waiting to see whether its last user lives" in capsys.readouterr().out
+        assert "seconds to see whether its last user lives" in capsys.readouterr().out
         for path in base.glob("lease-*"):
             path.unlink()
 

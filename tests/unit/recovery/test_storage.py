@@ -107,6 +107,42 @@ def test_a_certified_checkpoint_is_tried_before_newer_ones_of_which_it_is_not_kn
     assert plan.lineage == 4, "newer than all that lies in storage"
 
 
+AGREED = replace(MEMORY, mark=Mark.CERTIFIED)
+
+
+@pytest.mark.parametrize(
+    ("memory", "checkpoints", "expected"),
+    [
+        (MEMORY, {"v2-71": False}, "v2-71"),  # memory has lost it, and has lost the iteration after 71
+        (MEMORY, {"v2-70": False}, "memory"),
+        (MEMORY, {"v1-90": False}, "memory"),  # void since lineage 2 was opened
+        (replace(MEMORY, version=Version(1, 60)), {"v2-71": False, "v1-90": False}, "v2-71"),
+        (AGREED, {"v2-71": False}, "memory"),
+        (AGREED, {"v2-71": True}, "v2-71"),
+        (AGREED, {"v3-65": False}, "v3-65"),
+        (replace(MEMORY, doubted=(71, 80)), {"v2-71": False}, "memory"),  # an audit found it wrong
+        (replace(MEMORY, agreed=70), {"v2-72": False, "v2-71": False}, "memory"),
+    ],
+)
+def test_the_newest_version_of_memory_and_storage_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: RecoveryPlan, checkpoints: dict[str, bool], expected: str
+) -> None:
+    stored = [
+        StoredCheckpoint(Version(*map(int, name[1:].split("-"))), name, True, ORIGIN.fingerprint_digest, certified=good)
+        for name, good in checkpoints.items()
+    ]
+    monkeypatch.setattr(checkpoint, "listing", lambda base, passed_over: stored)
+    monkeypatch.setattr(persist, "read_rank", lambda folder, *_: 0)
+    tier = StorageTier(tmp_path, "job", Collective(), lambda name, reason: None)
+    plan = tier.recover(memory, "auto", 0, segment_of(), 1)
+    assert plan.version is not None and memory.version is not None
+    assert (plan.tier == "process", plan.version == memory.version) == ((expected == "memory",) * 2)
+    assert expected in ("memory", f"v{plan.version.lineage}-{plan.version.iteration}")
+    assert (plan.at_least, plan.completed) == ((True, 65) if expected == "v3-65" else (False, 71))
+    why = f"(newer than iteration {memory.version.iteration} of lineage {memory.version.lineage} in memory"
+    assert plan.tier == "process" or why in plan.table()
+
+
 def test_an_older_checkpoint_of_this_size_is_not_taken_silently_where_another_size_has_gone_on() -> None:
     newer, older = Version(3, 500), Version(1, 30)
     refusal = "version 500 .*another data-parallel size.*iteration 40 with --ftp-resume storage"

@@ -84,6 +84,12 @@ def test_each_of_several_restarts_has_its_own_phases_and_its_own_kill() -> None:
     assert [one.restart for one in (first, second)] == [1, 2]
 
 
+def test_columns_are_numbered_in_order_though_each_ft_run_counts_its_own_restarts() -> None:
+    [one] = recovery_phases([restarted(11.25, 11.5, 13.0), resumed()])
+    assert phase_lines([one, one])[0].split() == ["seconds,", "by", "restart", "1", "2"]
+    assert phase_lines([one] * 7)[0].split()[3:] == ["3", "4", "5", "6", "7"], "the newest"
+
+
 def test_starts_that_failed_before_an_iteration_are_a_phase_of_the_recovery() -> None:
     [one] = recovery_phases([
         killed(5.0), restarted(6.0, 6.25, 6.5, token=2), restarted(11.25, 11.5, 13.0, token=3, restart=2),

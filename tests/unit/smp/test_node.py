@@ -320,6 +320,15 @@ def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster:
     store.close()
 
 
+def test_what_ranks_completed_in_an_older_lineage_is_not_reported(cluster: Make) -> None:
+    """Given a node on which another rank's segment was left when the ranks moved."""
+    node = cluster(2).nodes[0]
+    for (rank, segment), lineage in zip(sorted(node.segments.items()), (2, 3), strict=True):
+        segment.open_lineage(lineage, None, (), "a" * 32)
+        segment.header.completed = 70 + rank
+    assert node.tier.inventory()["completed"] == [[max(node.segments), 70 + max(node.segments)]]
+
+
 def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster: Make) -> None:
     job = cluster(2)
     tier, where = job.nodes[0].tier, job.nodes[0].endpoint

@@ -397,7 +397,9 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(ho
     (failed,) = second.wait("checkpoint.failed")
     assert "differ on ranks 1" in failed.fields["reason"]
     first.mark(10, Mark.CERTIFIED)
-    assert "no file of ranks 1 has appeared" in first.wait("checkpoint.failed")[0].fields["reason"]
+    gave_up = first.wait("checkpoint.failed")[0].sentence()
+    assert "no file of ranks 1 has appeared" in gave_up and "; see the events of their nodes, and" in gave_up
+    assert "fix the storage" not in gave_up.lower(), "it works"
     assert complete(base) == []
     assert not second.ranks[1].pinned()
 
@@ -488,6 +490,7 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
         assert "No space left" in alone.persister.status()["failed"]
         (first,) = json.loads((alone.run_dir / ALARM).read_text()).values()
         assert first.startswith("checkpoint.failed: node n: iteration 20 was not written: No space left on device")
+        assert "; fix the storage; training continues" in first
         assert first.endswith(f"the newest checkpoint is {alone.base / 'v1-10'}. {catalogue.CHECKPOINT_FAILED.action}")
     until(lambda: not any(rank.pinned() for rank in alone.ranks.values()))  # after the event
     faults.arm("")
