@@ -5,16 +5,21 @@ In: the name of a bug. Out: the product with it, for the rest of this process.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from . import wiring  # noqa: F401, I001  # first
 
 from ft_plugins.launcher.rounds import round_machine
-from ft_plugins.launcher.rounds.node_messages import Vote
 from ft_plugins.launcher.rounds.node_service import NodeService
-from ft_plugins.recovery import restore
+from ft_plugins.recovery import recovery_plan, restore
 from ft_plugins.smp.tree import agreement
+from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.snapshot.segment import segment
 
-from . import launcher
+from . import launcher, rank
 
 
 def displaced_survivor():
@@ -40,25 +45,10 @@ def frozen_commit():
 
 def banned_version():
     """One failed rebuild bans a version."""
-
-    class Tried(set):
-        def __contains__(self, one):
-            return True
-
-    class Builtins:
-        pass
-
-    source = restore.agree_on_version.__code__
-    import inspect
-    import textwrap
-
     text = textwrap.dedent(inspect.getsource(restore.agree_on_version))
-    assert "not in tried" in text, source
-    namespace = vars(restore)
-    exec(text.replace("(rank, version) not in tried", "False"), namespace)
-    from . import rank
-
-    rank.agree_on_version = namespace["agree_on_version"]
+    assert "(rank, version) not in tried" in text
+    exec(text.replace("(rank, version) not in tried", "False"), vars(restore))
+    rank.agree_on_version = restore.agree_on_version
 
 
 def undone_pins():
@@ -82,20 +72,37 @@ def second_leader():
         self.generation = max(self.generation, request.lead.generation)
         return {"granted": True, "generation": request.lead.generation}
 
-    assert Vote(True, 1)
     NodeService._elect = elect
+
+
+def checkpoint_without_files():
+    """A checkpoint is complete once its manifest is renamed, whatever another node has withdrawn meanwhile."""
+    belongs = checkpoint._belongs
+    checkpoint._belongs = lambda folder, rank, origin, version, sealed_by=None: (
+        True if sealed_by is not None else belongs(folder, rank, origin, version)
+    )
 
 
 def number_twice():
     """A new lineage is above what ranks have opened, not above all that nodes know."""
-    from ft_plugins.recovery import recovery_plan
-
     recovery_plan.newest_lineage = lambda facts, nodes: min(rank.lineage for rank in facts)
 
 
+@dataclass(frozen=True)
+class Bug:
+    """`seed`: of a job that finds it."""
+
+    put_back: Callable[[], None]
+    seed: int
+
+
 BUGS = {
-    one.__name__: one
-    for one in (
-        displaced_survivor, endless_restores, frozen_commit, banned_version, undone_pins, second_leader, number_twice
-    )
-}  # fmt: skip
+    "displaced survivor": Bug(displaced_survivor, 34),
+    "endless restores": Bug(endless_restores, 1),
+    "frozen commit": Bug(frozen_commit, 1),
+    "banned version": Bug(banned_version, 61),
+    "undone pins": Bug(undone_pins, 1),
+    "second leader": Bug(second_leader, 58),
+    "checkpoint without files": Bug(checkpoint_without_files, 1),
+    "number twice": Bug(number_twice, 1),
+}

@@ -31,7 +31,7 @@ from .smp import RETRY, Client, Events, Place, Smp
 
 PORT = 29400
 ASKING = 60.0  # seconds for which a request to the SMP is repeated
-LOOK = 0.1  # seconds between two looks of the agent at its workers
+LOOK = 0.2  # seconds between two looks of the agent at its workers
 
 
 class PeerConnection:

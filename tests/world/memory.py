@@ -8,6 +8,8 @@ Invariant: between two words of one thread another thread may run (`Words.pins`)
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ft_plugins.errors import BudgetError, CorruptSlotError, ResumeError, SegmentError
 from ft_plugins.snapshot.segment.claims import slot_to_rebuild
 from ft_plugins.snapshot.segment.header import OpenedLineage
@@ -46,10 +48,16 @@ class Header:
 class Words:
     """A slot's header, and its content."""
 
+    seen = None  # as a `Slot`, until something changes
+
     def __init__(self, state):
         self.state, self.version, self.token, self.marked = state, None, 0, Mark.NONE
         self.stored_pins, self.content, self.flipped = Pin(0), None, False
         self.cursor, self.small_bytes = None, 0
+
+    def __setattr__(self, name, value):
+        self.__dict__["stored_pins" if name == "pins" else name] = value
+        self.__dict__["seen"] = None
 
     @property
     def unclaimed(self):
@@ -61,10 +69,6 @@ class Words:
         if active is not None and active.current is not None and active.random.random() < active.preempted:
             active.current.sleep(active.random.random() * 0.002)
         return found
-
-    @pins.setter
-    def pins(self, value):
-        self.stored_pins = value
 
     def claim(self):
         self.state = SlotState.EMPTY
@@ -100,7 +104,10 @@ class WorldSegment(Segment):
 
     def slot(self, index):
         words = self._slots[index]
-        return Slot(index, words.state, words.version, words.token, words.pins, words.marked)
+        pins = words.pins  # another thread may run here
+        if words.seen is None:
+            words.__dict__["seen"] = Slot(index, words.state, words.version, words.token, pins, words.marked)
+        return words.seen if words.seen.pins == pins else replace(words.seen, pins=pins)
 
     def close(self):
         pass

@@ -262,7 +262,8 @@ def serve(process, end, handle, others=None):
             given = protocol.refusal(error), None
         if isinstance(given, Handover):
             end.taken = None
-            end.send(({"ok": True}, None))
+            if end.is_open and not end.is_ended:
+                end.send(({"ok": True}, None))
             given.take(end, SimpleNamespace(node=end.node), lambda: None)
             return
         reply, back = given

@@ -196,6 +196,7 @@ class Rank:
             self.segment.pin_awaited(index, version)
             self.segment.seal(index, version, self.token, state, None)
             self.world.sealed(self.rank, version, self.segment)
+            self.node.smp.looks_soon()
         except FtError as error:
             self.failure = error
         finally:

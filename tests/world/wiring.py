@@ -79,7 +79,7 @@ REPLACED = {
         "standing_alarm": _quiet, "was_drained": lambda run_dir: False,
     },
     pinned: {"files": _FILES, "read_json": smp.read_json},
-    node_driver: {"ExchangeSender": smp.Sender, "_POLL_SECONDS": 0.02},
+    node_driver: {"ExchangeSender": smp.Sender, "_POLL_SECONDS": 0.2, "OBSERVE_SECONDS": 0.2},
     recovery_nodes: {"Client": smp.Client},
     claims: {
         "segments_beside": lambda path: [], "check_room": _quiet, "missing": lambda paths, slots: 0,

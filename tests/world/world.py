@@ -5,8 +5,6 @@ In: a seed, or a `Scenario`. Out: `Outcome`: what was violated, with a transcrip
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from dataclasses import dataclass, field
 
 from ft_plugins.redundancy.grouping import redundancy_groups
@@ -19,78 +17,7 @@ from .hub import Hub
 from .launcher import Agent
 from .network import Machine, Network
 from .rank import Gang
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`kind`, to the node or pair of `nodes`, for so many seconds: `delay` after something has happened for the n-th
-    time, `after` = (what, n): an iteration that a rank was the first to complete, or one of EVENTS."""
-
-    after: tuple[str, int]
-    delay: float
-    kind: str
-    nodes: tuple[int, ...]
-    seconds: float = 0.0
-
-    def __str__(self):
-        where = f"{self.kind} {self.nodes} for {self.seconds:.2f} s"
-        return f"{where}, {self.delay:.3f} s after {self.after[0]} {self.after[1]}"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A job, and what happens to it."""
-
-    seed: int
-    nodes: int
-    spares: int
-    per_node: int
-    losses: int
-    iterations: int
-    detect: float
-    step: tuple[float, float]
-    capture: tuple[float, float]
-    preempted: float
-    stored: int  # iterations between two checkpoints; 0: none
-    faults: tuple[Fault, ...]
-
-
-EVENTS = {"round": 3, "rebuild": 3, "node.lost": 2, "version.committed": 2, "resumed": 2, "exchange.started": 1}
-KINDS = {
-    "kill rank": 5, "kill smp": 4, "lose node": 3, "restart node": 2, "cut": 2, "cut one way": 1, "slow": 1,
-    "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "full disk": 1, "flip": 1,
-    "slow storage": 1, "full storage": 1, "lose all": 0.5,
-}  # fmt: skip
-
-
-def draw(seed):
-    """The scenario of a seed."""
-    chance = random.Random(seed)
-    nodes = min(40, max(2, round(chance.lognormvariate(2.08, 0.5))))
-    per_node = chance.choice((1, 1, 1, 2))
-    losses = 2 if nodes >= 5 and chance.random() < 0.3 else 1
-    spares = chance.choice((0, 0, 1, 2))
-    iterations = max(5, round(chance.gauss(30, 10)))
-    step, detect = chance.uniform(0.02, 0.15), chance.choice((0.5, 1.0, 2.0))
-    count = min(12, round(chance.expovariate(1 / 3.5)))
-    faults = []
-    for _ in range(count):
-        kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
-        among = tuple(chance.sample(range(nodes + spares), 2))
-        delay = chance.random() * chance.choice((0.01, step, detect, 2 * detect, 6.0))
-        after = ("iteration", chance.randrange(0, iterations))
-        if faults and chance.random() < 0.4:
-            after = (chance.choices(list(EVENTS), list(EVENTS.values()))[0], 1 + min(9, round(chance.expovariate(0.5))))
-            delay *= chance.choice((0, 0.1))
-        faults.append(Fault(after, delay, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0))))
-    if faults and chance.random() < 0.3:  # two at once
-        last = faults[-1]
-        faults.append(dataclasses.replace(last, delay=last.delay + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1]))
-    return Scenario(
-        seed, nodes, spares, per_node, losses, iterations, detect, (step, step * 1.2),
-        (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)),
-        chance.choice((0, 0, 3, 7)), tuple(sorted(faults, key=str)),
-    )  # fmt: skip
+from .scenario import EVENTS, Scenario
 
 
 class Node:
@@ -190,9 +117,9 @@ class World:
         """Whether more was lost than the redundancy makes up for."""
         if self.flipped or self.struck > 2 and any("stuck" in end for end in self.outcome.ended.values()):
             return True
-        if self.committed is None:
-            return self.lost_any
         last = list(self.gangs.values())[-1]
+        if self.committed is None:
+            return self.lost_any or self.sealed_all is not None and not self.sealed_all[1] <= self._machines(last)
         return len(self.committed[1] - self._machines(last)) > self.losses
 
     # ---- faults ----
@@ -293,6 +220,11 @@ class World:
         fresh = Node(self, node.number, name)
         self.all[node.number] = self.by_name[name] = fresh
         fresh.start()
+
+    def figures(self):
+        """Nodes, iterations, faults, rounds, seconds, steps."""
+        outcome = self.outcome
+        return self.nodes, self.highest, self.struck, len(self.gangs), outcome.seconds, outcome.steps
 
     # ---- what the parts ask ----
 
