@@ -1099,7 +1099,8 @@ def test_ranks_and_store_that_a_stranger_writes_into_a_foreign_rendezvous_are_no
         list(pool.map(lambda agent: agent._rendezvous(agent._worker_group), agents))
     assert [ranks_of(agent) for agent in agents] == RANKS
     places = {(agent._worker_group.master_addr, agent._worker_group.master_port) for agent in agents}
-    assert agents[0]._store_of_workers and places == {("127.0.0.1", agents[0]._store_of_workers.port)}
+    store = agents[0]._round.store
+    assert store and places == {("127.0.0.1", store.port)}
 
 
 @pytest.mark.parametrize("lost", [1, 4, 5])
