@@ -50,6 +50,7 @@ from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
 
 _KILLED_SECONDS = 5.0
+_OVER_SHARE = 0.1  # of the grace; for the other nodes to report that their workers have ended too
 _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before workers started
 
 
@@ -139,17 +140,20 @@ class ProgressAgent(LocalElasticAgent):
 
     def _end_workers(self, stop: SignalStop, number: signal.Signals) -> RunResult | None:
         """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
-        What is in memory is written meanwhile. The result, if the workers of all nodes had ended in order before."""
+        What is in memory is written meanwhile, unless the job is over, as one whose workers on all nodes have ended in
+        order; then its result is returned."""
         self._note(FtRunPhase.STOPPING, f"{number.name} has come: what is in memory is written, and the ranks end")
-        stop.begin()
-        if self._pcontext is None:
-            return None
-        if self._exits.in_order(self._pcontext) == self._pcontext.pids().keys():
+        context = self._pcontext
+        ended = context is not None and self._exits.in_order(context) == context.pids().keys()
+        stop.begin(write=not ended or isinstance(self._round, TorchRound))  # torch's barrier has a time of its own
+        for seconds in (_OVER_SHARE * stop.left, stop.left_for_workers) if ended else ():
             with suppress(_RoundEnded, TimeoutError):
-                self._exit_barrier(stop.left_for_workers)
+                self._exit_barrier(seconds)
                 stop.finish()
                 return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in self._worker_group.workers})
-        context = self._pcontext
+            stop.begin()
+        if context is None:
+            return None
         vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
         with suppress(SignalException):
             self._signal_workers(number)

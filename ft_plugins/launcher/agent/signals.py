@@ -69,13 +69,12 @@ class SignalStop:
         self._outcome: dict[str, Any] = {"state": "writing"}
         self._said = ""  # the path that was printed
 
-    def begin(self) -> None:
-        """Write what is in memory, in a thread. Idempotent."""
-        if not self._until:
-            self._until = time.monotonic() + self._seconds
-            if self._writer is not None:
-                self._thread = threading.Thread(target=self._write, args=(self._writer,), daemon=True)
-                self._thread.start()
+    def begin(self, write: bool = True) -> None:
+        """The grace begins. Write what is in memory, in a thread, unless `write` is false. Idempotent."""
+        self._until = self._until or time.monotonic() + self._seconds
+        if write and self._thread is None and self._writer is not None:
+            self._thread = threading.Thread(target=self._write, args=(self._writer,), daemon=True)
+            self._thread.start()
 
     @property
     def left(self) -> float:
@@ -88,8 +87,10 @@ class SignalStop:
         return max(0.0, self.left - (1 - WORKERS_SHARE) * self._seconds)
 
     def finish(self) -> None:
-        """Once the workers have ended: wait until what is newest is written, and say what is not in storage."""
-        self.begin()
+        """Once the workers have ended: wait until what is newest is written, and say what is not in storage; nothing,
+        if it was begun without."""
+        if not self._until:
+            self.begin()
         self._workers_ended.set()
         if self._thread is not None:
             self._thread.join(self.left)
