@@ -19,6 +19,7 @@ import pytest
 
 from ft_plugins import events
 from ft_plugins.config import run_directory
+from ft_plugins.errors import EXIT_DRAINED
 from ft_plugins.events import Event
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch import liveness
@@ -113,6 +114,10 @@ class Job:
 
     def until_iteration(self, iteration: int) -> None:
         wait_until(lambda: iteration in self.iterations(), WAIT, lambda: self.log("a").read_text())
+
+    def until_spare(self, node: str) -> None:
+        note = self.run_dir(node) / "ft-run.json"
+        wait_until(lambda: note.exists() and "is a spare" in note.read_text(), WAIT, self.log(node).read_text)
 
     def run_dir(self, node: str = "a") -> Path:
         return run_directory(self.name, node)
@@ -288,6 +293,25 @@ def test_a_job_that_is_over_on_all_nodes_writes_nothing_at_a_signal(job: Job) ->
     job.running["b"].send_signal(signal.SIGCONT)
     assert WEIGHT in job.end()["a"] and not job.in_memory()
     assert not job.events("checkpoint.started") and not job.events("checkpoint.missed")
+
+
+def test_a_drained_node_holds_nothing_once_the_job_is_protected_without_it(job: Job) -> None:
+    flags = *stop_flags(1), "--reft-redundancy", "raim5"
+    job.start(*flags, how="slowly", last=100_000, nodes="ab")
+    job.until_iteration(20)
+    job.start(*flags, how="slowly", last=100_000, nodes="c", of=2)
+    job.until_spare("c")
+    drained = job.plugins("drain", "b", "--job", job.name)
+    assert drained.returncode == 0 and job.running.pop("b").wait(WAIT) == EXIT_DRAINED, drained
+    refused = job.plugins("end", job.name)
+    assert refused.returncode == 1 and "--node NAME" in refused.stderr and not refused.stdout, refused
+    job.start(*flags, how="slowly", last=100_000, nodes="b", of=2)
+    job.until_spare("b")
+    wait_until(lambda: job.in_memory() == {"a", "c"}, WAIT, lambda: job.log("b").read_text())
+    assert job.plugins("stop", "--job", job.name).returncode == 0
+    job.end()
+    assert "this node was a spare and was not needed" in job.run_dir("b").joinpath("ft-run.json").read_text()
+    assert not job.in_memory() and f"v2-{job.iterations()[-1]}" in job.checkpoints()
 
 
 def test_memory_that_another_node_waits_for_is_dropped_only_on_purpose(job: Job) -> None:

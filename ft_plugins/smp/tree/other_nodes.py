@@ -30,7 +30,8 @@ Words = Annotated[Text, AfterValidator(lambda text: legible(text, _WORDS))]
 
 @dataclass(frozen=True)
 class OtherNode:
-    """The part of `node_facts.Facts` that nodes report to each other; `held`: the newest iteration in memory."""
+    """The part of `node_facts.Facts` that nodes report to each other; `held`: the newest iteration in memory; `safe`:
+    `ResizeTransition.safe_lineage`."""
 
     state: Words
     headline: Words
@@ -42,6 +43,7 @@ class OtherNode:
     downtime_seconds: Seconds
     held: Count | None
     alarm: Words
+    safe: Count
 
 
 _UNKNOWN = dict.fromkeys(each.name for each in fields(OtherNode))
@@ -51,6 +53,7 @@ def reported(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What a node reports of its facts."""
     newest, alarm = facts["newest"]["process"], facts["alarm"]
     more = {"held": newest and newest["iteration"], "alarm": alarm["text"] if alarm else ""}
+    more["safe"] = facts["details"]["safe_lineage"]
     known = {name: {**facts, **more}[name] for name in _UNKNOWN}
     return {name: value[:_WORDS] if isinstance(value, str) else value for name, value in known.items()}
 

@@ -235,7 +235,7 @@ def test_a_request_that_lacks_a_field_or_holds_another_kind_is_refused(
         {"do": "rebuild", "version": version, "protection": block, "source": None, "holders": [[0, *own]], "lost": [1],
          "previous": True, "fingerprint": {"job": 1}},
         {"do": "spare", "world_size": 2, "node": "m", "where": own, "seconds": 0.0},
-        {"do": "settle", "world_size": 2, "version": version, "spares": [own]},
+        {"do": "settle", "world_size": 2, "version": version},
         {"do": "resize", "world_size": 2},
         {"do": "checkpoint", "reason": "x", "seconds": 0.0, "only_due": True},
         {"do": "protect", "protection": block},
@@ -259,7 +259,6 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
         {"do": "copy", **version, "rank": 0, "at": 0, "total": 10},
         {"do": "check", **version},
         {"do": "spare", "node": NODE, "world_size": 3},
-        {"do": "release", "lineage": 0},
     ]
     with suppress(FtError):
         smp.process._tier._requests.handle(altered(source.choice(sent), source), np.zeros(16, dtype=np.uint8))

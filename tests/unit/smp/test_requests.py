@@ -36,7 +36,7 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "resize", **OF_RANK, "world_size": 4},
     {"do": "previous_sizes"},
     {"do": "spare", **OF_RANK, "world_size": 4, "node": "c", "where": ["127.0.0.1", 9], "seconds": 1.0},
-    {"do": "settle", **OF_RANK, "world_size": 4, "spares": []},
+    {"do": "settle", **OF_RANK, "world_size": 4},
     {"do": "checkpoint", "reason": "request", "seconds": 1.0, "only_due": False},
     {"do": "hold", "value": 1},
     {"do": "nodes", "first": 0, "each": 1.0, "every": 2.0},
@@ -44,7 +44,6 @@ LOCAL: list[dict[str, Any]] = [
 PEER: list[dict[str, Any]] = [
     {"do": "probe"},
     {"do": "spare", "node": "c", "world_size": 4},
-    {"do": "release", "lineage": 3},
     {"do": "join", "epoch": 1, "position": 3},
     {"do": "begin", "epoch": 1, "version": [1, 2], "nodes": [[0, 1]], "ranks": [3]},
     {"do": "take", "epoch": 1, "version": [1, 2], "key": [0, 1, 0], "node": 1, "at": 0, "exponent": 3},
