@@ -216,7 +216,7 @@ class ProgressAgent(LocalElasticAgent):
     ) -> list[Worker]:
         """torch's ranks, in the order of the nodes. torch reads them from a store in which any process can write; here
         they come from authenticated nodes, unless there is no job and so no secret."""
-        if isinstance(self._round, TorchRound):  # a dynamic one prefixes its store by round; a static one has only this
+        if isinstance(self._round, TorchRound):  # a dynamic one prefixes its store by round, a static one does not
             static = spec.rdzv_handler.get_backend() == "static"
             part = f"ft_plugins/{spec.max_restarts - self._remaining_restarts if static else 0}"
             self._round.join(PrefixStore(part, store), spec.rdzv_handler.get_run_id(), group_rank, group_world_size)
@@ -355,11 +355,8 @@ class ProgressAgent(LocalElasticAgent):
         if step.give_up:
             handler.stay()
         if step.leave is not None:
-            self._events.emit(
-                catalogue.NODE_DRAINED,
-                iteration=step.leave,
-                seconds=round(time.monotonic() - self._departure.began, 3),
-            )
+            seconds = round(time.monotonic() - self._departure.began, 3)
+            self._events.emit(catalogue.NODE_DRAINED, iteration=step.leave, seconds=seconds)
             self._shutdown(signal.SIGKILL)
             handler.depart()
             raise NodeDrained(f"drained after iteration {step.leave}")

@@ -32,7 +32,7 @@ from .context import ResizeContext
 
 _RETRY_SECONDS = 0.2  # between two calls to a spare whose SMP is being replaced
 _AHEAD = 1 << 20  # lineages, one for each restart, that a spare may have missed
-LOOK_SECONDS = 3.0  # between two looks whether the job still needs what a spare holds
+LOOK_SECONDS = 1.0  # between two looks whether the job still needs what a spare holds
 _ANSWER_SECONDS = 1.0
 
 Endpoint = tuple[str, int]

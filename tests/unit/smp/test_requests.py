@@ -99,9 +99,9 @@ def test_a_request_of_this_node_with_strange_fields_is_refused(name: str, change
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"do": "take", **{**PEER[5], "exponent": 255}}, "exponent"),
-        ({**PEER[8], "nbytes": (1 << 20) + 1}, "nbytes"),
-        ({**PEER[8], "version": [1]}, "version: .*expected a lineage and an iteration"),
+        ({"do": "take", **{**PEER[4], "exponent": 255}}, "exponent"),
+        ({**PEER[7], "nbytes": (1 << 20) + 1}, "nbytes"),
+        ({**PEER[7], "version": [1]}, "version: .*expected a lineage and an iteration"),
         ({"do": "read", "what": "disk"}, "unknown read: 'disk'"),
         ({"do": ["take"]}, r"unknown request between SMPs: \['take'\]"),
         ({}, "unknown request between SMPs: None"),
