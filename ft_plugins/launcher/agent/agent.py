@@ -288,9 +288,9 @@ class ProgressAgent(LocalElasticAgent):
             worker_group.spec.max_restarts += 1
             reason, left = self._round.waiting_reason, self._round.left
             self._lives.append(Life(LostPeers((reason,))))
-            what = "end" if worker_group.spec.rdzv_handler.is_closed() else "restart"
             kind = catalogue.ROUND_CHANGED if left else catalogue.ROUND_ENDED
-            event = self._events.emit(kind, reason=f"{reason}; the workers of this node {what} too")
+            too = "end too" if worker_group.spec.rdzv_handler.is_closed() else "restart too"
+            event = self._events.emit(kind, reason=f"{reason}; the workers of this node {too}")
             if left:  # it is no alarm, which the log shows anyway
                 say(event.sentence(), who="ft-run: ")
             self._signal_workers()

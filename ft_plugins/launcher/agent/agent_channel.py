@@ -131,9 +131,8 @@ class TorchRound:
 
     @property
     def opened_anywhere(self) -> bool:
-        """Raises ConfigError, and torch's DistError if an agent is missing."""
-        changes = self._job is not None and self._job.config.resume != "auto"
-        return changes and b"1" in self._read_all("opened")
+        """Asked for only where it changes something. Raises ConfigError; torch's DistError if an agent is missing."""
+        return self._job is not None and self._job.config.resume != "auto" and b"1" in self._read_all("opened")
 
     @property
     def trained_anywhere(self) -> bool:

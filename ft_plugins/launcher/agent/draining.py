@@ -46,11 +46,15 @@ def next_step(iteration: int | None, waited: float, longest: float = MOST_SECOND
     if iteration is not None:
         return DrainStep(leave=iteration)
     if waited > longest:
-        held = f"no version was committed while the ranks waited for {waited:.0f} s"
-        return DrainStep(give_up=f"{held}; training goes on with this node")
+        return DrainStep(
+            give_up=f"no version was committed while the ranks waited for {waited:.0f} s; training goes on with this "
+            "node"
+        )
     if asked > _PATIENCE:
-        none = f"the ranks came to no version that is exchanged for {asked / 60:.0f} min"
-        return DrainStep(give_up=f"{none}; training goes on with this node")
+        return DrainStep(
+            give_up=f"the ranks came to no version that is exchanged for {asked / 60:.0f} min; training goes on with "
+            "this node"
+        )
     return DrainStep()
 
 

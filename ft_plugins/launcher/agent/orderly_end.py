@@ -72,7 +72,7 @@ def end_plan(
     if stored:
         return EndPlan(True, status, f"{what} is in {outcome['path']}; {on}")
     if outcome["state"] == "off" and not early:
-        why = "since nothing says where training ends; --reft-checkpoint-dir stores the last iteration"
-        return EndPlan(True, status, f"{what} is dropped, {why}")
+        what += " is dropped, since nothing says where training ends; --reft-checkpoint-dir stores the last iteration"
+        return EndPlan(True, status, what)
     kept = f"{what} is kept in memory for {span_text(kept_seconds)}" + f" ({missed(outcome)})" * bool(missed(outcome))
     return EndPlan(False, status, f"{kept}; {on}; `ft-plugins end {job}` on each node drops it")

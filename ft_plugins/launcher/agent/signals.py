@@ -89,8 +89,7 @@ class SignalStop:
     def finish(self) -> None:
         """Once the workers have ended: wait until what is newest is written, and say what is not in storage; nothing,
         if it was begun without."""
-        if not self._until:
-            self.begin()
+        self.begin(write=not self._until)
         self._workers_ended.set()
         if self._thread is not None:
             self._thread.join(self.left)
