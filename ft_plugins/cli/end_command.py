@@ -31,10 +31,12 @@ def end(
     directories = run_directories(job, node)
     if not directories:
         raise ConfigError(f"no job '{job}' is known here; expected one of: {known_jobs()}")
+    if running := [run_dir.name for run_dir in directories if liveness.held(run_dir / "lock")]:
+        where = f"job {job} on node {', '.join(running)}"
+        alone = "; --node NAME ends what it has left on another node alone" * (len(running) < len(directories))
+        raise FtError(f"{where} is running under ft-run; stop that first: `end` would drop its snapshots{alone}")
     for run_dir in directories:
         where = f"job {job} on node {run_dir.name}"
-        if liveness.held(run_dir / "lock"):
-            raise FtError(f"{where} is running under ft-run; stop that first: `end` would drop its snapshots")
         if liveness.held(run_dir / "smp.lock"):
             with smp.Client(run_dir) as client:
                 others = client.other_nodes(OTHER_SECONDS, OTHERS_SECONDS)

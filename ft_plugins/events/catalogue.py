@@ -517,10 +517,7 @@ SPARE_RELEASED = EventType(
     "spare.released", NOTICE, "The job needs nothing of this node any more; its snapshots were removed.",
     segments=_SEGMENTS, lineage=_LINEAGE,
 )  # fmt: skip
-RELEASE_FAILED = EventType(
-    "release.failed", WARNING, "Nodes that take no part could not be notified that they may free their snapshots.",
-    "Free them there with `ft-plugins end`.", spares=Field("list", "address and port of each"), reason=_REASON,
-)  # fmt: skip
+  # fmt: skip
 
 # ---- checkpoints in storage ----
 

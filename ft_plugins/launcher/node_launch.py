@@ -63,7 +63,7 @@ class Outcome:
     """How a job ended on this node."""
 
     status: Status
-    reason: str = ""  # one line for people
+    reason: str = ""  # one line for people; if it succeeded, '' but for a spare
     return_values: dict[int, Any] = field(default_factory=dict)  # by global rank of this node; None of scripts
     failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by global rank, of the last incarnation
     restarts: int = 0
@@ -147,7 +147,9 @@ def launch(
             raise
         finally:
             if watcher and job and outcome and status in ("succeeded", "stopped"):
-                end = _conclude(watcher, job, events, everywhere, status == "stopped", 0 in outcome.return_values)
+                end = EndPlan(drop=True, words=outcome.reason)  # of a spare, which holds nothing that the job has not
+                if status == "stopped" or not outcome.reason:
+                    end = _conclude(watcher, job, events, everywhere, status == "stopped", 0 in outcome.return_values)
                 status, outcome = end.status, replace(outcome, status=end.status, reason=end.words)
                 if end.drop:
                     _end_in_order(watcher, events)

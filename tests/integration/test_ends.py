@@ -19,6 +19,7 @@ import pytest
 
 from ft_plugins import events
 from ft_plugins.config import run_directory
+from ft_plugins.errors import EXIT_DRAINED
 from ft_plugins.events import Event
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch import liveness
@@ -114,6 +115,10 @@ class Job:
     def until_iteration(self, iteration: int) -> None:
         wait_until(lambda: iteration in self.iterations(), WAIT, lambda: self.log("a").read_text())
 
+    def until_spare(self, node: str) -> None:
+        note = self.run_dir(node) / "ft-run.json"
+        wait_until(lambda: note.exists() and "is a spare" in note.read_text(), WAIT, self.log(node).read_text)
+
     def run_dir(self, node: str = "a") -> Path:
         return run_directory(self.name, node)
 
@@ -166,9 +171,12 @@ def test_a_rank_that_exits_amid_training_ends_the_job_and_the_same_command_goes_
     assert job.iterations()[:5] == [1, 2, 3, 4, 5] and job.iterations()[5:] in ([*range(k, LAST + 1)] for k in (5, 6))
 
 
-def test_a_rank_that_exits_amid_training_ends_the_job_also_if_its_peers_only_hang(job: Job) -> None:
-    job.start("--ftp-hang-seconds", "5", "--reft-checkpoint-dir", "ck", how="silent", at=5)
-    assert "training ended after iteration 5, before its own end: iteration 5 is in" in job.end()["a"]
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+def test_a_rank_that_exits_amid_training_ends_the_job_also_if_its_peers_only_hang(job: Job, nodes: str) -> None:
+    """On two nodes its own has no rank left, and that of its peers alone can find that they hang."""
+    job.start("--ftp-hang-seconds", "5", "--reft-checkpoint-dir", "ck", how="silent", at=5, nodes=nodes)
+    said = "training ended after iteration 5, before its own end: iteration 5 is in"
+    assert all(said in each for each in job.end().values())
     assert job.iterations() == [1, 2, 3, 4, 5] and not job.events("workers.restarted")
 
 
@@ -268,6 +276,43 @@ def test_a_signal_after_the_ranks_have_ended_changes_nothing(job: Job) -> None:
     os.kill(pid, signal.SIGCONT)
     assert WEIGHT in job.end()["a"] and not job.in_memory()
     assert job.events("job.ended")[-1].fields["status"] == "succeeded"
+
+
+def test_a_job_that_is_over_on_all_nodes_writes_nothing_at_a_signal(job: Job) -> None:
+    """Given a node whose ranks have ended, and another one whose ft-run is late to report that its have, too."""
+    limits = "--ftp-grace-seconds", "600", "--ftp-detect-seconds", "300"
+    (job.folder / "hold").touch()
+    job.start(*stop_flags(1), *limits, how="slowly", nodes="ab")
+    job.until_iteration(1)
+    job.running["b"].send_signal(signal.SIGSTOP)
+    (job.folder / "hold").unlink()
+    note = job.run_dir("a") / "ft-run.json"
+    wait_until(lambda: "have ended; ft-run waits" in note.read_text(), WAIT, lambda: job.log("a").read_text())
+    waits = note.read_text()
+    job.running["a"].send_signal(signal.SIGTERM)
+    wait_until(lambda: note.read_text() != waits, WAIT, lambda: job.log("a").read_text())
+    job.running["b"].send_signal(signal.SIGCONT)
+    assert WEIGHT in job.end()["a"] and not job.in_memory()
+    assert not job.events("checkpoint.started") and not job.events("checkpoint.missed")
+
+
+def test_a_drained_node_holds_nothing_once_the_job_is_protected_without_it(job: Job) -> None:
+    flags = *stop_flags(1), "--reft-redundancy", "raim5"
+    job.start(*flags, how="slowly", last=100_000, nodes="ab")
+    job.until_iteration(20)
+    job.start(*flags, how="slowly", last=100_000, nodes="c", of=2)
+    job.until_spare("c")
+    drained = job.plugins("drain", "b", "--job", job.name)
+    assert drained.returncode == 0 and job.running.pop("b").wait(WAIT) == EXIT_DRAINED, drained
+    refused = job.plugins("end", job.name)
+    assert refused.returncode == 1 and "--node NAME" in refused.stderr and not refused.stdout, refused
+    job.start(*flags, how="slowly", last=100_000, nodes="b", of=2)
+    job.until_spare("b")
+    wait_until(lambda: job.in_memory() == {"a", "c"}, WAIT, lambda: job.log("b").read_text())
+    assert job.plugins("stop", "--job", job.name).returncode == 0
+    job.end()
+    assert "this node was a spare and was not needed" in job.run_dir("b").joinpath("ft-run.json").read_text()
+    assert not job.in_memory() and f"v2-{job.iterations()[-1]}" in job.checkpoints()
 
 
 def test_memory_that_another_node_waits_for_is_dropped_only_on_purpose(job: Job) -> None:

@@ -131,7 +131,7 @@ def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:
     sound = other_nodes.reported(
         {"state": "TRAINING", "headline": "all \x1b[31m" + "x" * 5000, "remedy": "", "ranks": 8, "iteration": 7,
          "iteration_age_seconds": None, "restarts": 0, "downtime_seconds": 0.0, "newest": {"process": None},
-         "alarm": None}
+         "alarm": None, "details": {"safe_lineage": 0}}
     )  # fmt: skip
     peers: dict[str, Any] = {"a": Sent(None), "b": Sent({**sound, "ranks": -1}), "c": Sent(sound)}
     a, b, c = other_nodes.ask(peers, ANSWERS)

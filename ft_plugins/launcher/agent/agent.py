@@ -16,11 +16,10 @@ import signal
 import socket
 import time
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     DEFAULT_ROLE,
     RunResult,
@@ -31,34 +30,27 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 from ...config import worker_environment
-from ...errors import ConfigError, ProtectionError
+from ...errors import ProtectionError
 from ...events import Events, catalogue, say
-from ...smp.watch import stacks
-from ...smp.watch.hang import HANG
 from ...smp.watch.job_history import FtRunNote, FtRunPhase, write_note
-from ...snapshot.segment.header import EARLY, END
-from .. import job_identity
+from ...snapshot.segment.header import END
 from ..preload.parent import parent_of
-from ..rendezvous import endpoint
-from ..rendezvous.endpoint import Endpoint
 from ..rendezvous.rendezvous import Rendezvous
-from ..rounds.round_store import store_on
 from ..rounds.rounds import ALL
-from . import build_locks, left_traces, worker_failures
-from .agent_channel import AgentChannel
-from .draining import Departure, longest_wait
+from . import build_locks, left_traces, start_watch, worker_failures
+from .agent_channel import TorchRound
+from .draining import departure_of
+from .orderly_end import have_left
 from .restarts import Life, LostPeers, Verdict, WorkerFailure, judge, root_cause
 from .signals import SignalStop
-from .start_watch import ATTACHED, HUNG, UNATTACHED, StartWatch
+from .start_watch import StartWatch
 from .watcher import Job, Watcher
 from .worker_failures import WorkerExits
 
-_ENDED_PATIENCE = timedelta(seconds=10)  # after torch's barrier
 _KILLED_SECONDS = 5.0
+_OVER_SHARE = 0.1  # of the grace; for the other nodes to report that their workers have ended too
 _ROUNDS_LOST = 5  # maximum in a row, each by a node that was lost just before workers started
 
 
@@ -68,11 +60,7 @@ class _RoundEnded(Exception):
 
 
 class NodeDrained(Exception):
-    """This node has left the job after that iteration, as was asked, and its ranks have ended."""
-
-    def __init__(self, iteration: int) -> None:
-        super().__init__(f"drained after iteration {iteration}")
-        self.iteration = iteration
+    """This node has left the job, as was asked, and its ranks have ended: after which iteration."""
 
 
 class ProgressAgent(LocalElasticAgent):
@@ -97,10 +85,10 @@ class ProgressAgent(LocalElasticAgent):
         self._job = job
         self._watcher = watcher
         self._events = events
-        self._bounded = bounded
         self._stop = stop
-        self._store_of_workers: TCPStore | None = None  # on the node of group rank 0; serves until released
-        self._channel: AgentChannel | None = None  # to the other nodes, if the rendezvous is not ours
+        handler = spec.rdzv_handler
+        self._round = handler if isinstance(handler, Rendezvous) else TorchRound(job)
+        self._bounded = bounded
         self._versions: list[int | None] = []  # the newest restorable iteration at each failure
         self._lives: list[Life] = []  # how each incarnation under this ft-run ended
         self._first_token = 0  # the first one under this ft-run
@@ -111,10 +99,9 @@ class ProgressAgent(LocalElasticAgent):
         self._seen = self._ended = 0.0  # monotonic: why workers have to restart was seen; the old ones had ended
         self._dumping: float | None = None  # monotonic: the kernel was first seen to write the core of a worker
         self._started_at, self._oom_kills = 0.0, left_traces.oom_kills()  # when workers were started: epoch; a count
-        handler = spec.rdzv_handler
         alive = handler.num_nodes_waiting if isinstance(handler, Rendezvous) else lambda: 0  # torch's have a thread
         self._preload = parent_of(job, spec, events, alive)
-        self._departure = self._new_departure()
+        self._departure = departure_of(job, watcher, events)
         self._start = StartWatch()
         self._builds: dict[Path, tuple[int, int]] = {}  # of extensions, at which killed ranks were
         self.verdict = Verdict(False, "failed", "")
@@ -126,8 +113,7 @@ class ProgressAgent(LocalElasticAgent):
         """torch's, but workers start again for the next round if this one ends while the node waits for others."""
         while True:
             try:
-                result: RunResult = super()._invoke_run(role)
-                return result
+                return super()._invoke_run(role)
             except _RoundEnded:
                 if self._is_left():
                     self._stop_workers(self._worker_group)
@@ -145,34 +131,29 @@ class ProgressAgent(LocalElasticAgent):
     def _is_left(self) -> bool:
         """Whether a worker of this node has ended with status 0 before the end of training: no restart may undo that.
         It is remembered, because what remains of the workers is killed then."""
-        self._exits.wait(0.0)
-        failed = worker_failures.failed_workers(self._context())
-        ranks = {
-            self._worker_group.workers[one].global_rank
-            for one, pid in self._context().pids().items()
-            if pid in self._exits.ended and one not in failed
-        }
-        with suppress(ProtectionError):
-            self.left = self.left or any(
-                each["rank"] in ranks and each["ending"] == EARLY
-                for each in (self._watcher.status()["segments"] if self._watcher and ranks else ())
-            )
+        ended = self._exits.in_order(self._context())
+        ranks = {self._worker_group.workers[local_rank].global_rank for local_rank in ended}
+        if self._watcher and ranks and not self.left:
+            with suppress(ProtectionError):
+                self.left = have_left(ranks, self._watcher.status())
         return self.left
 
     def _end_workers(self, stop: SignalStop, number: signal.Signals) -> RunResult | None:
         """Pass signal `number` on, kill what is left when the workers' part of the grace is over, or at another signal.
-        What is in memory is written meanwhile. The result, if the workers of all nodes had ended in order before."""
+        What is in memory is written meanwhile, unless the job is over, as one whose workers on all nodes have ended in
+        order; then its result is returned."""
         self._note(FtRunPhase.STOPPING, f"{number.name} has come: what is in memory is written, and the ranks end")
-        stop.begin()
-        if self._pcontext is None:
-            return None
-        self._exits.wait(0.0)
-        if len(self._exits.ended) == len(self._pcontext.pids()) and not worker_failures.failed_workers(self._pcontext):
+        context = self._pcontext
+        ended = context is not None and self._exits.in_order(context) == context.pids().keys()
+        stop.begin(write=not ended or isinstance(self._round, TorchRound))  # torch's barrier has a time of its own
+        for seconds in (_OVER_SHARE * stop.left, stop.left_for_workers) if ended else ():
             with suppress(_RoundEnded, TimeoutError):
-                self._exit_barrier(stop.left_for_workers)
+                self._exit_barrier(seconds)
                 stop.finish()
                 return RunResult(WorkerState.SUCCEEDED, {each.global_rank: None for each in self._worker_group.workers})
-        context = self._pcontext
+            stop.begin()
+        if context is None:
+            return None
         vars(context)["close"] = lambda *_, **__: type(context).close(context, signal.SIGKILL, 0)  # torch calls it next
         with suppress(SignalException):
             self._signal_workers(number)
@@ -190,24 +171,11 @@ class ProgressAgent(LocalElasticAgent):
         """torch's, which mistakes a lost node for a finished one; with our rendezvous, its own wait, which raises
         TimeoutError after so many `seconds`."""
         self._note(FtRunPhase.LEAVING, "the ranks of this node have ended; ft-run waits for those of other nodes")
-        handler = self._worker_group.spec.rdzv_handler
-        if not isinstance(handler, Rendezvous):
+        if isinstance(self._round, TorchRound):
             super()._exit_barrier()
-            self.all_ended = self._all_have_ended()
-        elif handler.wait_for_all(seconds):
-            self.all_ended = handler.all_succeeded
-        else:
+        if not self._round.wait_for_all(seconds):
             raise _RoundEnded
-
-    def _all_have_ended(self) -> bool:
-        """Whether the workers of all nodes have succeeded. torch waits for them, but does not report which came."""
-        if self._channel is None:
-            return True
-        try:
-            self._channel.publish("ended", b"1")
-            return None not in self._channel.read_all("ended", _ENDED_PATIENCE)
-        except DistError:
-            return False
+        self.all_ended = self._round.all_succeeded
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """torch's, repeated a few times if the round's store is lost before workers have started."""
@@ -216,7 +184,7 @@ class ProgressAgent(LocalElasticAgent):
                 super()._initialize_workers(worker_group)
                 return
             except DistError as error:
-                if not left or not isinstance(worker_group.spec.rdzv_handler, Rendezvous):
+                if not left or isinstance(self._round, TorchRound):
                     raise
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"  # torch's has a stack of C++
                 self._events.emit(catalogue.ROUND_LOST, reason=reason)
@@ -229,22 +197,18 @@ class ProgressAgent(LocalElasticAgent):
         (observed; pytorch issue 135712). Our rendezvous has a new store each time, and so has one that leaves the store
         to rank 0 of the workers.
         """
-        spec = worker_group.spec
-        handler = spec.rdzv_handler
-        if isinstance(handler, Rendezvous):
-            handler.opened = self._has_opened()
-            handler.trained = bool(self._watcher and self._watcher.begun())
-            handler.workers = spec.local_world_size
-            handler.failed, self._failed = self._failed, False
-            handler.replaceable = bool(self._watcher and self._watcher.replaceable())
+        spec, of = worker_group.spec, self._round
+        of.opened = self._has_opened()
+        of.trained = bool(self._watcher and self._watcher.begun())
+        of.workers = spec.local_world_size
+        of.failed, self._failed = self._failed, False
+        of.replaceable = bool(self._watcher and self._watcher.replaceable())
         self._note(FtRunPhase.WAITING, "waiting for the nodes of the job")
         super()._rendezvous(worker_group)
         self._note(FtRunPhase.STARTING)
-        if isinstance(handler, Rendezvous):
-            return
-        group: Any = worker_group  # torch annotates fields that it fills in later as None
-        if handler.use_agent_store:
-            store = self._serve_workers(spec, group)
+        if isinstance(of, TorchRound) and spec.rdzv_handler.use_agent_store:
+            group: Any = worker_group  # torch annotates fields that it fills in later as None
+            store = of.serve_workers(spec, group)
             group.master_addr, group.master_port = store.master_addr, store.master_port
 
     def _assign_worker_ranks(
@@ -252,74 +216,30 @@ class ProgressAgent(LocalElasticAgent):
     ) -> list[Worker]:
         """torch's ranks, in the order of the nodes. torch reads them from a store in which any process can write; here
         they come from authenticated nodes, unless there is no job and so no secret."""
-        self._channel = None
-        handler = spec.rdzv_handler
-        if isinstance(handler, Rendezvous):
-            return _workers(spec, handler.first_rank, handler.all_workers)
-        if not self._job:
-            workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-            return workers
-        if group_world_size == 1:
-            return _workers(spec, 0, spec.local_world_size)
-        secret = job_identity.load_secret(self._job.config.secret_file)
-        self._channel = AgentChannel(
-            self._incarnation_store(store, spec), secret, handler.get_run_id(), group_rank, group_world_size
-        )
-        self._channel.publish("workers", str(spec.local_world_size).encode())
-        counts = [int(count) for count in self._read_all("workers")]
-        return _workers(spec, sum(counts[:group_rank]), sum(counts))
-
-    def _incarnation_store(self, store: Any, spec: WorkerSpec) -> PrefixStore:
-        """The part of torch's rendezvous store for this incarnation. A dynamic rendezvous prefixes its store by round;
-        a static one has only the restart count, which is equal on all nodes."""
-        static = spec.rdzv_handler.get_backend() == "static"
-        return PrefixStore(f"ft_plugins/{spec.max_restarts - self._remaining_restarts if static else 0}", store)
-
-    def _read_all(self, name: str) -> list[bytes]:
-        """The values that nodes published, by group rank. Raises ConfigError if one is not authentic."""
-        if self._channel is None:
-            raise RuntimeError("there are no other nodes")
-        values = self._channel.read_all(name)
-        if None in values:
-            raise ConfigError(
-                f"group rank {values.index(None)}: expected its value of '{name}', found one in the store of the "
-                "rendezvous that another process wrote; drop --rdzv-backend: the rendezvous of ft-run authenticates "
-                "nodes"
-            )
-        return [each for each in values if each is not None]
-
-    def _serve_workers(self, spec: WorkerSpec, group: Any) -> RendezvousStoreInfo:
-        """The store of this incarnation's workers, created on the node of group rank 0. It listens on the given address
-        only, if there is one, and on loopback for a single node."""
-        if group.group_rank:
-            if self._channel:
-                self._channel.publish("store", b"")
-                place = Endpoint.read(self._read_all("store")[0].decode())
-                return RendezvousStoreInfo(place.host, place.port)
-            address = spec.master_addr or spec.local_addr
-            return RendezvousStoreInfo.build(group.group_rank, self._incarnation_store(group.store, spec), address, 0)
-        alone = group.group_world_size == 1
-        address = endpoint.LOOPBACK if alone else spec.master_addr or spec.local_addr or socket.getfqdn()
-        listener = endpoint.listen_anywhere(address if endpoint.is_literal(address) else None)
-        port = int(listener.getsockname()[1])
-        self._store_of_workers = store_on(listener, address, multi_tenant=True)
-        if self._channel:
-            self._channel.publish("store", str(Endpoint(address, port)).encode())
-        elif not alone:
-            RendezvousStoreInfo.build(0, self._incarnation_store(group.store, spec), address, port)
-        return RendezvousStoreInfo(address, port)
+        if isinstance(self._round, TorchRound):  # a dynamic one prefixes its store by round, a static one does not
+            static = spec.rdzv_handler.get_backend() == "static"
+            part = f"ft_plugins/{spec.max_restarts - self._remaining_restarts if static else 0}"
+            self._round.join(PrefixStore(part, store), spec.rdzv_handler.get_run_id(), group_rank, group_world_size)
+            if not self._job:
+                return list(super()._assign_worker_ranks(store, group_rank, group_world_size, spec))
+        first, total = self._round.first_rank, self._round.all_workers  # all have the same role
+        return [
+            Worker(local, global_rank=first + local, role_rank=first + local, world_size=total, role_world_size=total)
+            for local in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         token = self._token = self._watcher.fence() if self._watcher else 0
         self.restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        self._first_token = self._first_token or token
         if self._job:  # torch passes this process's environment on to workers
-            done = {"resume": "auto"} if self._resumed(token, worker_group) else {}  # the command's `resume` holds once
+            # a rank has opened a lineage, here or under the job's ft-run on another node: all nodes find the same
+            self._opened = self._has_opened() or self._round.opened_anywhere
+            done = {"resume": "auto"} if self._opened else {}  # the command's `resume` holds once
             config = self._job.config.model_copy(update=done)
             os.environ.update(worker_environment(config, self._job.run_dir, token, os.getpid()))
-        if self._channel:
-            self._channel.publish("trained", str(int(bool(self._watcher and self._watcher.begun()))).encode())
         self._exits.close()
-        self._departure = self._new_departure()
+        self._departure = departure_of(self._job, self._watcher, self._events)
         if self._preload:
             self._preload.wait()
         if self.restarts and self._job:
@@ -343,10 +263,8 @@ class ProgressAgent(LocalElasticAgent):
             )  # fmt: skip
         self._failed_at = self._dumping = None
         pids = {worker.global_rank: context.pids()[worker.local_rank] for worker in worker_group.workers}
-        self._start.begin(
-            pids, worker_group.group_world_size != 1,
-            again=bool(self._lives) and isinstance(self._lives[-1].end, LostPeers),
-        )  # fmt: skip
+        again = bool(self._lives) and isinstance(self._lives[-1].end, LostPeers)
+        self._start.begin(pids, worker_group.group_world_size != 1, again)
         return started
 
     def end_preload(self) -> None:
@@ -362,48 +280,18 @@ class ProgressAgent(LocalElasticAgent):
             )
         return self._opened
 
-    def _resumed(self, token: int, worker_group: WorkerGroup) -> bool:
-        """Whether the command's `resume` is done: a rank has opened a lineage under this ft-run, or under the job's
-        ft-run on another node. The answer is the same on all nodes."""
-        own = self._has_opened()
-        self._first_token = self._first_token or token
-        handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, Rendezvous):
-            self._opened = own or handler.opened_anywhere
-        elif self._channel:
-            self._channel.publish("opened", b"1" if own else b"0")
-            if self._job and self._job.config.resume != "auto":
-                self._opened = b"1" in self._read_all("opened")
-        return self._opened
-
-    def _nothing_begun(self) -> bool:
-        """Whether it is certain that no node of the job had a version or a completed iteration when this incarnation
-        began. Raises ProtectionError."""
-        if self._watcher is None or self._watcher.begun():
-            return False
-        handler = self._worker_group.spec.rdzv_handler
-        if isinstance(handler, Rendezvous):
-            return not handler.trained_anywhere
-        try:
-            return self._channel is None or set(self._channel.read_all("trained", _ENDED_PATIENCE)) == {b"0"}
-        except DistError:
-            return False
-
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._failed_at is None and self._is_left():
-            raise _RoundEnded
         if self._failed_at is None:  # another node failed or joined: not counted
+            if self._is_left():
+                raise _RoundEnded
             self._seen = time.monotonic()
             worker_group.spec.max_restarts += 1
-            handler = worker_group.spec.rdzv_handler
-            reason = handler.waiting_reason if isinstance(handler, Rendezvous) else "nodes wait for the next round"
+            reason, left = self._round.waiting_reason, self._round.left
             self._lives.append(Life(LostPeers((reason,))))
-            left = isinstance(handler, Rendezvous) and handler.left
-            event = self._events.emit(
-                catalogue.ROUND_CHANGED if left else catalogue.ROUND_ENDED,
-                reason=f"{reason}; the workers of this node {'end' if handler.is_closed() else 'restart'} too",
-            )
-            if left:
+            kind = catalogue.ROUND_CHANGED if left else catalogue.ROUND_ENDED
+            too = "end too" if worker_group.spec.rdzv_handler.is_closed() else "restart too"
+            event = self._events.emit(kind, reason=f"{reason}; the workers of this node {too}")
+            if left:  # it is no alarm, which the log shows anyway
                 say(event.sentence(), who="ft-run: ")
             self._signal_workers()
         super()._restart_workers(worker_group)
@@ -434,29 +322,31 @@ class ProgressAgent(LocalElasticAgent):
                 result.failures = dict(list(result.failures.items())[:1])
             self._failed_at = self._seen = seen
             self._decide(result, left)
-        elif result.state == WorkerState.HEALTHY and self._watcher and (lost := self._watcher.lost(self._token)):
-            return self._restart_without(LostPeers(tuple(lost)))
-        elif self._watcher and self._job and self._job.config.capture and (over := self._look_at_start(
-            self._job, self._watcher, result.state == WorkerState.SUCCEEDED
-        )):  # fmt: skip
-            return over
+        elif cause := self._cannot_go_on(result.state):
+            return self._restart_without(cause)
         elif result.state == WorkerState.HEALTHY:
             self._leave_if_asked()
             if self._preload:
                 self._preload.turn()
         return result
 
-    def _new_departure(self) -> Departure | None:
-        if self._watcher is None or self._job is None:
+    def _cannot_go_on(self, state: WorkerState) -> LostPeers | None:
+        """Why the workers cannot go on although none has failed; None if they can."""
+        job, watcher = self._job, self._watcher
+        if job is None or watcher is None:
             return None
-        sync = self._job.config.sync
-        timeout = (sync.timeout,) if sync is not None else ()
-        return Departure(self._watcher, self._events, longest_wait(self._job.config.hang_seconds, *timeout))
+        if state == WorkerState.HEALTHY and (lost := watcher.lost(self._token)):
+            return LostPeers(tuple(lost))
+        if job.config.capture:
+            ended, last = state == WorkerState.SUCCEEDED, self._remaining_restarts <= 0
+            with suppress(ProtectionError):  # the SMP is being replaced: at the next look
+                verdict = self._start.look(lambda: watcher.progress(self._token) is not None, ended)
+                return start_watch.answer(verdict, self._start, job, self._token, self._events, ended, last)
+        return None
 
     def _leave_if_asked(self) -> None:
         """Have the workers end, if the whole job is to; raises NodeDrained if this node is."""
-        handler = self._worker_group.spec.rdzv_handler
-        if self._departure is None or not isinstance(handler, Rendezvous):
+        if self._departure is None or isinstance(handler := self._round, TorchRound):
             return
         if handler.leaves == ALL and self._watcher:
             with suppress(ProtectionError):
@@ -465,10 +355,11 @@ class ProgressAgent(LocalElasticAgent):
         if step.give_up:
             handler.stay()
         if step.leave is not None:
-            self._events.emit(catalogue.NODE_DRAINED, iteration=step.leave, seconds=round(self._departure.seconds, 3))
+            seconds = round(time.monotonic() - self._departure.began, 3)
+            self._events.emit(catalogue.NODE_DRAINED, iteration=step.leave, seconds=seconds)
             self._shutdown(signal.SIGKILL)
             handler.depart()
-            raise NodeDrained(step.leave)
+            raise NodeDrained(f"drained after iteration {step.leave}")
 
     def _restart_without(self, cause: LostPeers) -> RunResult:
         """Kill the workers here: without the lost nodes or ranks they hang in a collective, or soon will. Raises
@@ -481,43 +372,6 @@ class ProgressAgent(LocalElasticAgent):
             catalogue.WORKERS_KILLED, lost=list(cause.lost), reason=f"{cause.line()}; {self._give_verdict(cause)}"
         )
         return RunResult(state=WorkerState.UNHEALTHY)
-
-    def _look_at_start(self, job: Job, watcher: Watcher, succeeded: bool) -> RunResult | None:
-        """Look at ranks that have not attached, or have ended without. Returns what that ends them with."""
-        with suppress(ProtectionError):  # the SMP is being replaced: at the next look
-            verdict = self._start.look(lambda: watcher.progress(self._token) is not None, succeeded)
-            if verdict == HUNG and job.config.hang_seconds != 0:
-                return self._hang_of_start(job)
-            if verdict == ATTACHED:
-                self._events.emit(catalogue.JOB_ADVANCED, iteration=0, seconds=round(time.time() - self._started_at, 1))
-            if verdict == UNATTACHED:
-                self._events.emit(catalogue.RANKS_UNATTACHED, seconds=round(time.time() - self._started_at, 1))
-                if succeeded and job.config.require_protection:
-                    return self._restart_without(LostPeers((
-                        f"--ftp-require-protection: {catalogue.RANKS_UNATTACHED.what} "
-                        f"{catalogue.RANKS_UNATTACHED.action}",
-                    ), refused=True))  # fmt: skip
-        return None
-
-    def _hang_of_start(self, job: Job) -> RunResult | None:
-        """Write stacks and report it; end the ranks if they start again for it: once, and while restarts are left. Idle
-        ranks may wait for something outside, so the job is never ended for it."""
-        start, ranks, folder = self._start, sorted(self._start.processes), Path()
-        with suppress(OSError):
-            folder = stacks.dump(job.run_dir, self._token, start.processes)
-        again, said = start.alarms > 1 or self._remaining_restarts <= 0, "; ".join([
-            f"the start on node {job.node}: no rank has used a processor for {start.idle:.0f} s",
-            *(
-                f"rank {rank} stands in {place}" for rank in ranks[:4]
-                if (place := stacks.place(folder / f"rank{rank}.txt"))
-            ),
-        ])  # fmt: skip
-        self._events.emit(
-            catalogue.JOB_WAITING if again else catalogue.JOB_HUNG, about=ranks[0], iteration=0, phase="starting",
-            seconds=round(start.idle, 1), stacks=str(folder), reason=f"{said}; stacks in {folder}",
-            **({} if again else {"culprit": job.node, "even": True, "ranks": ranks}),
-        )  # fmt: skip
-        return None if again else self._restart_without(LostPeers((f"{HANG}{said}",)))
 
     def _signal_workers(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal the workers and their children, after a look at what they build: nothing shows it afterwards."""
@@ -532,12 +386,10 @@ class ProgressAgent(LocalElasticAgent):
         self._signal_workers()
         self._exits.wait_for_all(_KILLED_SECONDS)  # torch's `close` looks for them in growing pauses
         context.close(signal.SIGKILL)
-        failures = {}
-        for local_rank, exitcode in failed.items():
-            path = context.error_files.get(local_rank, "")
-            failures[self._worker_group.workers[local_rank].global_rank] = ProcessFailure(
-                local_rank, context.pids()[local_rank], exitcode, path if worker_failures.read_report(path) else ""
-            )
+        failures = {
+            self._worker_group.workers[local].global_rank: worker_failures.failure_of(context, local, exitcode)
+            for local, exitcode in failed.items()
+        }
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _decide(self, result: RunResult, left: bool) -> None:
@@ -554,7 +406,7 @@ class ProgressAgent(LocalElasticAgent):
                 exitcode=failure.exitcode,
                 signal=failure.signal,
                 message=failure.message,
-                oom_kills=self._oom_kills_since() if failure.signal == "SIGKILL" else None,
+                oom_kills=left_traces.oom_kills_since(self._oom_kills) if failure.signal == "SIGKILL" else None,
                 flight_record=left_traces.flight_record(failure.rank, self._started_at),
             )
         self._failed = not cause.secondary
@@ -567,48 +419,36 @@ class ProgressAgent(LocalElasticAgent):
             node = self._job.node if self._job else socket.gethostname()
             say(f"{cause.line(node)}{also}; {next_step}", alarm=True, who="ft-run: ")
 
-    def _oom_kills_since(self) -> int | None:
-        """Kills for lack of memory since the workers were started; None if the kernel's count is unknown."""
-        now, before = left_traces.oom_kills(), self._oom_kills
-        return None if now is None or before is None else max(0, now - before)
-
     def _give_verdict(self, cause: WorkerFailure | LostPeers) -> str:
         """Decide, and set torch's restart counter accordingly. Returns what comes now, for people."""
         self._lives.append(Life(cause))
+        left = self._remaining_restarts if self._bounded else None
         try:
-            if not self._bounded and not cause.refused:
-                self._versions.append(self._watcher.newest() if self._watcher else None)
-                resumed, completed = (self._watcher and self._watcher.progress(self._token)) or (None, 0)
-                self._lives[-1] = Life(
-                    cause, resumed, completed, first=isinstance(cause, WorkerFailure) and self._nothing_begun()
-                )
-            self.verdict = judge(
-                self._lives, self._versions, self._remaining_restarts if self._bounded else None,
-                self._watcher.held if self._watcher else list,
-            )  # fmt: skip
+            if left is None and not cause.refused:
+                self._note_progress(cause)
+            held = self._watcher.held if self._watcher else list
+            self.verdict = judge(self._lives, self._versions, left, held)
         except ProtectionError as error:
             self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
         if same := self.verdict.recurring:
-            self._events.emit(
-                catalogue.FAILURE_RECURRED, resumed=[life.resumed for life in same],
-                completed=[life.completed for life in same], reason=self.verdict.reason,
-            )  # fmt: skip
+            facts = {"resumed": [life.resumed for life in same], "completed": [life.completed for life in same]}
+            self._events.emit(catalogue.FAILURE_RECURRED, **facts, reason=self.verdict.reason)
         if not self.verdict.restart:
             self._remaining_restarts = 0
-        held = self._versions[-1] if self._versions else None
+        newest = self._versions[-1] if self._versions else None
         del self._versions[len(self._versions) - self._lives[-1].idle :]  # such a start is no attempt at a restore
-        return self.verdict.what_comes(held, self._remaining_restarts - 1 if self._bounded else None)
+        return self.verdict.what_comes(newest, left and left - 1)
+
+    def _note_progress(self, cause: WorkerFailure | LostPeers) -> None:
+        """Add what the SMP knows of the last incarnation. Raises ProtectionError."""
+        watcher = self._watcher
+        self._versions.append(watcher.newest() if watcher else None)
+        if watcher:
+            resumed, completed = watcher.progress(self._token) or (None, 0)
+            own = isinstance(cause, WorkerFailure) and not watcher.begun()  # else other nodes are not asked
+            self._lives[-1] = Life(cause, resumed, completed, first=own and not self._round.trained_anywhere)
 
     def _context(self) -> PContext:
         if self._pcontext is None:
             raise RuntimeError("the agent has not started its workers yet")
         return self._pcontext
-
-
-def _workers(spec: WorkerSpec, first: int, total: int) -> list[Worker]:
-    """The workers of a node whose first one has global rank `first` of `total`; all have the same role."""
-    ranks = range(first, first + spec.local_world_size)
-    return [
-        Worker(local_rank=local, global_rank=rank, role_rank=rank, world_size=total, role_world_size=total)
-        for local, rank in enumerate(ranks)
-    ]

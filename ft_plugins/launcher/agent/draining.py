@@ -14,22 +14,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from ...errors import ProtectionError
 from ...events import Events, catalogue
+from .watcher import Job, Watcher
 
 MOST_SECONDS = 240.0  # for which ranks are held: less than `Reft.HOLD_SECONDS`, which is for an agent that is gone
 _PATIENCE = 7200.0  # seconds from the request on: ranks that no longer capture reach no version, and train on
 _LOOK_SECONDS = 0.2  # between two questions to the SMP
-
-
-class Holder(Protocol):
-    """What is needed of `Watcher`."""
-
-    def hold(self, on: bool) -> None: ...
-
-    def leaves_at(self) -> tuple[int | None, int]: ...
 
 
 @dataclass(frozen=True)
@@ -53,29 +46,27 @@ def next_step(iteration: int | None, waited: float, longest: float = MOST_SECOND
     if iteration is not None:
         return DrainStep(leave=iteration)
     if waited > longest:
-        reason = f"no version was committed while the ranks waited for {waited:.0f} s; training goes on with this node"
-        return DrainStep(give_up=reason)
-    if asked > _PATIENCE:
-        reason = (
-            f"the ranks came to no version that is exchanged for {asked / 60:.0f} min; training goes on with this node"
+        return DrainStep(
+            give_up=f"no version was committed while the ranks waited for {waited:.0f} s; training goes on with this "
+            "node"
         )
-        return DrainStep(give_up=reason)
+    if asked > _PATIENCE:
+        return DrainStep(
+            give_up=f"the ranks came to no version that is exchanged for {asked / 60:.0f} min; training goes on with "
+            "this node"
+        )
     return DrainStep()
 
 
 class Departure:
-    """The departure of this node from one incarnation. `longest`: see `longest_wait`."""
+    """The departure of this node from one incarnation. `longest`: see `longest_wait`; `began`: when the node was to
+    leave (monotonic), 0 if it is not."""
 
-    def __init__(self, holder: Holder, events: Events, longest: float = MOST_SECONDS) -> None:
-        self._holder, self._events, self._longest = holder, events, longest
-        self._began = 0.0  # monotonic; 0: the node is not to leave
+    def __init__(self, watcher: Watcher, events: Events, longest: float = MOST_SECONDS) -> None:
+        self._watcher, self._events, self._longest = watcher, events, longest
+        self.began = 0.0
         self._held_at, self._held_since = 0, 0.0
         self._looked = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Since the node is to leave."""
-        return time.monotonic() - self._began
 
     def step(self, wanted: bool) -> DrainStep:
         """To be called often. `wanted`: the node is to leave."""
@@ -84,19 +75,19 @@ class Departure:
             self._release()
             return DrainStep()
         try:
-            if self._began and now - self._looked < _LOOK_SECONDS:
+            if self.began and now - self._looked < _LOOK_SECONDS:
                 return DrainStep()
-            if not self._began:
-                self._began, self._held_at = now, 0
-            self._holder.hold(True)  # each time: ranks that start were not there the last time
+            if not self.began:
+                self.began, self._held_at = now, 0
+            self._watcher.hold(True)  # each time: ranks that start were not there the last time
             self._looked = now
-            iteration, held_at = self._holder.leaves_at()
+            iteration, held_at = self._watcher.leaves_at()
         except ProtectionError as error:
             return self._given_up(DrainStep(give_up=str(error)))
         if held_at != self._held_at:
             self._held_at, self._held_since = held_at, now
         waited = now - self._held_since if held_at else 0.0
-        found = next_step(iteration, waited, self._longest, now - self._began)
+        found = next_step(iteration, waited, self._longest, now - self.began)
         return self._given_up(found) if found.give_up else found
 
     def _given_up(self, step: DrainStep) -> DrainStep:
@@ -105,12 +96,20 @@ class Departure:
         return step
 
     def _release(self) -> None:
-        if self._began:
-            self._began = 0.0
+        if self.began:
+            self.began = 0.0
             try:
-                self._holder.hold(False)
+                self._watcher.hold(False)
             except ProtectionError as error:  # the ranks go on after HOLD_SECONDS
                 self._events.emit(catalogue.DRAIN_FAILED, reason=str(error))
+
+
+def departure_of(job: Job | None, watcher: Watcher | None, events: Events) -> Departure | None:
+    """That of a node from the incarnation that starts; None if nothing is protected."""
+    if job is None or watcher is None:
+        return None
+    timeout = () if job.config.sync is None else (job.config.sync.timeout,)
+    return Departure(watcher, events, longest_wait(job.config.hang_seconds, *timeout))
 
 
 def cannot_be_drained(redundancy: str, apart: bool, deferred: bool = False) -> str:

@@ -27,6 +27,12 @@ def oom_kills() -> int | None:
     return None
 
 
+def oom_kills_since(before: int | None) -> int | None:
+    """How many more than `before`; None if one of the counts is unknown."""
+    now = oom_kills()
+    return None if now is None or before is None else max(0, now - before)
+
+
 def _counters() -> Iterator[Path]:
     """The files that may hold the counter, the most specific one first: a container may see only a parent."""
     for line in paths.OWN_CGROUPS.read_text().splitlines():

@@ -91,16 +91,14 @@ class NodeCheck:
         if self.passed:
             return True
         result = self._result = self._step()
-        if result is None:
-            return False
-        if not result.passed:
+        if result and not result.passed:
             reason = f"node {self._node}: {result.reason}"
             self._events.emit(
                 catalogue.NODE_REJECTED, status=result.status, seconds=round(result.seconds, 3),
                 output="\n".join(result.output), reason=reason,
             )  # fmt: skip
             raise NodeError(f"{reason}; mend the node, then give the same command there again")
-        return True
+        return result is not None
 
     def stop(self) -> bool:
         """Kill a check that still runs; False if it does not end. Idempotent."""

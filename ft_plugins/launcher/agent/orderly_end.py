@@ -16,7 +16,7 @@ In: what the SMP reports of its ranks, what became of a checkpoint. Out: an `End
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,12 @@ class EndPlan:
     drop: bool
     status: Status = "succeeded"
     words: str = ""
+
+
+def have_left(ranks: Collection[int], status: Mapping[str, Any]) -> bool:
+    """Whether one of these ranks, which have ended with status 0, has done so before the end of training, by an SMP's
+    `status`."""
+    return any(each["rank"] in ranks and each["ending"] == EARLY for each in status["segments"])
 
 
 def reached(status: Mapping[str, Any], left: bool) -> tuple[int, int, int | None]:

@@ -100,9 +100,8 @@ class WorkerFailure:
     @property
     def secondary(self) -> bool:
         """Whether it may only show that another rank or node was lost."""
-        if self.exitcode < 0:
-            return -self.exitcode in _SECONDARY
-        return not self.refused and bool(_LOST_PEER.search(self.error))
+        lost_peer = not self.refused and bool(_LOST_PEER.search(self.error))
+        return -self.exitcode in _SECONDARY if self.exitcode < 0 else lost_peer
 
     @property
     def name(self) -> str:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -30,16 +30,15 @@ from ...errors import ProtectionError
 from ...events import Events, catalogue, say
 from ...smp.serve.client import REQUEST, STOP
 from ...smp.watch import liveness
+from .watcher import Watcher
 
 WORKERS_SHARE = 0.75  # of the grace; the rest is for a version that they seal in that time
 _NOTICE_SECONDS = 600.0  # for the checkpoint of a notice, as for `ft-plugins checkpoint now`
 _AGAIN_SECONDS = 0.2  # after a request that the SMP did not answer
-
-
-class Writer(Protocol):
-    """What is needed of `Watcher`."""
-
-    def checkpoint(self, reason: str, only_due: bool = False, seconds: float | None = None) -> dict[str, Any]: ...
+_NOTHING = {
+    "off": "nothing is written to storage: the job has no --reft-checkpoint-dir, or its ranks have not begun",
+    "nothing": "nothing is written to storage, because there is no version in memory yet",
+}
 
 
 def missed(outcome: dict[str, Any]) -> str:
@@ -62,7 +61,7 @@ def report_missed(events: Events, outcome: dict[str, Any]) -> None:
 class SignalStop:
     """The stop of a node's job by a signal, within `seconds` from `begin` on. `writer` is None if there is no SMP."""
 
-    def __init__(self, writer: Writer | None, events: Events, seconds: float) -> None:
+    def __init__(self, writer: Watcher | None, events: Events, seconds: float) -> None:
         self._writer, self._events, self._seconds = writer, events, seconds
         self._until = 0.0  # monotonic; 0 before `begin`
         self._workers_ended = threading.Event()
@@ -70,13 +69,12 @@ class SignalStop:
         self._outcome: dict[str, Any] = {"state": "writing"}
         self._said = ""  # the path that was printed
 
-    def begin(self) -> None:
-        """Write what is in memory, in a thread. Idempotent."""
-        if not self._until:
-            self._until = time.monotonic() + self._seconds
-            if self._writer is not None:
-                self._thread = threading.Thread(target=self._write, args=(self._writer,), daemon=True)
-                self._thread.start()
+    def begin(self, write: bool = True) -> None:
+        """The grace begins. Write what is in memory, in a thread, unless `write` is false. Idempotent."""
+        self._until = self._until or time.monotonic() + self._seconds
+        if write and self._thread is None and self._writer is not None:
+            self._thread = threading.Thread(target=self._write, args=(self._writer,), daemon=True)
+            self._thread.start()
 
     @property
     def left(self) -> float:
@@ -89,21 +87,22 @@ class SignalStop:
         return max(0.0, self.left - (1 - WORKERS_SHARE) * self._seconds)
 
     def finish(self) -> None:
-        """Once the workers have ended: wait until what is newest is written, and say what is not in storage."""
-        self.begin()
+        """Once the workers have ended: wait until what is newest is written, and say what is not in storage; nothing,
+        if it was begun without."""
+        self.begin(write=not self._until)
         self._workers_ended.set()
         if self._thread is not None:
             self._thread.join(self.left)
             report_missed(self._events, self._outcome)
 
-    def _write(self, writer: Writer) -> None:
+    def _write(self, writer: Watcher) -> None:
         """The thread: what is in memory now, then what is newest."""
         while self._ask(writer)["state"] == "unanswered" and self.left:  # the signal may have ended the SMP too
             self._workers_ended.wait(_AGAIN_SECONDS)
         self._workers_ended.wait(self.left)
         self._outcome = self._ask(writer)
 
-    def _ask(self, writer: Writer) -> dict[str, Any]:
+    def _ask(self, writer: Watcher) -> dict[str, Any]:
         try:
             outcome = writer.checkpoint(STOP, seconds=self.left)
         except ProtectionError as error:
@@ -131,7 +130,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def notices(writer: Writer, taken: str) -> Iterator[None]:
+def notices(writer: Watcher, taken: str) -> Iterator[None]:
     """Meanwhile write a checkpoint at each notice of preemption, one at a time. `taken`: names of signals that end the
     job. For the main thread; in another one there are no notices."""
     busy = threading.Lock()
@@ -152,20 +151,14 @@ def notices(writer: Writer, taken: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _answer(writer: Writer, name: str, busy: threading.Lock) -> None:
+def _answer(writer: Watcher, name: str, busy: threading.Lock) -> None:
     """Write a checkpoint because of a notice, say what became of it, and release `busy`."""
     try:
         outcome = writer.checkpoint(REQUEST, seconds=_NOTICE_SECONDS)
     except ProtectionError as error:
         outcome = {"state": "failed", "reason": str(error)}
-    match outcome["state"]:
-        case "done":
-            said = f"iteration {outcome['iteration']} is in {outcome['path']}"
-        case "off":
-            said = "nothing is written to storage: the job has no --reft-checkpoint-dir, or its ranks have not begun"
-        case "nothing":
-            said = "nothing is written to storage, because there is no version in memory yet"
-        case _:
-            said = f"the newest snapshot is not in storage: {missed(outcome)}"
+    said = _NOTHING.get(outcome["state"]) or f"the newest snapshot is not in storage: {missed(outcome)}"
+    if outcome["state"] == "done":
+        said = f"iteration {outcome['iteration']} is in {outcome['path']}"
     busy.release()
     say(f"{name}: {said}", alarm=True, who="ft-run: ")

@@ -12,17 +12,23 @@ A start is over when all ranks of the node have attached. Until then no rank rep
 Ranks that are idle may be healthy, and wait for a service outside. So only the first verdict, if it is a hang, starts
 them again, which costs no more than the start. After it they may wait again, or train unprotected: an alarm is all.
 
-Invariant: `judge_start` decides, and is pure; `StartWatch` looks. What happened while this process did not run either
-is left out. In: whether ranks have attached, what processors their processes have used. Out: a verdict.
+Invariant: `judge_start` decides, and is pure; `StartWatch` looks, `answer` says what it finds. What happened while this
+process did not run either is left out. In: whether ranks have attached, what processors their processes have used. Out:
+a verdict; events, and why ranks have to end.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
-from ...smp.watch import liveness
-from ...smp.watch.hang import GROWTH, LEAST_SECONDS, LONG_SECONDS
+from ...events import Events, catalogue
+from ...smp.watch import liveness, stacks
+from ...smp.watch.hang import GROWTH, HANG, LEAST_SECONDS, LONG_SECONDS
+from .restarts import LostPeers
+from .watcher import Job
 
 IDLE_SECONDS = 600.0
 LOOK_SECONDS = 5.0  # between two looks
@@ -40,8 +46,9 @@ def judge_start(seconds: float, idle: float, before: float = 0.0, apart: bool = 
 
 
 class StartWatch:
-    """The watch of one ft-run. `processes`: (pid, start time) by rank, none once nothing is left to see; `idle`:
-    seconds without work; `alarms`: verdicts on this start, and one more if that before hung."""
+    """The watch of one ft-run. `processes`: (pid, start time) by rank, none once nothing is left to see; `began`: when
+    they did (monotonic); `idle`: seconds without work; `alarms`: verdicts on this start, and one more if that before
+    hung."""
 
     def __init__(self) -> None:
         self._before, self.processes = 0.0, dict[int, tuple[int, int]]()
@@ -54,7 +61,7 @@ class StartWatch:
         }  # fmt: skip
         self._apart, self._used, self.idle, self._late = apart, dict[int, float](), 0.0, False
         self._row = self.alarms
-        self._began = self._looked = self._worked = time.monotonic()
+        self.began = self._looked = self._worked = time.monotonic()
 
     def look(self, attached: Callable[[], bool], ended: bool = False) -> str:
         """Look at the processes. `attached`: whether all ranks have; `ended`: in order. Returns the verdict."""
@@ -68,9 +75,49 @@ class StartWatch:
         self._used = {rank: used for rank, (used, _) in use.items()}
         self._looked, self.idle = now, now - self._worked
         verdict = ATTACHED * (self.alarms > self._row) if over else UNATTACHED if ended else judge_start(
-            0.0 if self._late else now - self._began, self.idle, self._before, self._apart, self.alarms
+            0.0 if self._late else now - self.began, self.idle, self._before, self._apart, self.alarms
         )  # fmt: skip
         self._late, self.alarms = self._late or verdict == UNATTACHED, self.alarms + bool(verdict)
         if over or ended:
-            self._before, self.processes = (now - self._began if over else self._before), {}
+            self._before, self.processes = (now - self.began if over else self._before), {}
         return verdict
+
+
+def answer(
+    verdict: str, start: StartWatch, job: Job, token: int, events: Events, ended: bool, last: bool
+) -> LostPeers | None:
+    """Say what a verdict on a start means. `ended`: its ranks have, in order; `last`: nothing may start them again.
+    Returns why they have to end, None if they go on."""
+    seconds, kind = round(time.monotonic() - start.began, 1), catalogue.RANKS_UNATTACHED
+    if verdict == HUNG and job.config.hang_seconds != 0:
+        return _report_hang(start, job, token, events, start.alarms > 1 or last)
+    if verdict == ATTACHED:
+        events.emit(catalogue.JOB_ADVANCED, iteration=0, seconds=seconds)
+    if verdict == UNATTACHED:
+        events.emit(kind, seconds=seconds)
+        if ended and job.config.require_protection:
+            return LostPeers((f"--ftp-require-protection: {kind.what} {kind.action}",), refused=True)
+    return None
+
+
+def _report_hang(start: StartWatch, job: Job, token: int, events: Events, waits: bool) -> LostPeers | None:
+    """Write stacks, and report the hang; `waits`: only that the ranks wait. They may wait for something outside, so the
+    job is never ended for it."""
+    ranks, folder = sorted(start.processes), Path()
+    with suppress(OSError):
+        folder = stacks.dump(job.run_dir, token, start.processes)
+    places = {rank: stacks.place(folder / f"rank{rank}.txt") for rank in ranks[:4]}
+    idle = f"the start on node {job.node}: no rank has used a processor for {start.idle:.0f} s"
+    said = "; ".join([idle, *(f"rank {rank} stands in {place}" for rank, place in places.items() if place)])
+    facts = {
+        "iteration": 0,
+        "phase": "starting",
+        "seconds": round(start.idle, 1),
+        "stacks": str(folder),
+        "reason": f"{said}; stacks in {folder}",
+    }
+    if waits:
+        events.emit(catalogue.JOB_WAITING, about=ranks[0], **facts)
+        return None
+    events.emit(catalogue.JOB_HUNG, about=ranks[0], culprit=job.node, even=True, ranks=ranks, **facts)
+    return LostPeers((f"{HANG}{said}",))

@@ -191,8 +191,7 @@ class Watcher:
             seconds = self._job.config.capture.checkpoint_seconds if self._job.config.capture else 0.0
         try:
             with self._connect(self._job.run_dir, _CHECKPOINT_CALL_SECONDS) as client:
-                outcome: dict[str, Any] = client.checkpoint(reason, seconds, only_due)
-                return outcome
+                return dict(client.checkpoint(reason, seconds, only_due))
         except FtError as error:
             raise ProtectionError(f"node {self._job.node}: no checkpoint was written: {error}") from error
 
@@ -202,11 +201,8 @@ class Watcher:
         if not self._thread:
             return
 
-        def end(client: Any) -> None:
-            client.end()
-
         self._bring_up()  # if the SMP has just died, another one cleans up
-        self._request("end", end)
+        self._request("end", lambda client: client.end())
 
     def stop(self) -> None:
         """Stop watching; the SMP stays. Idempotent."""

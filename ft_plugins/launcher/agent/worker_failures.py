@@ -33,10 +33,8 @@ def failed_workers(context: PContext) -> dict[int, int]:
             exited = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             continue  # already reaped, so it did not fail
-        if exited and exited.si_code != os.CLD_EXITED:
-            failed[local_rank] = -exited.si_status
-        elif exited and exited.si_status:
-            failed[local_rank] = exited.si_status
+        if exited and exited.si_status:  # else it has ended in order, or lives
+            failed[local_rank] = exited.si_status if exited.si_code == os.CLD_EXITED else -exited.si_status
     if failed:  # a worker that has written its report is about to end, and may be the cause
         for local_rank, path in context.error_files.items():
             if report := read_report(path):
@@ -74,6 +72,12 @@ def described(rank: int, failure: ProcessFailure) -> WorkerFailure:
         message=message.get("message", "") if isinstance(message, dict) else str(message),
         time=report.stat().st_mtime if reported else time.time(),
     )
+
+
+def failure_of(context: PContext, local_rank: int, exitcode: int) -> ProcessFailure:
+    """A failure as torch describes it."""
+    path = context.error_files.get(local_rank, "")
+    return ProcessFailure(local_rank, context.pids()[local_rank], exitcode, path if read_report(path) else "")
 
 
 def unreaped(context: PContext) -> list[int]:
@@ -120,6 +124,12 @@ class WorkerExits:
         """Wait until one more of them has ended, at most for `seconds`."""
         for descriptor, _ in self._poller.poll(1000 * seconds):
             self._close(descriptor)
+
+    def in_order(self, context: PContext) -> set[int]:
+        """The local ranks of the workers that have ended with status 0."""
+        self.wait(0.0)
+        failed = failed_workers(context)
+        return {local for local, pid in context.pids().items() if pid in self.ended and local not in failed}
 
     def wait_for_all(self, seconds: float) -> None:
         """Wait until all of them have ended, at most for `seconds`."""

@@ -96,8 +96,8 @@ class PreviousJob:
 
     def keep_only(self, plan: ResizePlan) -> None:
         """Free the memory of everything but the state in `plan`. Spares keep theirs until the job is safe without."""
-        rank, spares = self._collective.rank, [spare.endpoint for spare in self._spares]
-        self._nodes.ask(lambda client: client.settle(rank, self._token, plan.world_size, plan.version, spares))
+        rank = self._collective.rank
+        self._nodes.ask(lambda client: client.settle(rank, self._token, plan.world_size, plan.version))
 
     def drop(self) -> None:
         """Remove all state of previous sizes, at the user's request."""

@@ -140,7 +140,7 @@ class PeerRequests:
     storing: Callable[[int], ParityStore]
     join: Callable[[int, int], Handover]
     received: Callable[[], None]
-    as_spare: Callable[[requests.SpareState | requests.ReleaseSpare], dict[str, Any]]
+    as_spare: Callable[[requests.SpareState], dict[str, Any]]
     job_file: Callable[[str], bytes]
     status: Callable[[], dict[str, Any]]
 
@@ -151,7 +151,7 @@ class PeerRequests:
                 return {}, None
             case requests.NodeStatus():
                 return {"facts": self.status()}, None
-            case requests.SpareState() | requests.ReleaseSpare():
+            case requests.SpareState():
                 return self.as_spare(request), None
             case requests.Join(position=position):
                 return self.join(request.epoch, position)

@@ -14,17 +14,13 @@ from typing import Any
 from ...events import catalogue
 from ...snapshot.segment.slots import Version, captured_after
 from .context import ResizeContext
-from .spares import SpareClient
-
-_RELEASE_SECONDS = 10.0  # for a spare to answer that it has dropped its state
 
 
 class ResizeTransition:
     """The resizes of one node that takes part in the job."""
 
-    def __init__(self, smp: ResizeContext, spares: SpareClient) -> None:
+    def __init__(self, smp: ResizeContext) -> None:
         self._smp = smp
-        self._spares = spares
         self._world_size = max((segment.world_size for segment in smp.segments.values()), default=0)
 
     def resize(self, world_size: int) -> bool:
@@ -61,29 +57,30 @@ class ResizeTransition:
         Where nodes protect each other, that is when a version is committed. Otherwise it is when every rank of this
         node holds two versions of this incarnation: all ranks of the job have the older one."""
         smp = self._smp
-        if not (smp.previous or self._spares.has_unreleased):
+        if not smp.previous:
             return
         with smp.lock:  # else a request could close a segment while its slots are read
-            if self._safe_version() is None:
+            if not self.safe_lineage:
                 return
         smp.previous_storage.stop()  # without the lock: it takes seconds
         with smp.lock:
-            safe = self._safe_version()  # again: another incarnation may have begun meanwhile
-            if safe is None:
+            if not self.safe_lineage:  # again: another incarnation may have begun meanwhile
                 return
             smp.events.emit(catalogue.RESIZE_FINISHED, segments=smp.previous.drop())
             if not self._protected:  # nodes do not protect each other at this size: parity of the previous one is left
                 smp.tier.unprotect()
-        self._spares.release(safe.lineage, _RELEASE_SECONDS)
 
     @property
     def _protected(self) -> bool:
         """Whether the node tier's state is of this incarnation."""
         return self._smp.tier.token == self._smp.token and self._smp.tier.ranks == self._world_size
 
-    def _safe_version(self) -> Version | None:
-        """A version of this incarnation that makes the job safe without its state of previous sizes."""
-        return self._smp.tier.committed if self._protected else self._oldest_where_all_have_two()
+    @property
+    def safe_lineage(self) -> int:
+        """The lineage in which the job is safe without what other sizes, and nodes that take no part, hold of older
+        ones; 0 if it is not yet. Call with the lock held."""
+        version = self._smp.tier.committed if self._protected else self._oldest_where_all_have_two()
+        return version.lineage if version else 0
 
     def _oldest_where_all_have_two(self) -> Version | None:
         """The oldest version of this incarnation, if every rank of this node has a newer one as well."""

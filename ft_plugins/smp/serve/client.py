@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,17 +150,9 @@ class Client(LocalConnection):
         )  # fmt: skip
         return dict(reply["report"])
 
-    def settle(
-        self, rank: int, token: int, world_size: int, version: Version | None,
-        spares: Sequence[tuple[str, int]] = (),
-    ) -> None:  # fmt: skip
-        """Drop all state of previous sizes but `version` of the job of `world_size` ranks; None: drop everything.
-
-        `spares` are released when the job is safe without their state."""
-        self._ask(
-            "settle", rank=rank, token=token, world_size=world_size, version=protocol.packed(version),
-            spares=[list(where) for where in spares],
-        )  # fmt: skip
+    def settle(self, rank: int, token: int, world_size: int, version: Version | None) -> None:
+        """Drop all state of previous sizes but `version` of the job of `world_size` ranks; None: drop everything."""
+        self._ask("settle", rank=rank, token=token, world_size=world_size, version=protocol.packed(version))
 
     def claim(self, rank: int, token: int, protection: Protection) -> None:
         """Prepare for `protect`, which then takes no time worth mentioning, however much memory is needed."""

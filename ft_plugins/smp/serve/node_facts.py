@@ -54,7 +54,7 @@ def facts_of(
             note=None if launched and not ft_run_alive else read_note(run_dir),  # it is of an earlier launch
             smp_answers=bool(reply),
             smp_hangs=error is not None,
-            holds=not holds_nothing(reply) if reply else left_in_memory(run_dir),
+            holds=not holds_nothing({**reply, "node_tier": {}}) if reply else left_in_memory(run_dir),
             newest=own["iteration"] if own else None,
             kept_seconds=reply.get("kept_seconds"),
             trains=bool(reply) and progress_of(reply, reply["token"]) is not None,

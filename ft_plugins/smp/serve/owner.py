@@ -102,7 +102,7 @@ class SnapshotProcess:
         )  # fmt: skip
         self._spare_client = SpareClient(context, self._tier)
         self._spare_server = SpareServer(resize)
-        self._transition = ResizeTransition(resize, self._spare_client)
+        self._transition = ResizeTransition(resize)
         self._tier.serve_as_spare(self._spare_server.answer)
         self._tier.serve_status(self._status_for_others)
         self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
@@ -176,6 +176,7 @@ class SnapshotProcess:
             "metrics_error": self._metrics.failure,
             "world_size": max([self._tier.ranks, *(each.world_size for each in self._segments.values())]),
             "history": self._history.report(),
+            "safe_lineage": self._transition.safe_lineage,
             "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
         }
 
@@ -350,7 +351,6 @@ class SnapshotProcess:
 
     def _settle(self, request: requests.Settle) -> dict[str, Any]:
         self._require_current(request)
-        self._spare_client.release_later(request.spares)
         self._transition.keep_only((request.world_size, request.version) if request.version is not None else None)
         return {}
 
@@ -384,6 +384,8 @@ class SnapshotProcess:
     def check_trainers(self) -> None:
         """Declare trainers lost that have been stopped for too long: their peers wait for them in a collective."""
         self._transition.drop_if_safe()
+        if not self.in_use:
+            self._spare_server.drop_if_safe()
         now = time.monotonic()
         if now - self._checked > _PAUSE_SECONDS:
             self._stopped = {}  # this process was stopped, too: the whole node may be suspended
@@ -488,8 +490,6 @@ class SnapshotProcess:
                 self._look(always=True)
             self._metrics.become(None)
             self._tier.close()
-            self._spare_client.forget()
-            self._spare_server.forget()
             self._previous_storage.stop()
             self.persister.stop(in_order)
             for segment in self._segments.values():

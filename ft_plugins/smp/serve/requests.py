@@ -172,10 +172,9 @@ class AskSpare(OfRank):
 
 @dataclass(frozen=True)
 class Settle(OfRank):
-    """Drop all state of previous sizes but `version` of `world_size` ranks; release `spares` once that is safe."""
+    """Drop all state of previous sizes but `version` of `world_size` ranks."""
 
     world_size: Rank
-    spares: tuple[HostPort, ...]
     version: MaybeVersion = None
 
 
@@ -230,13 +229,6 @@ class SpareState:
 
     node: Text
     world_size: Count
-
-
-@dataclass(frozen=True)
-class ReleaseSpare:
-    """The job continues in `lineage`: drop older state."""
-
-    lineage: Count
 
 
 @dataclass(frozen=True)
@@ -337,7 +329,7 @@ class ReadJob:
 
 
 _PEER: Mapping[str, type[Any]] = {
-    "probe": Probe, "status": NodeStatus, "spare": SpareState, "release": ReleaseSpare, "join": Join,
+    "probe": Probe, "status": NodeStatus, "spare": SpareState, "join": Join,
     "begin": BeginLane, "take": TakeFrame, "copy": TakeCopy, "check": CompareReplicas,
 }  # fmt: skip
 _READ: Mapping[str, type[Any]] = {

@@ -39,7 +39,7 @@ from ..exchange.readers import LocalReader
 from ..exchange.rebuild import decode, fetch
 from ..serve import job_file
 from ..serve.node_context import NodeContext
-from ..serve.requests import RebuildSlot, ReleaseSpare, SpareState
+from ..serve.requests import RebuildSlot, SpareState
 from ..watch.hang import Stall
 from ..watch.job_history import was_drained
 from . import other_nodes
@@ -51,7 +51,7 @@ from .protection import Protection
 _RELEASED = "released.json"  # the lineage in which the job has continued without this node
 _ALARMS = ("replicas", "checkpoints", "protection", "commits")  # topics that belong to one incarnation
 
-SpareHandler = Callable[[SpareState | ReleaseSpare], dict[str, Any]]
+SpareHandler = Callable[[SpareState], dict[str, Any]]
 StatusHandler = Callable[[], dict[str, Any]]
 
 _COUNT = TypeAdapter(Count)
@@ -291,6 +291,13 @@ class NodeTier:
             raise ProtocolError(f"node {self._node} is still starting")
         return self._status_handler()
 
+    def others(self) -> list[tuple[str, tuple[str, int]]]:
+        """The other nodes of the job that is, or was last, protected here, and where their SMPs listen."""
+        with self._lock:
+            of = self._protection
+            places = [] if of is None else list(zip(of.plan().nodes, of.endpoints, strict=True))
+        return [place for place in places if place[0] != self._node]
+
     def other_nodes(self, first: int, each: float, every: float) -> tuple[list[dict[str, Any]], int | None]:
         """A page of what `other_nodes.ask` finds of the job's other nodes, from the answer `first` on; and the answer
         with which the next page begins, None for none. All are asked for the first page, each of them for up to `each`
@@ -298,10 +305,7 @@ class NodeTier:
         came = time.monotonic()
         with self._asking:
             if not first and self._asked[1] < came:
-                with self._lock:
-                    of = self._protection
-                    places = [] if of is None else list(zip(of.plan().nodes, of.endpoints, strict=True))
-                peers = {node: self.peer(where, each, node) for node, where in places if node != self._node}
+                peers = {node: self.peer(where, each, node) for node, where in self.others()}
                 self._asked = other_nodes.ask(peers, every), time.monotonic()
             answers, following = self._asked[0], first + other_nodes.PAGE
             return answers[first:following], following if following < len(answers) else None
@@ -312,7 +316,7 @@ class NodeTier:
         """Have `handler` answer requests to this node as a spare."""
         self._spare_handler = handler
 
-    def _as_spare(self, request: SpareState | ReleaseSpare) -> dict[str, Any]:
+    def _as_spare(self, request: SpareState) -> dict[str, Any]:
         if self._spare_handler is None:
             raise ProtocolError(f"node {self._node} is still starting")
         return self._spare_handler(request)

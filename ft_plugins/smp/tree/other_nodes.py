@@ -31,7 +31,7 @@ Words = Annotated[Text, AfterValidator(lambda text: legible(text, _WORDS))]
 @dataclass(frozen=True)
 class OtherNode:
     """The part of `node_facts.Facts` that nodes report to each other; `held`: the newest iteration in memory, of that
-    `lineage`."""
+    `lineage`; `safe`: `ResizeTransition.safe_lineage`."""
 
     state: Words
     headline: Words
@@ -44,6 +44,7 @@ class OtherNode:
     held: Count | None
     lineage: Count | None
     alarm: Words
+    safe: Count
 
 
 _UNKNOWN = dict.fromkeys(each.name for each in fields(OtherNode))
@@ -53,6 +54,7 @@ def reported(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What a node reports of its facts."""
     newest, alarm = facts["newest"]["process"] or {}, facts["alarm"]
     more = {"held": newest.get("iteration"), "lineage": newest.get("lineage"), "alarm": alarm["text"] if alarm else ""}
+    more["safe"] = facts["details"]["safe_lineage"]
     known = {name: {**facts, **more}[name] for name in _UNKNOWN}
     return {name: value[:_WORDS] if isinstance(value, str) else value for name, value in known.items()}
 

@@ -207,8 +207,14 @@ def _stall(rank: RankProgress, position: int, stopped: bool, patient: bool) -> S
     return Stall(rank.iteration, waits, rank.edges, rank.rank, rank.phase, position, False, patient)
 
 
+def stall_of_ended(ranks: Sequence[RankProgress], position: int) -> Stall:
+    """That of a node whose ranks have all ended in order, while others go on: it says nothing of theirs (`merged`)."""
+    return Stall(max(rank.iteration for rank in ranks), False, 0, ranks[0].rank, WorkPhase.ENDED, position, True)
+
+
 def merged(stalls: Iterable[Stall | None]) -> Stall | None:
-    """The stall of several nodes: None if one of them does not hang, else the one that the others wait for.
+    """The stall of several nodes: None if one of them does not hang, else the one that the others wait for. Nodes whose
+    ranks have ended are not counted where others have ranks.
 
     Commutative, associative and idempotent, like the merging of all reports.
     """
@@ -216,6 +222,7 @@ def merged(stalls: Iterable[Stall | None]) -> Stall | None:
     present = [stall for stall in every if stall is not None]
     if not present or len(present) < len(every):
         return None
+    present = [stall for stall in present if stall.phase is not WorkPhase.ENDED] or present
     even = all(stall.even for stall in present) and len({(stall.iteration, stall.phase) for stall in present}) == 1
     return replace(min(present, key=lambda stall: stall.order), even=even)
 

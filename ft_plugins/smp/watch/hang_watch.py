@@ -9,7 +9,8 @@ Invariant: decides nothing itself; one hang is reported once per incarnation, af
 happened while this process did not run either (a suspended machine) is left out.
 
 A job that may only be waiting for a rank at work is an alarm, from the node of that rank. Once no rank lives, as after
-an orderly end, a refusal or the end of ft-run, there is nothing to watch.
+an orderly end, a refusal or the end of ft-run, there is nothing to watch. If ft-run waits for the ranks of other nodes
+then, these may hang, so this node hides no hang of theirs.
 
 Signs of work are of a rank's own process and its children, such as workers of a data loader. A stack is asked for only
 where it decides (`hang.works`): of a rank that uses a processor in a phase in which others can keep it. A rank is
@@ -33,7 +34,20 @@ from ...events import catalogue
 from ...snapshot.segment.progress_words import RankProgress, read
 from ..serve.node_context import NodeContext
 from . import liveness, stacks
-from .hang import HANG, HangVerdict, Signs, SlowRank, Stall, culprits, judge, slow_ranks, usual_seconds, works
+from .hang import (
+    HANG,
+    HangVerdict,
+    Signs,
+    SlowRank,
+    Stall,
+    culprits,
+    judge,
+    slow_ranks,
+    stall_of_ended,
+    usual_seconds,
+    works,
+)
+from .job_history import FtRunPhase, read_note
 
 LOOK_SECONDS = 5.0  # between two looks
 _SIGN_SECONDS = 1.0  # for all ranks to write their stacks
@@ -139,7 +153,9 @@ class HangWatch:
         alive = any(liveness.started(self._owners[rank.rank][0]) == self._owners[rank.rank][1] for rank in ranks)
         if not ranks or len(ranks) < expected or not alive:  # an incarnation is starting, or training is over
             self.verdict, self.slow, self._waits_for, self._usual = HangVerdict(), (), "", None
-            self._tree.report_stall(None)
+            note = read_note(self._run_dir) if ranks and not alive else None
+            leaves = note is not None and note.phase is FtRunPhase.LEAVING
+            self._tree.report_stall(stall_of_ended(ranks, self._tree.place()[0]) if leaves else None)
             return
         self._usual = usual_seconds(ranks)
         position, nodes = self._tree.place()

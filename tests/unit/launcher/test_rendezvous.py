@@ -23,12 +23,18 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec, _RoleInstanceInfo
+from torch.distributed.elastic.agent.server.api import (
+    SimpleElasticAgent,
+    WorkerSpec,
+    WorkerState,
+    _RoleInstanceInfo,
+)
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
@@ -1100,7 +1106,8 @@ def test_ranks_and_store_that_a_stranger_writes_into_a_foreign_rendezvous_are_no
         list(pool.map(lambda agent: agent._rendezvous(agent._worker_group), agents))
     assert [ranks_of(agent) for agent in agents] == RANKS
     places = {(agent._worker_group.master_addr, agent._worker_group.master_port) for agent in agents}
-    assert agents[0]._store_of_workers and places == {("127.0.0.1", agents[0]._store_of_workers.port)}
+    store = agents[0]._round.store
+    assert store and places == {("127.0.0.1", store.port)}
 
 
 @pytest.mark.parametrize("lost", [1, 4, 5])
@@ -1147,6 +1154,30 @@ def test_while_ranks_end_because_of_a_signal_status_says_so(alone: Rendezvous, t
     note = read_note(tmp_path)
     state = job_state(JobFacts("j", time.time(), launched=True, note=note, failed=True))
     assert state.state is State.WAITING and "SIGTERM" in state.headline and "start again" not in state.headline
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_at_a_signal_nothing_is_written_once_the_ranks_of_all_nodes_have_ended(
+    alone: Rendezvous, over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def checkpoint(*words: Any, **more: Any) -> dict[str, Any]:
+        asked.set()
+        return {"state": "off"}
+
+    def waits(seconds: float) -> bool:
+        raise TimeoutError
+
+    alone.next_rendezvous()
+    agent = agent_of(alone, [])
+    agent._pcontext = SimpleNamespace(pids=dict, error_files={})  # type: ignore[assignment]  # no rank is left here
+    if not over:
+        monkeypatch.setattr(alone, "wait_for_all", waits)
+    stop = SignalStop(SimpleNamespace(checkpoint=checkpoint), Events(), WAIT)  # type: ignore[arg-type]
+    result = agent._end_workers(stop, signal.SIGTERM)
+    stop.finish()
+    assert asked.is_set() is not over and (result is not None and result.state is WorkerState.SUCCEEDED) is over
 
 
 def test_a_round_of_another_back_end_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,18 @@ from ft_plugins.model.progress import WorkPhase
 from ft_plugins.smp.tree.agreement import Announcement, NodeReport, Summary, merge, summarize
 from ft_plugins.smp.tree.tree_messages import from_child, from_parent, packed_announcement, packed_summary
 from ft_plugins.smp.watch import hang
-from ft_plugins.smp.watch.hang import HangVerdict, Signs, Stall, culprits, judge, limit_of, merged, slow_ranks, works
+from ft_plugins.smp.watch.hang import (
+    HangVerdict,
+    Signs,
+    Stall,
+    culprits,
+    judge,
+    limit_of,
+    merged,
+    slow_ranks,
+    stall_of_ended,
+    works,
+)
 from ft_plugins.snapshot.segment.progress_words import KEPT, RankProgress
 
 NOW = 1000.0
@@ -228,14 +239,17 @@ def test_of_several_nodes_the_one_that_is_waited_for_decides_whether_to_wait() -
     assert merged([waits, moves]) == replace(moves, even=False), "of equals, the one at work"
     even = replace(stuck, even=True)
     assert merged([even, replace(even, iteration=21)]) == stuck, "one node is behind the other"
+    ended = stall_of_ended(ranks(2, iteration=19), 2)
+    assert merged([ended, even]) == even and merged([ended, moves]) == moves, "the ended ranks are not waited for"
+    assert merged([ended, None]) is None, "others work on"
 
 
 # ---- of all nodes ----
 
 STALLS = st.builds(
     Stall, st.integers(1, 3), st.booleans(), st.integers(0, 3), st.integers(0, 9),
-    st.sampled_from([WorkPhase.DATA, WorkPhase.FORWARD, WorkPhase.AFTER_FORWARD]), st.integers(0, 3), st.booleans(),
-    st.booleans(),
+    st.sampled_from([WorkPhase.DATA, WorkPhase.FORWARD, WorkPhase.AFTER_FORWARD, WorkPhase.ENDED]), st.integers(0, 3),
+    st.booleans(), st.booleans(),
 )  # fmt: skip
 
 

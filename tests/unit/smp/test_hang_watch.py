@@ -17,6 +17,7 @@ from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.watch import hang, hang_watch, liveness, stacks
 from ft_plugins.smp.watch.hang import Stall
 from ft_plugins.smp.watch.hang_watch import HangWatch
+from ft_plugins.smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ft_plugins.snapshot.segment import progress_words
 from ft_plugins.snapshot.segment.progress_words import KEPT, ProgressFacts, ProgressWriter, RankProgress
 from ft_plugins.snapshot.segment.segment import Segment, create
@@ -366,6 +367,10 @@ def test_where_no_rank_lives_any_more_nothing_hangs(node: Node) -> None:
         segment.header.owner = (os.getpid(), 1)  # another process has that number now
     node.look(watch, 100)
     assert node.events == [] and node.lost == [] and watch.status()["hang_seconds"] == 0
+    assert node.tree.reported is None, "a failure, perhaps: ft-run starts them again"
+    write_note(node.folder, FtRunNote(FtRunPhase.LEAVING))
+    node.look(watch, 1)
+    assert node.tree.reported == Stall(5, False, 0, 0, WorkPhase.ENDED, 0, True), "those of other nodes may hang"
 
 
 def seconds_of_hang(node: Node, watch: HangWatch, token: int, last: int) -> float:

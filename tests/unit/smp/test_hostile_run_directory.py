@@ -32,7 +32,6 @@ from ft_plugins.recovery.resize import sizes
 from ft_plugins.smp.serve import client, job_file, leftovers
 from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.owner import SnapshotProcess
-from ft_plugins.smp.serve.requests import ReleaseSpare
 from ft_plugins.smp.storage.checkpoints import Checkpoints
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.smp.watch import liveness
@@ -123,7 +122,7 @@ def left(job: str, tmp_path: Path, segments: None, secret: Path) -> Path:
     assert smp.ask("fence")["ok"] and smp.ask("attach", **attach(tmp_path / "ck"))["ok"]
     assert smp.ask("protect", protection=smp.described(protection))["ok"]
     files.write_json(run_dir / "lost.json", {"token": 1, "lost": ["node m"]})
-    for name, value in (("committed", [1, 4]), ("released", 3), ("asked", 1), ("spares", [["127.0.0.1", 9]])):
+    for name, value in (("committed", [1, 4]), ("released", 3)):
         files.write_json(run_dir / f"{name}.json", value)
     sizes.write(run_dir, sizes.SizeReport((2, 4), True))
     for name in ("smp.lock", "lock", paths.PATIENCE_FILE):
@@ -153,7 +152,7 @@ def use_everything(job: str, run_dir: Path, secret: Path) -> None:
         if where["ok"]:
             with suppress(FtError):  # its job file cannot be written
                 smp.ask("protect", protection=smp.described(smp.protection(where)))
-        smp.process._spare_server.answer(ReleaseSpare(0))
+        smp.process._spare_server._release(1)
     finally:
         smp.close()
     Watcher(Job(Config(), job, NODE, run_dir), Events()).lost(1)
@@ -235,7 +234,7 @@ def test_a_request_that_lacks_a_field_or_holds_another_kind_is_refused(
         {"do": "rebuild", "version": version, "protection": block, "source": None, "holders": [[0, *own]], "lost": [1],
          "previous": True, "fingerprint": {"job": 1}},
         {"do": "spare", "world_size": 2, "node": "m", "where": own, "seconds": 0.0},
-        {"do": "settle", "world_size": 2, "version": version, "spares": [own]},
+        {"do": "settle", "world_size": 2, "version": version},
         {"do": "resize", "world_size": 2},
         {"do": "checkpoint", "reason": "x", "seconds": 0.0, "only_due": True},
         {"do": "protect", "protection": block},
@@ -259,7 +258,6 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
         {"do": "copy", **version, "rank": 0, "at": 0, "total": 10},
         {"do": "check", **version},
         {"do": "spare", "node": NODE, "world_size": 3},
-        {"do": "release", "lineage": 0},
     ]
     with suppress(FtError):
         smp.process._tier._requests.handle(altered(source.choice(sent), source), np.zeros(16, dtype=np.uint8))

@@ -490,6 +490,7 @@ def test_other_nodes_are_asked_for_people_page_by_page_and_each_by_its_own_name(
     job.protect()
     told = {"state": "TRAINING", "headline": "", "remedy": "", "ranks": 2, "iteration": None, "restarts": 0}
     more = {"iteration_age_seconds": 0.5, "downtime_seconds": 0.0, "newest": {"process": None}, "alarm": None}
+    more["details"] = {"safe_lineage": 0}
     second.serve_status(lambda: other_nodes.reported({**told, **more}))
     monkeypatch.setattr(other_nodes, "PAGE", 1)
     pages = [first.other_nodes(at, SECONDS, SECONDS) for at in (0, 1, 99)]

@@ -36,7 +36,7 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "resize", **OF_RANK, "world_size": 4},
     {"do": "previous_sizes"},
     {"do": "spare", **OF_RANK, "world_size": 4, "node": "c", "where": ["127.0.0.1", 9], "seconds": 1.0},
-    {"do": "settle", **OF_RANK, "world_size": 4, "spares": []},
+    {"do": "settle", **OF_RANK, "world_size": 4},
     {"do": "checkpoint", "reason": "request", "seconds": 1.0, "only_due": False},
     {"do": "hold", "value": 1},
     {"do": "nodes", "first": 0, "each": 1.0, "every": 2.0},
@@ -44,7 +44,6 @@ LOCAL: list[dict[str, Any]] = [
 PEER: list[dict[str, Any]] = [
     {"do": "probe"},
     {"do": "spare", "node": "c", "world_size": 4},
-    {"do": "release", "lineage": 3},
     {"do": "join", "epoch": 1, "position": 3},
     {"do": "begin", "epoch": 1, "version": [1, 2], "nodes": [[0, 1]], "ranks": [3]},
     {"do": "take", "epoch": 1, "version": [1, 2], "key": [0, 1, 0], "node": 1, "at": 0, "exponent": 3},
@@ -100,9 +99,9 @@ def test_a_request_of_this_node_with_strange_fields_is_refused(name: str, change
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"do": "take", **{**PEER[5], "exponent": 255}}, "exponent"),
-        ({**PEER[8], "nbytes": (1 << 20) + 1}, "nbytes"),
-        ({**PEER[8], "version": [1]}, "version: .*expected a lineage and an iteration"),
+        ({"do": "take", **{**PEER[4], "exponent": 255}}, "exponent"),
+        ({**PEER[7], "nbytes": (1 << 20) + 1}, "nbytes"),
+        ({**PEER[7], "version": [1]}, "version: .*expected a lineage and an iteration"),
         ({"do": "read", "what": "disk"}, "unknown read: 'disk'"),
         ({"do": ["take"]}, r"unknown request between SMPs: \['take'\]"),
         ({}, "unknown request between SMPs: None"),

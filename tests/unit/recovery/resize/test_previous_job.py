@@ -141,7 +141,7 @@ def test_what_the_spare_holds_is_fetched_and_what_is_lost_is_decoded_with_its_he
     assert set(found.holders.values()) == {0, 1}, "all of it is on nodes of the job now"
     assert found.now == Version(8, 4), "newer than any lineage that the spare reports"
     previous.keep_only(found)
-    assert [told[-1] for told in nodes.settled] == [[WHERE], [WHERE]], "each member knows which spares to release"
+    assert len(nodes.settled) == 2, "each member keeps that state alone"
 
 
 def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job: Callable[[Nodes], PreviousJob]) -> None:

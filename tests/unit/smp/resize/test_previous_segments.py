@@ -192,6 +192,6 @@ def test_a_rank_that_leaves_while_it_is_looked_whether_the_job_is_safe_is_no_err
         yield
 
     smp = replace(process._transition._smp, lock=once_the_request_is_over())
-    ResizeTransition(smp, process._spare_client).drop_if_safe()
+    ResizeTransition(smp).drop_if_safe()
     assert files(job) == {"n0-r0of1", "n0-r1"}
     remove(job, NODE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import pytest
 from ft_plugins.base.intake import parsed
 from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.events import Event, Events
-from ft_plugins.smp.resize import spares
 from ft_plugins.smp.serve import job_file
 from ft_plugins.smp.serve.job_file import ProtectionReference
 from ft_plugins.smp.serve.owner import SnapshotProcess
+from ft_plugins.smp.tree import other_nodes
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture import manifest
@@ -34,7 +33,7 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version, slots_for
 
-from ..node_clusters import capture, wait, write_secret
+from ..node_clusters import capture, write_secret
 
 RANGES = ((0, 50_000), (50_000, 40_000))
 SHAPE = Shape(90_000, 2000, len(RANGES), 3, slots_for(Pin.NODE, Pin.SOURCE))
@@ -148,6 +147,13 @@ def commit(pair: Job, version: Version) -> None:
     pair.member.process.check_trainers()
 
 
+def look(pair: Job) -> None:
+    """The spare asks each of the other nodes, of which n1 does not answer."""
+    for _ in range(2):
+        pair.outside.process._spare_server._looked = -SECONDS
+        pair.outside.process.check_trainers()
+
+
 def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pair: Job) -> None:
     assert _protects(pair.outside.process)
     told = pair.spare()
@@ -195,7 +201,8 @@ def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     busy = pair.outside.process._segments[5]
     busy.header.owner = (1, liveness.started(1))
     assert pair.spare() == {"busy": [5]} and _protects(pair.outside.process)
-    pair.member.process._spare_client._release([pair.where], 2, 5.0)
+    commit(pair, Version(2, 6))
+    look(pair)
     assert len(segments_of(pair.job, "n2")) == 2
 
 
@@ -204,13 +211,17 @@ def test_another_node_at_that_endpoint_is_refused(pair: Job) -> None:
         pair.spare("n7")
 
 
-def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_before(pair: Job) -> None:
-    pair.spare()
-    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    pair.member.process.check_trainers()
+@pytest.mark.parametrize("asked", [True, False], ids=["after a resize", "another node has its place"])
+def test_it_drops_its_state_when_a_newer_lineage_is_committed_without_it_and_not_before(pair: Job, asked: bool) -> None:
+    if asked:
+        pair.spare()
+    pair.member.ask("settle", world_size=6, version=[1, 5])
+    commit(pair, Version(1, 6))
+    look(pair)
     assert len(segments_of(pair.job, "n2")) == 2 and parity_path_of(pair.job, "n2").exists()
     commit(pair, Version(3, 6))
-    wait(lambda: "spare.released" in pair.outside.names())
+    look(pair)
+    assert "spare.released" in pair.outside.names()
     assert not segments_of(pair.job, "n2") and not parity_path_of(pair.job, "n2").exists()
     assert not previous_segments_of(pair.job, "n0")
     inventory = pair.outside.ask("inventory")
@@ -221,50 +232,19 @@ def test_it_is_released_when_a_version_of_the_current_size_is_committed_and_not_
     assert pair.outside.ask("status")["node_tier"]["released"] == 3
 
 
-def test_a_release_for_a_lineage_that_cannot_be_drops_nothing(pair: Job) -> None:
-    pair.spare()
-    wrong = pytest.raises(ProtocolError, match="expected a lineage up to 1048577, found 4611686018427387904")
-    with closing(pair.member.process._tier.peer(pair.where, SECONDS, "n2")) as peer, wrong:
-        peer.ask("release", lineage=1 << 62)
+def test_for_a_lineage_that_cannot_be_nothing_is_dropped(pair: Job) -> None:
+    commit(pair, Version(1 << 40, 6))
+    look(pair)
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
-def test_a_spare_whose_smp_was_replaced_is_released_too(pair: Job) -> None:
+def test_a_spare_whose_smp_was_replaced_drops_its_state_too(pair: Job) -> None:
     pair.spare()
     pair.outside.stop()
     pair.outside = Smp(pair.folder, pair.job, "n2")
-    pair.member.process._spare_client._release([pair.where], 2, 5.0)
-    assert "spare.released" in pair.outside.names() and not segments_of(pair.job, "n2")
-
-
-def test_a_replacement_smp_releases_the_spares_that_were_asked(pair: Job) -> None:
-    pair.spare()
-    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    pair.member.stop()
-    pair.member = Smp(pair.folder, pair.job, "n0")
     commit(pair, Version(2, 6))
-    wait(lambda: "spare.released" in pair.outside.names())
-    assert not segments_of(pair.job, "n2")
-    wait(lambda: not (pair.member.run_dir / "spares.json").exists())
-
-
-def test_spares_to_release_stay_on_file_until_they_were_released(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair.spare()
-    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    commit(pair, Version(2, 6))  # a thread starts to release them
-    file, tier = pair.member.run_dir / "spares.json", pair.member.process._tier
-    wait(lambda: not file.exists())
-    peer, there = tier.peer, []
-
-    def looked_at(where: tuple[str, int], timeout: float) -> Any:
-        there.append(file.exists())
-        return peer(where, timeout)
-
-    monkeypatch.setattr(tier, "peer", looked_at)
-    pair.member.process._spare_client.release_later([pair.where])
-    pair.member.process._spare_client.release(2, 5.0)
-    wait(lambda: bool(there) and not file.exists())
-    assert there == [True]
+    look(pair)
+    assert "spare.released" in pair.outside.names() and not segments_of(pair.job, "n2")
 
 
 def test_writing_to_storage_is_abandoned_before_the_state_is_dropped(pair: Job) -> None:
@@ -278,30 +258,26 @@ def test_writing_to_storage_is_abandoned_before_the_state_is_dropped(pair: Job) 
     running, process = Running(), pair.outside.process
     process._previous.create(8, 4, SHAPE, {"job": 1})
     process._previous_storage._running[8] = running  # type: ignore[assignment]
-    pair.spare()
-    pair.member.process._spare_client._release([pair.where], 2, 5.0)
+    commit(pair, Version(2, 6))
+    look(pair)
     assert "spare.released" in pair.outside.names() and not process._previous_storage._running
     assert running.files == [previous_path_of(pair.job, "n2", 4, 8)] and not previous_segments_of(pair.job, "n2")
 
 
-def test_the_end_of_the_smp_leaves_nothing_of_spares_in_the_run_directory(pair: Job) -> None:
-    pair.spare()
-    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    assert (pair.outside.run_dir / "asked.json").exists() and (pair.member.run_dir / "spares.json").exists()
-    for smp in (pair.outside, pair.member):
-        smp.process.finish_alone("in order")
-        assert not {"asked.json", "spares.json"} & {path.name for path in smp.run_dir.iterdir()}
-
-
 @pytest.mark.parametrize("since", ["begun", "restored"])
-def test_a_release_that_comes_late_touches_nothing_of_a_node_that_takes_part_again(pair: Job, since: str) -> None:
-    pair.spare()
-    if since == "begun":
-        pair.outside.ask("fence")
-    elif since == "restored":
-        for found in pair.outside.process._segments.values():
-            found.open_lineage(3, V5, ())
-    pair.member.process._spare_client._release([pair.where], 3, 5.0)
+def test_a_node_that_takes_part_again_drops_nothing(pair: Job, since: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = other_nodes.ask
+
+    def asked(peers: Any, seconds: float) -> Any:
+        if since == "begun":
+            pair.outside.ask("fence")
+        return ask(peers, seconds)
+
+    monkeypatch.setattr(other_nodes, "ask", asked)
+    for found in pair.outside.process._segments.values() if since == "restored" else ():
+        found.open_lineage(3, V5, ())
+    commit(pair, Version(3, 6))
+    look(pair)
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
@@ -320,12 +296,7 @@ def test_a_spare_whose_smp_is_being_replaced_is_asked_again(pair: Job, monkeypat
     assert [size for size, _ in pair.spare()["sizes"]] == [6] and calls == [pair.where] * 2
 
 
-def test_a_spare_that_is_gone_is_reported_and_blocks_nothing(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares, "_RELEASE_TRIES", 2)
-    monkeypatch.setattr(spares, "_RELEASE_PAUSE_SECONDS", 0.01)
+def test_a_spare_that_is_gone_is_reported(pair: Job) -> None:
     pair.outside.stop()
     with pytest.raises(ProtocolError, match="did not answer 'spare'"):
         pair.spare(seconds=0.5)
-    pair.member.ask("settle", world_size=6, version=[1, 5], spares=[list(pair.where)])
-    commit(pair, Version(2, 6))
-    wait(lambda: "release.failed" in pair.member.names())
