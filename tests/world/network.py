@@ -62,6 +62,8 @@ class End:
         if self.is_open:
             self.is_open = False
             self.network.carry(self, _END)
+            for watcher in list(self.watchers):  # a thread of this process that waits for a reply
+                watcher.wake()
 
     def arrived(self, what):
         if what is _END:
@@ -78,7 +80,7 @@ class End:
 
     def receive(self, seconds):
         """The next message. Raises TimeoutError, EndedError."""
-        if not self.readable:
+        if not self.readable and self.is_open:
             waiting = Waiting(self.network.hub)
             self.watchers.add(waiting)
             waiting.signal.wait(seconds)
@@ -150,9 +152,9 @@ class Network:
             raise OSError(98, "Address already in use")
         self.listeners[where] = (process, accept)
 
-    def connect(self, process, node, where, seconds):
-        """A connection. Raises TimeoutError, ConnectionRefusedError."""
-        signal, found = Signal(self.hub), []
+    def connect(self, process, node, where, seconds, signal=None):
+        """A connection. `signal` gives up. Raises TimeoutError, ConnectionRefusedError."""
+        signal, found = signal or Signal(self.hub), []
         target = self.hub.world.machine_at(where[0])
         source = process.machine
 
@@ -198,13 +200,18 @@ class Peer:
         self.endpoint = endpoint
         self._process, self._me, self._seconds, self._node = process, me, seconds, node
         self._network = process.hub.world.network
-        self._end, self._closed = None, False
+        self._end, self._closed, self._signal = None, False, None
 
     def _connect(self):
         if self._closed:
             raise ProtocolError("this side has hung up")
         if self._end is None:
-            self._end = self._network.connect(self._process, self._me, self.endpoint, self._seconds)
+            self._signal = Signal(self._process.hub)
+            end = self._network.connect(self._process, self._me, self.endpoint, self._seconds, self._signal)
+            if self._closed:
+                end.close()
+                raise ProtocolError("this side has hung up")
+            self._end = end
             if self._node not in ("", self._end.node):
                 found, self._end = self._end.node, self._end.close()
                 raise ProtocolError(f"expected the SMP of node {self._node} there, found that of node {found}")
@@ -245,6 +252,8 @@ class Peer:
     def close(self):
         self._closed = True
         self.drop()
+        if self._signal is not None:
+            self._signal.set()
 
 
 def serve(process, end, handle, others=None):
