@@ -30,7 +30,7 @@ class Machine:
     def __init__(self, name):
         self.name, self.alive = name, True
         self.files, self.memory = {}, {}
-        self.full = False  # its disk
+        self.full = self.lies = False  # its disk; its SMP
 
 
 class End:

@@ -175,6 +175,8 @@ class Rank:
             self.idle.wait()  # the fence
             if self.failure is not None:
                 raise self.failure
+            if iteration == world.poison:
+                raise FtError(f"rank {self.rank}: what the version leads to")
             state = following(state, iteration, salt)
             claims.make_room(Version(lineage, iteration))
             segment.header.completed = iteration

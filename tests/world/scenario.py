@@ -57,7 +57,7 @@ EVENTS = {"round": 3, "rebuild": 3, "node.lost": 2, "version.committed": 2, "res
 KINDS = {
     "kill rank": 5, "kill smp": 4, "lose node": 3, "restart node": 2, "cut": 2, "cut one way": 1, "slow": 1,
     "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "full disk": 1, "flip": 1,
-    "slow storage": 1, "full storage": 1, "lose all": 0.5,
+    "slow storage": 1, "full storage": 1, "lose all": 0.5, "lie": 1, "poison": 0.3,
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ REPLACED = {
         "selectors": SimpleNamespace(DefaultSelector=network.Selector, EVENT_READ=selectors.EVENT_READ),
         "socket": SimpleNamespace(socketpair=network.pair),
     },
-    tree_member: {"TreeLink": network.TreeLink},
+    tree_member: {"TreeLink": network.TreeLink, "packed_summary": smp.packed_summary},
     node_module: {
         "PeerEndpoint": smp.Endpoint, "ParityStore": memory.Store, "shape_of": memory.shape_of, "fetch": memory.fetch,
         "decode": memory.decode, "job_file": smp.JobFiles, "files": _FILES, "read_json": smp.read_json,

@@ -75,6 +75,7 @@ class World:
         self.sealed_by, self.sealed_all, self.committed = {}, None, None
         self.survivable, self.finished = True, False
         self.newest_gang = None
+        self.restores, self.resumed_at, self.committed_at = {}, 0.0, (0.0, 0)
         self.highest, self.counts, self.waiting_faults = 0, {}, []
 
     # ---- run ----
@@ -115,6 +116,8 @@ class World:
 
     def _excused(self):
         """Whether more was lost than the redundancy makes up for."""
+        if self.poison and self.poison <= self.highest + 1:
+            return True
         if self.flipped or self.struck > 2 and any("stuck" in end for end in self.outcome.ended.values()):
             return True
         last = list(self.gangs.values())[-1]
@@ -132,6 +135,7 @@ class World:
         other = self.all[fault.nodes[1] % len(self.all)]
         hub.note(f"FAULT {fault.kind} {node.name} {other.name} {fault.seconds}")
         self.struck += 1
+        self.quiet_since = max(self.quiet_since, hub.now + fault.seconds)
         agent = node.agent
         if fault.kind in ("kill rank", "stop rank"):
             ranks = [rank.process for rank in agent.ranks if rank.process.alive] if agent else []
@@ -149,7 +153,7 @@ class World:
                 self.kill(rank.process.pid)
             agent.ended = True
             self.kill(agent.process.pid)
-            hub.later(max(fault.seconds, 0.5), node.start)
+            hub.later(max(fault.seconds, 0.5), lambda: node.machine.alive and node.start())
         elif fault.kind in ("cut", "cut one way"):
             names = [one.name for one in self.all if one is not node]
             self.network.cut |= {(node.name, name) for name in names}
@@ -171,6 +175,11 @@ class World:
                 hub.later(max(fault.seconds, 0.5) + hub.random.random(), lambda one=one: self.replace(one, True))
         elif fault.kind == "flip":
             self._flip(node)
+        elif fault.kind == "lie":
+            node.machine.lies = True
+            hub.later(min(fault.seconds, 0.5), lambda: setattr(node.machine, "lies", False))
+        elif fault.kind == "poison":
+            self.poison = self.highest + 2
 
     def _stop(self, process, seconds):
         process.stop()
@@ -183,7 +192,7 @@ class World:
             self.flipped = True
             return
 
-    flipped = False
+    flipped, poison, quiet_since = False, 0, 0.0
 
     def happened(self, what, number=None):
         """Something has: faults that wait for it strike."""
@@ -265,6 +274,7 @@ class World:
                 self.broken("committed what was not sealed", f"{version} on {node}: {self.sealed_by.get(version)}")
             if self.committed is None or version > self.committed[0]:
                 self.committed = version, self._machines(self.newest_gang)
+                self.committed_at = self.hub.now, version[1]
 
     @staticmethod
     def _pair(version):
@@ -309,6 +319,10 @@ class World:
             self.truth.setdefault(version, state)
         self.restored = version
         self.sealed_all = None if version is None else (version, self._machines(gang))
+        self.resumed_at, self.committed_at = self.hub.now, (self.hub.now, version[1] if version else 0)
+        restores = self.restores[version] = self.restores.get(version, 0) + 1
+        if restores > 4 + self.struck:
+            self.broken("restored again and again", f"{version}, {restores} times")
 
     restored, struck, lost_any, epoch = None, 0, False, 0
 
@@ -323,9 +337,17 @@ class World:
         if version.iteration > self.highest:
             self.highest = version.iteration
             self.happened("iteration", version.iteration)
+        self._check_protected(version.iteration)
         if self.newest_gang is not None and gang.number < self.newest_gang.number:
             self.broken("two rounds at once", f"rank {rank}: {key} of gang {gang.number} in {self.newest_gang.number}")
         self.newest_gang = gang
+
+    def _check_protected(self, iteration):
+        """Commits go on, or begin again soon after a fault."""
+        when, at = self.committed_at
+        late = 1.0 + self.detect_seconds + 15 * self.step_seconds[1]
+        if self.hub.now - max(when, self.quiet_since, self.resumed_at) > late and iteration > at + 15:
+            self.broken("unprotected", f"iteration {iteration}; the last commit was {at}, {self.hub.now - when:.2f} s ago")
 
     def sealed(self, rank, version, segment):
         key = self._pair(version)
