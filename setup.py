@@ -15,7 +15,7 @@ EXTRAS = {
     "mutants": ["cosmic-ray"],
     "docs": ["mkdocs-material"],
     "dev": [
-        "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis",
+        "pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "greenlet",
         "ruff", "mypy", "import-linter", "build", "setuptools",
         "kubernetes-validate", "kubeflow-trainer-api", "pyyaml",  # the schemas of launch/kubernetes
         "tensorboard",  # what a job writes with, and what reads it

@@ -1,1 +1,1 @@
-"""A seeded world in which the product's own decisions run together: see README.md in this folder's parent."""
+"""Simulated jobs in which the product's own decisions run together (tests/README.md)."""

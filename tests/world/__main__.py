@@ -28,6 +28,7 @@ import json  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from . import wiring  # noqa: E402, F401, I001  # first: it replaces what the product imports
 from .bugs import BUGS  # noqa: E402
 from .scenario import Scenario, draw, smaller  # noqa: E402
 from .shims import _MONOTONIC  # noqa: E402
@@ -133,7 +134,8 @@ def many(chosen):
     print(f"{count} jobs in {spent:.1f} s, {60 * count / spent:.0f} a minute; violated: {bad}")
     for name, numbers in figures.items():
         numbers.sort()
-        print(f"  {name}: median {numbers[count // 2]:.0f}, nine of ten up to {numbers[count * 9 // 10]:.0f}, {numbers[-1]:.0f}")
+        middle, most = numbers[count // 2], numbers[count * 9 // 10]
+        print(f"  {name}: median {middle:.0f}, nine of ten up to {most:.0f}, {numbers[-1]:.0f}")
     return bad
 
 
@@ -145,12 +147,12 @@ def bugs(chosen):
         if not (child := os.fork()):
             began, tried = _MONOTONIC(), 0
             bug.put_back()
-            seeds = [bug.seed] if chosen.first is None else range(chosen.first, chosen.first + (chosen.count or 1 << 30))
+            other = chosen.first is not None
+            seeds = range(chosen.first, chosen.first + (chosen.count or 1 << 30)) if other else [bug.seed]
             for seed in seeds:
                 tried += 1
-                world = run(draw(seed))
-                if world.outcome.violations:
-                    print(f"{name}: seed {seed}, {_MONOTONIC() - began:.1f} s, {tried} jobs: {world.outcome.violations[0]}"[:220])
+                if found := run(draw(seed)).outcome.violations:
+                    print(f"{name}: seed {seed}, {_MONOTONIC() - began:.1f} s, {tried} jobs: {str(found[0])[:150]}")
                     sys.stdout.flush()
                     os._exit(0)
                 if _MONOTONIC() - began > chosen.seconds:

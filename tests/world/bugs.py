@@ -10,8 +10,6 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from . import wiring  # noqa: F401, I001  # first
-
 from ft_plugins.launcher.rounds import round_machine
 from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.recovery import recovery_plan, restore

@@ -1,7 +1,7 @@
 """The folder for checkpoints that all nodes of the world share: real files, written and read when the world says.
 
-Of the product: manifests, records, listings, leases, notices, the thread that writes. Of the world: the bytes of a rank,
-which are its content as text, and how long each step takes, in which other processes have their turns.
+Of the product: manifests, records, listings, leases, notices, the thread that writes. Of the world: the bytes of a
+rank, which are its content as text, and how long each step takes, in which other processes have their turns.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ world: connections, and the loop in which the agent looks at its workers.
 from __future__ import annotations
 
 import secrets
+
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from ft_plugins.errors import FencedError, FtError, ProtectionError, ProtocolError
@@ -241,7 +242,7 @@ def connect_store(place, bound, reach):
 
 
 class Asking(Client):
-    """As the requests of `launcher.agent.watcher`: repeated while the SMP is being replaced; one that hangs is ended."""
+    """As the requests of `launcher.agent.watcher`: repeated while an SMP is replaced; one that hangs is ended."""
 
     def _ask(self, name, given, named):
         hub = hubs.ACTIVE
@@ -373,9 +374,8 @@ class Agent:
         failures = []
         for rank in failed:
             error = getattr(rank.process, "error", "")
-            failures.append(
-                WorkerFailure(rank.rank, 0, rank.process.pid, rank.process.status, f"{type(error).__name__}: {error}", 0)
-            )
+            words = f"{type(error).__name__}: {error}"
+            failures.append(WorkerFailure(rank.rank, 0, rank.process.pid, rank.process.status, words, 0))
         cause = root_cause(failures)
         handler.failed = not cause.secondary
         return self._restart(handler, cause)

@@ -9,6 +9,7 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
+
 @dataclass(frozen=True)
 class Fault:
     """`kind`, to the node or pair of `nodes`, for so many seconds: `delay` after something has happened for the n-th
@@ -49,7 +50,9 @@ class Scenario:
     @classmethod
     def of(cls, values):
         """From plain values."""
-        faults = tuple(Fault(**{**one, "after": tuple(one["after"]), "nodes": tuple(one["nodes"])}) for one in values["faults"])
+        faults = tuple(
+            Fault(**{**one, "after": tuple(one["after"]), "nodes": tuple(one["nodes"])}) for one in values["faults"]
+        )
         return cls(**{**values, "step": tuple(values["step"]), "capture": tuple(values["capture"]), "faults": faults})
 
 
@@ -83,7 +86,9 @@ def draw(seed):
         faults.append(Fault(after, delay, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0))))
     if faults and chance.random() < 0.3:  # two at once
         last = faults[-1]
-        faults.append(dataclasses.replace(last, delay=last.delay + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1]))
+        faults.append(
+            dataclasses.replace(last, delay=last.delay + chance.choice((0, 0.01, 0.3)), nodes=last.nodes[::-1])
+        )
     return Scenario(
         seed, nodes, spares, per_node, losses, iterations, detect, (step, step * 1.2),
         (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)),

@@ -16,15 +16,14 @@ shims.install()
 from ft_plugins.launcher.rendezvous import leader_search, local_node, peers, rendezvous, round_join  # noqa: E402
 from ft_plugins.launcher.rounds import roster_file  # noqa: E402
 from ft_plugins.recovery import nodes as recovery_nodes  # noqa: E402
-from ft_plugins.recovery.resize.sizes import SizeReport  # noqa: E402
 from ft_plugins.recovery import storage as recovery_storage  # noqa: E402
+from ft_plugins.recovery.resize.sizes import SizeReport  # noqa: E402
 from ft_plugins.smp.storage import checkpoint_schedule, checkpoints, folder_lease, persister  # noqa: E402
 from ft_plugins.smp.tree import node as node_module  # noqa: E402
 from ft_plugins.smp.tree import node_driver, pinned, tree_member  # noqa: E402
+from ft_plugins.snapshot.checkpoint import checkpoint as checkpoint_module  # noqa: E402
 from ft_plugins.snapshot.segment import claims  # noqa: E402
 from ft_plugins.transport import loop  # noqa: E402
-
-from ft_plugins.snapshot.checkpoint import checkpoint as checkpoint_module  # noqa: E402
 
 from . import disk, launcher, memory, network, smp  # noqa: E402
 from . import hub as hubs  # noqa: E402

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ft_plugins.redundancy.grouping import redundancy_groups
-
 from ft_plugins.snapshot.capture.retention import Storage
 
-from . import wiring  # noqa: F401  # first
 from .disk import Disk, incomplete
 from .hub import Hub
 from .launcher import Agent
@@ -260,7 +258,8 @@ class World:
         self.outcome.violations.append((self.hub.now - self.begin, name, words))
 
     def event(self, node, name, fields):
-        self.hub.note(f"{node}: {name} " + " ".join(f"{key}={value}" for key, value in fields.items() if key != "about"))
+        said = " ".join(f"{key}={value}" for key, value in fields.items() if key != "about")
+        self.hub.note(f"{node}: {name} {said}")
         if name == "checkpoint.completed":
             self._check_files()
             self.stored = max(self.stored or (0, 0), (fields["lineage"], fields["iteration"]))
@@ -347,7 +346,7 @@ class World:
         when, at = self.committed_at
         late = 1.0 + self.detect_seconds + 15 * self.step_seconds[1]
         if self.hub.now - max(when, self.quiet_since, self.resumed_at) > late and iteration > at + 15:
-            self.broken("unprotected", f"iteration {iteration}; the last commit was {at}, {self.hub.now - when:.2f} s ago")
+            self.broken("unprotected", f"iteration {iteration}; {at} was committed {self.hub.now - when:.2f} s ago")
 
     def sealed(self, rank, version, segment):
         key = self._pair(version)
