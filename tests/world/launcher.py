@@ -327,10 +327,10 @@ class Agent:
             handler.replaceable = self.client.replaceable()
             info = handler.next_rendezvous()
             handler.failed = False
+            self.world.begun(self.node, handler._round, info.rank)
             token = self.token = self.client.fence()
             self.first = self.first or token
             gang = self.world.gang(handler._round, handler.all_workers)
-            self.world.begun(self.node, handler._round, info.rank)
             self.ranks = [
                 Rank(self, gang, handler.first_rank + local, token, handler.all_workers)
                 for local in range(self.world.per_node)

@@ -238,6 +238,14 @@ class Peer:
         end.send(({"do": name, **fields}, payload))
         return end.receive(self._seconds)
 
+    def is_readable(self, seconds):
+        """Whether the connection has ended within so many seconds; replies are awaited elsewhere."""
+        if self._end is None or self._end.readable:
+            return True
+        waiting = Waiting(self._network.hub)
+        self._end.watchers.add(waiting)
+        return waiting.signal.wait(seconds)
+
     def surrender(self):
         end, self._end = self._end, None
         if end is None:

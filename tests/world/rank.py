@@ -185,6 +185,7 @@ class Rank:
             self._check_token()
             index = claims.slot_for(version)
             if index is not None:
+                world.overwrites(self.node, self.rank, segment.slot(index))
                 segment.dirty(index, version, self.token)
                 self.idle = Signal(hub)
                 self.process.spawn(lambda i=index, v=version, s=state: self._capture(i, v, s), "capture")

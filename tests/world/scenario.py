@@ -59,8 +59,8 @@ class Scenario:
 EVENTS = {"round": 3, "rebuild": 3, "node.lost": 2, "version.committed": 2, "resumed": 2, "exchange.started": 1}
 KINDS = {
     "kill rank": 5, "kill smp": 4, "lose node": 3, "restart node": 2, "cut": 2, "cut one way": 1, "slow": 1,
-    "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "full disk": 1, "flip": 1,
-    "slow storage": 1, "full storage": 1, "lose all": 0.5, "lie": 1, "poison": 0.3,
+    "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "stop ft-run": 1, "full disk": 1, "flip": 1,
+    "slow storage": 2, "full storage": 1, "lose all": 0.5, "lie": 1, "poison": 0.7,
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def draw(seed):
     per_node = chance.choice((1, 1, 1, 2))
     losses = 2 if nodes >= 5 and chance.random() < 0.3 else 1
     spares = chance.choice((0, 0, 1, 2))
-    iterations = max(5, round(chance.gauss(30, 10)))
+    iterations = max(5, round(chance.gauss(30, 10))) * chance.choice((1, 1, 1, 1, 1, 4))
     step, detect = chance.uniform(0.02, 0.15), chance.choice((0.5, 1.0, 2.0))
     count = min(12, round(chance.expovariate(1 / 3.5)))
     faults = []

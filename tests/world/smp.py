@@ -280,7 +280,8 @@ class Sender:
                 self._done[at] = reply["taken"]
                 if self._done[at]:
                     source.progressed()
-                    pause = 10.0
+                    self._peers[at].is_readable(10.0)  # its end: an SMP that replaces it has nothing
+                    pause = 0.0
                 else:
                     pause = 0.02
             except SegmentError:
@@ -323,7 +324,7 @@ class Smp:
         )  # fmt: skip
         self.run_dir, self.context = run_dir, context
         self.tier = node_module.NodeTier(context)
-        self.persister = Persister(context, 5.0, lease=FolderLease(context, self._watched))
+        self.persister = Persister(context, 1.0, lease=FolderLease(context, self._watched))
         self.persister.adopt({rank: segment.path for rank, segment in self.segments.items()})
         self.lock = node_module.threading.Lock()
         self.ready.set()

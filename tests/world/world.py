@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.snapshot.capture.retention import Storage
+from ft_plugins.snapshot.segment.slots import Pin, SlotState
 
 from .disk import Disk, incomplete
 from .hub import Hub
@@ -26,6 +27,7 @@ class Node:
         self.machine = Machine(name)
         self.machine.node, self.machine.short = self, False
         self.smp = self.agent = None
+        self.away_until = 0.0  # it may be taken for lost
         self.ended = False
 
     def start(self):
@@ -73,6 +75,7 @@ class World:
         self.sealed_by, self.sealed_all, self.committed = {}, None, None
         self.survivable, self.finished = True, False
         self.newest_gang = None
+        self.members = {}
         self.restores, self.resumed_at, self.committed_at = {}, 0.0, (0.0, 0)
         self.highest, self.counts, self.waiting_faults = 0, {}, []
 
@@ -135,6 +138,9 @@ class World:
         self.struck += 1
         self.quiet_since = max(self.quiet_since, hub.now + fault.seconds)
         agent = node.agent
+        late = fault.kind in ("stop smp", "full disk") and fault.seconds > self.wait
+        if late or fault.kind in ("cut", "cut one way", "kill ft-run", "stop ft-run"):
+            node.away_until = max(node.away_until, hub.now + fault.seconds)
         if fault.kind in ("kill rank", "stop rank"):
             ranks = [rank.process for rank in agent.ranks if rank.process.alive] if agent else []
             if ranks:
@@ -146,6 +152,8 @@ class World:
         elif fault.kind in ("lose node", "restart node"):
             self.lose(node)
             hub.later(max(fault.seconds, 0.5), lambda: self.replace(node, fault.kind == "restart node"))
+        elif fault.kind == "stop ft-run" and agent and agent.process.alive:
+            self._stop(agent.process, fault.seconds)
         elif fault.kind == "kill ft-run" and agent and agent.process.alive:
             for rank in agent.ranks:
                 self.kill(rank.process.pid)
@@ -221,7 +229,7 @@ class World:
 
     def replace(self, node, same):
         """Another machine in its place, of the same name or of a new one."""
-        if self.finished:
+        if self.finished or self.all[node.number] is not node:
             return
         name = node.name if same else f"r{len(self.by_name)}"
         fresh = Node(self, node.number, name)
@@ -282,17 +290,33 @@ class World:
     def _machines(self, gang):
         return {self.by_name[name].machine for name in gang.nodes.values()}
 
+    def _check_displaced(self, number):
+        """When a round begins: nobody of the round before is without a place who lives and only took a while."""
+        before = self.members.get((self.epoch, number - 1), set())
+        waits = {name for name in before if (at := self.by_name[name]).machine.alive and at.agent.process.alive}
+        waits = {name for name in waits if self.hub.now > self.by_name[name].away_until + 2 * self.silence}
+
+        def look():
+            out = waits - self.members.get((self.epoch, number), set())
+            if out and number == max(at for epoch, at in self.members if epoch == self.epoch):
+                self.broken("displaced", f"{sorted(out)} had a place in round {number - 1} and have none in {number}")
+
+        self.hub.later(0.5, look)
+
     def begun(self, node, number, rank):
         """A node takes part in a round."""
         places = self.places.setdefault((self.epoch, number), {})
         if rank in places and places[rank] != node.name:
             self.broken("two nodes of one rank", f"round {number}: {places[rank]} and {node.name} are rank {rank}")
+        if not places:
+            self._check_displaced(number)
         places[rank] = node.name
         before = self.places.get((self.epoch, number - 1), {})
         was = next((at for at, name in before.items() if name == node.name), None)
         if was is not None and was != rank:
             self.broken("a survivor lost its place", f"{node.name}: rank {was} in {number - 1}, {rank} in {number}")
         self.hub.note(f"{node.name}: round {number}, rank {rank}")
+        self.members.setdefault((self.epoch, number), set()).add(node.name)
         self.happened("round")
 
     def resumed(self, rank, plan, state, gang):
@@ -341,11 +365,18 @@ class World:
             self.broken("two rounds at once", f"rank {rank}: {key} of gang {gang.number} in {self.newest_gang.number}")
         self.newest_gang = gang
 
+    def overwrites(self, node, rank, slot):
+        """A capture begins in that slot."""
+        committed = node.smp.tier.committed if node.smp.ready.is_set else None
+        pinned = (one for one in node.smp.segments[rank].slots() if one.pins & Pin.NODE and one.state is SlotState.CLEAN)
+        if committed is not None and slot.version == committed and all(one.version <= committed for one in pinned):
+            self.broken("dropped", f"{node.name} overwrites {committed}, which is committed there")
+
     def _check_protected(self, iteration):
         """Commits go on, or begin again soon after a fault."""
         when, at = self.committed_at
-        late = 1.0 + self.detect_seconds + 15 * self.step_seconds[1]
-        if self.hub.now - max(when, self.quiet_since, self.resumed_at) > late and iteration > at + 15:
+        late = 0.7 + self.detect_seconds + 10 * self.step_seconds[1]
+        if self.hub.now - max(when, self.quiet_since, self.resumed_at) > late and iteration > at + 12:
             self.broken("unprotected", f"iteration {iteration}; {at} was committed {self.hub.now - when:.2f} s ago")
 
     def sealed(self, rank, version, segment):
