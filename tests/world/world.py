@@ -139,8 +139,9 @@ class World:
         self.quiet_since = max(self.quiet_since, hub.now + fault.seconds)
         agent = node.agent
         late = fault.kind in ("stop smp", "full disk") and fault.seconds > self.wait
-        if late or fault.kind in ("cut", "cut one way", "kill ft-run", "stop ft-run"):
-            node.away_until = max(node.away_until, hub.now + fault.seconds)
+        if late or fault.kind in ("cut", "cut one way", "slow", "kill ft-run", "stop ft-run"):
+            for one in (node, other) if fault.kind == "slow" else (node,):
+                one.away_until = max(one.away_until, hub.now + fault.seconds)
         if fault.kind in ("kill rank", "stop rank"):
             ranks = [rank.process for rank in agent.ranks if rank.process.alive] if agent else []
             if ranks:
@@ -290,26 +291,20 @@ class World:
     def _machines(self, gang):
         return {self.by_name[name].machine for name in gang.nodes.values()}
 
-    def _check_displaced(self, number):
-        """When a round begins: nobody of the round before is without a place who lives and only took a while."""
-        before = self.members.get((self.epoch, number - 1), set())
-        waits = {name for name in before if (at := self.by_name[name]).machine.alive and at.agent.process.alive}
-        waits = {name for name in waits if self.hub.now > self.by_name[name].away_until + 2 * self.silence}
-
-        def look():
-            out = waits - self.members.get((self.epoch, number), set())
-            if out and number == max(at for epoch, at in self.members if epoch == self.epoch):
-                self.broken("displaced", f"{sorted(out)} had a place in round {number - 1} and have none in {number}")
-
-        self.hub.later(0.5, look)
+    def _require_all(self, number):
+        """A round has begun on all of its nodes: nobody of the round before is without a place who only took a while."""
+        before, now = self.members.get((self.epoch, number - 1), set()), self.members[self.epoch, number]
+        for name in sorted(before - now) if len(now) == self.nodes else ():
+            node = self.by_name[name]
+            lives = node.machine.alive and node.agent.process.alive
+            if lives and self.hub.now > node.away_until + 2 * self.silence:
+                self.broken("displaced", f"{name} had a place in round {number - 1} and has none in {number}")
 
     def begun(self, node, number, rank):
         """A node takes part in a round."""
         places = self.places.setdefault((self.epoch, number), {})
         if rank in places and places[rank] != node.name:
             self.broken("two nodes of one rank", f"round {number}: {places[rank]} and {node.name} are rank {rank}")
-        if not places:
-            self._check_displaced(number)
         places[rank] = node.name
         before = self.places.get((self.epoch, number - 1), {})
         was = next((at for at, name in before.items() if name == node.name), None)
@@ -317,6 +312,7 @@ class World:
             self.broken("a survivor lost its place", f"{node.name}: rank {was} in {number - 1}, {rank} in {number}")
         self.hub.note(f"{node.name}: round {number}, rank {rank}")
         self.members.setdefault((self.epoch, number), set()).add(node.name)
+        self._require_all(number)
         self.happened("round")
 
     def resumed(self, rank, plan, state, gang):
