@@ -565,7 +565,7 @@ def test_a_checkpoint_is_not_asked_of_a_spare_or_a_drained_node_unless_no_other_
     assert ft_plugins("checkpoint", "now") == "PATH\n" and asked == [job, "n"]
     write_note(run_directory(job, "n"), FtRunNote(FtRunPhase.ENDED, status="drained"))
     line = ft_plugins("checkpoint", "now", status=1)
-    assert line == f"ft-plugins: job {job}: node m, n takes no part in it; give this on a node that trains\n"
+    assert line == f"ft-plugins: job {job} on node m: it takes no part in training; give this on a node that trains\n"
     os.close(lock)
 
 

@@ -134,8 +134,8 @@ class Persister:
     @property
     def needs_segments(self) -> bool:
         """Whether a checkpoint is being written, or is to be completed by this node; not if it waits for another's."""
-        checkpoints = self._checkpoints
-        return bool(checkpoints.writing) or any(0 in item.ranks for item in list(checkpoints.unfinished))
+        written = self._checkpoints
+        return written.writing is not None or any(0 in item.ranks for item in list(written.unfinished))
 
     @property
     def newest(self) -> Version | None:
