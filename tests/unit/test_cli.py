@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from ft_plugins import cli
-from ft_plugins.cli import commands, status_command, status_facts
+from ft_plugins.cli import checkpoint_command, commands, status_command, status_facts
 from ft_plugins.cli.events_command import lines_of
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.errors import FtError
@@ -552,6 +552,21 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
     assert "bucket 0 of slot 0 does not match its digest" in line
     assert "failed: rank 0: bucket 0" in words_of(ft_plugins("status"))
     mapped.close()
+
+
+def test_a_checkpoint_is_not_asked_of_a_spare_or_a_drained_node_unless_no_other_one_is_here(
+    ft_plugins: Command, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, asked = run_directory(job, "m"), [job]
+    lock = liveness.acquire(other / "smp.lock")
+    assert lock is not None
+    monkeypatch.setattr(checkpoint_command, "_checkpoint", lambda run_dir, *_: asked.append(run_dir.name) or "PATH")
+    write_note(other, FtRunNote(FtRunPhase.SPARE))
+    assert ft_plugins("checkpoint", "now") == "PATH\n" and asked == [job, "n"]
+    write_note(run_directory(job, "n"), FtRunNote(FtRunPhase.ENDED, status="drained"))
+    line = ft_plugins("checkpoint", "now", status=1)
+    assert line == f"ft-plugins: job {job} on node m: it takes no part in training; give this on a node that trains\n"
+    os.close(lock)
 
 
 def test_a_checkpoint_of_an_unknown_job_names_those_that_are_known(ft_plugins: Command, job: str) -> None:
