@@ -3,7 +3,8 @@
 An *outage* is everything that failed in one incarnation, whether it completed an iteration or not. The newest one is
 described: the rank that failed first, or for which the others waited, or the node that was lost, or the cause that the
 nodes gave; its last words; what the kernel, NCCL and the stacks say; whether the same happened before; what to do. A
-node that was drained ends an incarnation, too, and is shown as that.
+node that was drained ends an incarnation, too, and is shown as that. A later start that was refused, perhaps of another
+job of that name, hides no outage of the one that trained: it is shown in addition.
 
 Invariant: nothing is concluded that no event says. A kill by SIGKILL is not called one for lack of memory: the kernel's
 count of such kills is shown, and where there is none, it is unknown. Clocks of nodes may differ: failures on several
@@ -20,10 +21,10 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import printable
+from ...errors import EXIT_REFUSED, printable
 from ...events import Event, catalogue
 from .restarts import WorkerFailure, root_cause
 
@@ -59,13 +60,13 @@ class Account:
     recovered: bool  # ranks have completed iterations since
     advice: str
     drained: bool = False  # the node left as it was asked: no failure
+    refused: str = ""  # which later start, and why
 
     def lines(self, width: int = 0) -> list[str]:
         """For people, in lines of at most `width` columns; 0: of any length."""
         who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         rows = [
-            ("drained" if self.drained else "failed", f"{who}, {when}: {self.cause}"),
+            ("drained" if self.drained else "failed", f"{who}, {_when(self.time)}: {self.cause}"),
             ("its error", self.words),
             ("memory", self.memory),
             ("stacks", self.stacks),
@@ -74,6 +75,7 @@ class Account:
             ("again", f"the same cause ended the last {self.same} incarnations" if self.same > 1 else ""),
             ("since then", "iterations were completed again" if self.recovered else ""),
             ("to do", self.advice),
+            ("refused", self.refused),
         ]
         shown = []
         for label, text in rows:
@@ -88,19 +90,30 @@ class Account:
 
 def why(events: Iterable[Event]) -> Account | None:
     """The account of the newest outage."""
-    outages, resumed = _outages(sorted(events, key=lambda event: event.time))
-    if not outages:
+    outages, resumed, refused = _outages(sorted(events, key=lambda event: event.time))
+    own = sorted(outages.keys() - refused or outages, key=lambda key: outages[key][0].time)
+    if not own:
         return None
-    newest = max(outages, key=lambda key: outages[key][0].time)
-    ordered = sorted(outages.values(), key=lambda outage: outage[0].time)
-    return _account(ordered, newest in resumed)
+    account = _account([outages[key] for key in own], own[-1] in resumed)
+    later = [outages[key] for key in refused - {*own} if outages[key][0].time > account.time]
+    if not later:
+        return account
+    last = _account([max(later, key=lambda outage: outage[0].time)], False)
+    said = f"a later start under this name, on node {last.node}, {_when(last.time)}: {last.words or last.cause}"
+    return replace(account, refused=said)
 
 
-def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], set[_Incarnation]]:
-    """The outages of a job by the incarnation that they ended, and those after which ranks completed iterations. The
-    events are by time; the order of those of different nodes has no effect on what belongs together."""
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
+
+
+def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], set[_Incarnation], set[_Incarnation]]:
+    """The outages of a job by the incarnation that they ended, those after which ranks completed iterations, and those
+    that are a start that was refused. The events are by time; the order of those of different nodes has no effect on
+    what belongs together."""
     outages: dict[_Incarnation, list[Event]] = {}
     resumed: set[_Incarnation] = set()
+    refused: set[_Incarnation] = set()
     walks: dict[str, _NodeWalk] = {}
     for event in events:
         walk = walks.setdefault(event.node, _NodeWalk())
@@ -118,11 +131,13 @@ def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], 
             walk.failed = walk.incarnation
             outages.setdefault(walk.incarnation, []).append(event)
             resumed.discard(walk.incarnation)
+            if walk.starts and event.fields.get("exitcode") == EXIT_REFUSED:
+                refused.add(walk.incarnation)
     first: _Incarnation = _NodeWalk().incarnation
     fresh = [key for key, outage in outages.items() if key[:3] == first[:3] and all(e.type in _FOLLOWS for e in outage)]
     if len(fresh) < len(outages):  # a substitute says what the failure of another node cost
         outages = {key: outage for key, outage in outages.items() if key not in fresh}
-    return outages, resumed
+    return outages, resumed, refused
 
 
 class _NodeWalk:
@@ -134,15 +149,18 @@ class _NodeWalk:
         self.incarnation: _Incarnation = (None, None, 0, 0)
         self.failed: _Incarnation | None = None  # the last one that failed, until ranks resume
         self.takes_part = True  # as far as known: it has ranks, or starts them
+        self.starts = False  # its ft-run, and no rank has completed an iteration under it
 
     def begin(self, event: Event) -> None:
         """Ranks were started, or have resumed."""
         if event.type is catalogue.RANKS_RESUMED:
             same = event.fields.get("lineage"), event.fields.get("iteration")
             self._times[same] += 1
+            self.starts = False
             self.incarnation, self.failed = (*same, self._times[same], 0), None
         else:
             *since, starts = self.incarnation
+            self.starts |= event.type is catalogue.JOB_STARTED
             self.incarnation = (*since, starts + 1)
 
 
@@ -175,6 +193,8 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
             "A node that was lost is named here once that is known, within --ftp-detect-seconds; if none is, look at "
             "the events and logs of the other nodes."
         )
+    elif failure and failure.refused:
+        advice = "Do what its error says; no restart helps before that."
     elif stopped:
         advice = "Find out what stops it: a debugger, kill -STOP, a batch system that suspends jobs."
     elif kills:
