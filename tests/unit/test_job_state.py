@@ -157,7 +157,8 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
         (
             replace(KEPT, holds=False, newest=None, had_others=True, node="n"),
             State.ORPHANED, "ft-run is gone and left no reason: killed, perhaps; memory holds no version",
-            "if the job goes on without this node, give the command that the log there names to bring it back; else "
+            "if the job goes on without this node, give the command that its log there names to bring this node "
+            "back; else "
             f"{FROM_THE_BEGINNING}; or ft-plugins end j --node n",
         ),
         (

@@ -29,6 +29,7 @@ from ...events import Event, catalogue
 from .restarts import WorkerFailure, root_cause
 
 _WORDS = 300  # characters of an error
+_REFUSED = "Do what its error says; no restart helps before that."  # to do
 _LABEL = 13  # columns, with the indentation
 _CAUSES = (
     catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.JOB_HUNG, catalogue.FAILURE_RECURRED,
@@ -65,8 +66,9 @@ class Account:
     def lines(self, width: int = 0) -> list[str]:
         """For people, in lines of at most `width` columns; 0: of any length."""
         who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
+        when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.time))
         rows = [
-            ("drained" if self.drained else "failed", f"{who}, {_when(self.time)}: {self.cause}"),
+            ("drained" if self.drained else "failed", f"{who}, {when}: {self.cause}"),
             ("its error", self.words),
             ("memory", self.memory),
             ("stacks", self.stacks),
@@ -95,16 +97,9 @@ def why(events: Iterable[Event]) -> Account | None:
     if not own:
         return None
     account = _account([outages[key] for key in own], own[-1] in resumed)
-    later = [outages[key] for key in refused - {*own} if outages[key][0].time > account.time]
-    if not later:
-        return account
-    last = _account([max(later, key=lambda outage: outage[0].time)], False)
-    said = f"a later start under this name, on node {last.node}, {_when(last.time)}: {last.words or last.cause}"
-    return replace(account, refused=said)
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
+    later = (_account([outages[key]], False) for key in refused - {*own})
+    said = {one.time: f"{one.lines()[0][_LABEL:]}: {one.words}" for one in later if one.time > account.time}
+    return replace(account, refused=f"a later start under this name: {said[max(said)]}" if said else "")
 
 
 def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], set[_Incarnation], set[_Incarnation]]:
@@ -113,7 +108,7 @@ def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], 
     what belongs together."""
     outages: dict[_Incarnation, list[Event]] = {}
     resumed: set[_Incarnation] = set()
-    refused: set[_Incarnation] = set()
+    begun: set[_Incarnation] = set()  # of an ft-run, and no rank has completed an iteration under it
     walks: dict[str, _NodeWalk] = {}
     for event in events:
         walk = walks.setdefault(event.node, _NodeWalk())
@@ -125,19 +120,23 @@ def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], 
             if event.type is catalogue.RANKS_RESUMED and walk.failed is not None:
                 resumed.add(walk.failed)
             walk.begin(event)
+            if event.type is catalogue.JOB_STARTED:
+                begun.add(walk.incarnation)
         elif event.type in _FOLLOWS and walk.failed not in (None, walk.incarnation):
             continue  # not why the job failed, but what that cost
         elif event.type in _CAUSES:
             walk.failed = walk.incarnation
             outages.setdefault(walk.incarnation, []).append(event)
             resumed.discard(walk.incarnation)
-            if walk.starts and event.fields.get("exitcode") == EXIT_REFUSED:
-                refused.add(walk.incarnation)
     first: _Incarnation = _NodeWalk().incarnation
     fresh = [key for key, outage in outages.items() if key[:3] == first[:3] and all(e.type in _FOLLOWS for e in outage)]
     if len(fresh) < len(outages):  # a substitute says what the failure of another node cost
         outages = {key: outage for key, outage in outages.items() if key not in fresh}
-    return outages, resumed, refused
+    return outages, resumed, {
+        key
+        for key in begun & outages.keys()
+        if any(event.fields.get("exitcode") == EXIT_REFUSED for event in outages[key])
+    }  # fmt: skip
 
 
 class _NodeWalk:
@@ -149,18 +148,15 @@ class _NodeWalk:
         self.incarnation: _Incarnation = (None, None, 0, 0)
         self.failed: _Incarnation | None = None  # the last one that failed, until ranks resume
         self.takes_part = True  # as far as known: it has ranks, or starts them
-        self.starts = False  # its ft-run, and no rank has completed an iteration under it
 
     def begin(self, event: Event) -> None:
         """Ranks were started, or have resumed."""
         if event.type is catalogue.RANKS_RESUMED:
             same = event.fields.get("lineage"), event.fields.get("iteration")
             self._times[same] += 1
-            self.starts = False
             self.incarnation, self.failed = (*same, self._times[same], 0), None
         else:
             *since, starts = self.incarnation
-            self.starts |= event.type is catalogue.JOB_STARTED
             self.incarnation = (*since, starts + 1)
 
 
@@ -181,7 +177,7 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
             memory = f"the kernel killed {kills} processes of this node's control group for lack of memory"
             memory = memory if kills else "the kernel killed no process of this node's control group for lack of memory"
     kind = first.type
-    advice = "" if kind is None else kind.action
+    advice = _REFUSED if failure and failure.refused else kind.action if kind else ""
     if recurred:
         advice = str(recurred.fields.get("reason", advice))
     elif hung:
@@ -193,8 +189,6 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
             "A node that was lost is named here once that is known, within --ftp-detect-seconds; if none is, look at "
             "the events and logs of the other nodes."
         )
-    elif failure and failure.refused:
-        advice = "Do what its error says; no restart helps before that."
     elif stopped:
         advice = "Find out what stops it: a debugger, kill -STOP, a batch system that suspends jobs."
     elif kills:

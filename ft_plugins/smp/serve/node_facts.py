@@ -48,9 +48,10 @@ def facts_of(
     progress, alarm = reply.get("progress", {}), _alarm(run_dir)
     note = None if launched and not ft_run_alive else read_note(run_dir)  # it is of an earlier launch
     if ahead or takes_no_part(note):  # the job has gone on: what this node did is past, and it is not down
-        before = history["downtime_seconds"] - (history["down_for_seconds"] or 0.0)
-        past = dict.fromkeys(("iteration", "iteration_age_seconds", "down_for_seconds"))
-        history = {**history, **past, "downtime_seconds": before}
+        history = {
+            **history, **dict.fromkeys(("iteration", "iteration_age_seconds", "down_for_seconds")),
+            "downtime_seconds": history["downtime_seconds"] - (history["down_for_seconds"] or 0.0),
+        }  # fmt: skip
     state = job_state(
         JobFacts(
             job=run_dir.parent.name,

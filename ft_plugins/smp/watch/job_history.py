@@ -48,7 +48,7 @@ _REASON = 2000  # characters
 class Sight:
     """What an SMP sees at one time. `completed`: the last iteration that all ranks of the running incarnation have
     completed; None before all of them have opened its lineage. `failed`: one of its trainers has ended on its own.
-    `apart`: the job needs none of them, see `takes_no_part`."""
+    `apart`: the job needs none of them, see `takes_no_part`: how far they came is past, and their end no outage."""
 
     failed: bool = False
     completed: int | None = None
@@ -84,10 +84,7 @@ class History:
 
     def seen(self, now: float, sight: Sight) -> History:
         """After a look at the ranks."""
-        after = self
-        if sight.apart:  # how far its ranks came is past, and that they ended no outage
-            after = replace(after, down_since=None, iteration=0, iteration_time=0.0)
-            sight = replace(sight, failed=False, completed=None)
+        after = replace(self, down_since=None, iteration=0, iteration_time=0.0) if sight.apart else self
         if sight.failed and self.down_since is None:
             idle = 0 < self.written < now - 2 * _WRITE_SECONDS  # the SMP had ended too
             after = replace(after, down_since=self.written if idle else now)
@@ -186,8 +183,8 @@ class JobHistory:
             self._looked = time.monotonic()
             versions = {PROCESS: newest_complete(segments), **tiers}
             self._apart = takes_no_part(read_note(self._run_dir))
-        sight = Sight(any_failed(segments), completed_by_all(segments, token), versions, self._apart)
-        self._become(self.now.seen(time.time(), sight))
+        sight = Sight(any_failed(segments), completed_by_all(segments, token), versions)
+        self._become(self.now.seen(time.time(), Sight(versions=versions, apart=True) if self._apart else sight))
 
     def report(self) -> dict[str, Any]:
         """See `History.report`."""
@@ -246,8 +243,7 @@ def write_note(run_dir: Path, note: FtRunNote) -> None:
 
 def was_drained(run_dir: Path) -> bool:
     """Whether the ft-run of this node has left the job, which goes on without it."""
-    note = read_note(run_dir)
-    return note is not None and note.status == "drained"
+    return (note := read_note(run_dir)) is not None and note.status == "drained"
 
 
 def takes_no_part(note: FtRunNote | None) -> bool:

@@ -171,12 +171,10 @@ def _resume(facts: JobFacts) -> str:
             else "the same command again to resume from memory"
         )
         return f"give {again}, or drop it: {_drop(facts)}"
-    again = "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
-    if facts.had_others:
-        again = (
-            "if the job goes on without this node, give the command that the log there names to bring it back; else "
-            + again
-        )
+    again = (
+        "if the job goes on without this node, give the command that its log there names to bring this node back; else "
+        * facts.had_others
+    ) + "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
     return f"{again}; or {_drop(facts)}" if facts.smp_answers else again
 
 

@@ -89,7 +89,7 @@ def test_an_iteration_that_was_restored_is_not_one_that_was_just_completed() -> 
 
 
 def test_a_node_that_takes_no_part_is_not_down_and_names_no_iteration_of_its_past(tmp_path: Path) -> None:
-    spare = story(*KILLED, (30.0, lambda history, now: history.seen(now, Sight(True, 2, apart=True))))
+    spare = story(*KILLED, (30.0, lambda history, now: history.seen(now, Sight(apart=True))))
     report = spare.report(900.0)
     assert (report["down_for_seconds"], report["downtime_seconds"], report["iteration"]) == (None, 0.0, None)
     again = spare.fenced(1000.0, True).report(1005.0)
