@@ -287,7 +287,10 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
 def _training(facts: Facts) -> Iterator[str]:
     iteration, seconds = facts["iteration"], facts["iteration_age_seconds"]
     if iteration:
-        yield "at least " * (not facts["smp_answers"]) + f"iteration {iteration}" + f", {ago(seconds or 0.0)}" * (seconds is not None)
+        yield (
+            f"{'' if facts['smp_answers'] else 'at least '}iteration {iteration}"  # at least what was written down
+            + (f", {ago(seconds)}" if seconds is not None else "")
+        )
     else:
         yield "no iteration is completed here now"
     yield _count(facts["restarts"], "restart")

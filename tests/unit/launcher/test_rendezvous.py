@@ -337,22 +337,21 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
 
 
 def test_a_node_that_led_and_was_drained_has_left_as_it_was_asked(start: Start, tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in "abc"}
-    for folder in folders.values():
-        folder.mkdir()
+    for name in "abc":
+        (tmp_path / name).mkdir()
     a, b, c = (
-        start(at, name, nodes="2:2", wait_seconds=WAIT, run_dir=folders[name], detect_seconds=SILENCE)
+        start(at, name, nodes="2:2", wait_seconds=WAIT, run_dir=tmp_path / name, detect_seconds=SILENCE)
         for at, name in enumerate("abc", 1)
     )
     assert leader(join(a, b)) == "a"
     c.tell("join")
     wait_until(lambda: a.ask("present") == ["c"], WAIT, lambda: "the spare has not come")
-    assert control.drain(folders["a"], "a") == ""
+    assert control.drain(tmp_path / "a", "a") == ""
     wait_until(lambda: b.ask("look again") == 0 and b.ask("asked") == "a", WAIT, lambda: "b does not know of it")
-    assert had_others(folders["b"])
     a.kill()
     until(b, 1)
     assert (b.ask("left"), b.ask("why")) == ("a", "round 1 is over: node a has left, as it was asked")
+    assert had_others(tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "../b", "b\n"])

@@ -214,13 +214,12 @@ def test_what_a_node_without_ranks_no_longer_reaches_is_no_failure(begins: str) 
 def test_a_later_start_that_was_refused_hides_no_loss_of_the_job_and_is_told_with_its_error() -> None:
     own = [at(0, "job.started"), resumed(1), failed(5, 3, -9)]
     second = [at(50, "job.started"), failed(51, 0, 78, "rank 0: another job: give it a name")]
-    shown = told(why([*own, *second]))
+    ended = [*own, resumed(8), failed(60, 1, 78, "refused while it trained")]
+    shown, alone, trained = (told(why(events)) for events in ([*own, *second], second, ended))
     assert shown["failed"].startswith("rank 3 ") and "again" not in shown and "since then" not in shown
     assert shown["refused"].startswith("a later start") and shown["refused"].endswith(": another job: give it a name")
-    alone = told(why(second))
-    assert alone["failed"].endswith("status 78") and alone["to do"].startswith("Do what its error says")
     assert re.search(r" [+-]\d{4}: exited with status 78$", alone["failed"]), "a time has its zone"
-    trained = told(why([*own, resumed(8), failed(60, 1, 78, "while it trained")]))
+    assert alone["to do"].startswith("Do what its error says")
     assert trained["failed"].startswith("rank 1 ") and "refused" not in trained
 
 

@@ -90,16 +90,15 @@ def test_an_iteration_that_was_restored_is_not_one_that_was_just_completed() -> 
 
 def test_a_node_that_takes_no_part_is_not_down_and_names_no_iteration_of_its_past(tmp_path: Path) -> None:
     spare = story(*KILLED, (30.0, lambda history, now: history.seen(now, Sight(apart=True))))
-    report = spare.report(900.0)
+    report, again = spare.report(900.0), spare.fenced(1000.0, True).report(1005.0)
     assert (report["down_for_seconds"], report["downtime_seconds"], report["iteration"]) == (None, 0.0, None)
-    again = spare.fenced(1000.0, True).report(1005.0)
     assert again["down_for_seconds"] == 5.0, "the time as a spare was no outage"
     kept = JobHistory(tmp_path, continues=False)
-    kept.now = story(*KILLED)
-    for note, down in ((FtRunNote(FtRunPhase.WAITING), True), (FtRunNote(FtRunPhase.SPARE), False)):
-        write_note(tmp_path, note)
+    for phase in (FtRunPhase.WAITING, FtRunPhase.SPARE):
+        kept.now = story(*KILLED)
+        write_note(tmp_path, FtRunNote(phase))
         kept.look([], 1, {}, always=True)
-        assert (kept.report()["down_for_seconds"] is not None) is down
+        assert (kept.report()["down_for_seconds"] is None) is (phase is FtRunPhase.SPARE)
 
 
 def test_a_version_is_as_old_as_its_first_sight() -> None:
