@@ -124,7 +124,7 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
     assert text.startswith(f"{job} on node n: ORPHANED, 1 rank\n") and report["signal"] == "HEALTHY"
     assert "the launcher is gone and left no reason: killed, perhaps; memory holds no version" in words_of(text)
     for line in (
-        "  training     no iteration is completed yet; 0 restarts",
+        "  training     no iteration is completed here now; 0 restarts",
         f"  in memory    none yet; {path.stat().st_size / 2**20:.1f} MiB claimed",
         "  other nodes  no: a lost node is not survived from memory",
         "  storage      off",
@@ -257,6 +257,7 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     assert len(status_command.text_of([FACTS], 0).splitlines()) == 12, "a pipe gets whole lines"
     first = status_command.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
+    assert "at least iteration 1234567" in status_command.text_of([FACTS | {"smp_answers": False}], 80)
     over = FACTS | {"ft_run_alive": False, "state": "ENDED"}
     assert "11 restarts; was down for 65.7 min in total\n" in status_command.text_of([over], 0), "it does not grow"
     assert "11 restarts\n" in status_command.text_of([over | {"downtime_seconds": 61.0}], 80)
