@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,10 +29,10 @@ def replacing(
 ) -> Iterator[int]:
     """A descriptor of a new, empty file that becomes `path` when the block ends, and is removed if the block raises.
 
-    `before_rename` is called with the descriptor once the content is synced. `shared`: several threads or processes may
-    write the same content at once, so each has a temporary name of its own.
+    `before_rename` is called with the descriptor once the content is synced. `shared`: several threads, processes
+    or hosts may write it at once, so each has a temporary name of its own.
     """
-    building = path.with_name(f"{path.name}.{threading.get_native_id()}.new" if shared else path.name + ".new")
+    building = path.with_name(f"{path.name}.{os.urandom(8).hex()}.new" if shared else path.name + ".new")
     building.unlink(missing_ok=True)  # not opened: a pipe would block, a link could lead to another file
     descriptor = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

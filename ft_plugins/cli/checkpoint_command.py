@@ -13,6 +13,7 @@ import typer
 
 from ..errors import FtError
 from ..smp.serve import client as smp
+from ..smp.watch.job_history import FtRunNote, FtRunPhase, read_note
 from .status_command import JobOption, NodeOption, of_one_job
 
 
@@ -25,7 +26,12 @@ def now(
     ] = False,
 ) -> None:
     """Write the newest snapshot of a running job to its --reft-checkpoint-dir, and print its path."""
-    served = of_one_job(job, node, "smp.lock", "has an SMP")
+    held = of_one_job(job, node, "smp.lock", "has an SMP")
+    if not (served := [run_dir for run_dir in held if _takes_part(read_note(run_dir))]):
+        raise FtError(
+            f"job {held[0].parent.name} on node {held[0].name}: it takes no part in training; give this on a node that "
+            "trains"
+        )
     with ThreadPoolExecutor(len(served)) as pool:  # SMPs of nodes on one machine write one checkpoint together
         folders = list(pool.map(lambda run_dir: _checkpoint(run_dir, seconds, keep), served))
     for path in sorted(set(folders)):
@@ -45,6 +51,11 @@ def export(
         print(f"left out the arguments {', '.join(summary['left_out'])}: their types cannot be saved")
     if summary["note"]:
         print(summary["note"])
+
+
+def _takes_part(note: FtRunNote | None) -> bool:
+    """Whether a node is neither a spare nor drained: what such a node holds is of no use to the others."""
+    return note is None or note.phase is not FtRunPhase.SPARE and note.status != "drained"
 
 
 def _checkpoint(run_dir: Path, seconds: float, keep: bool) -> str:

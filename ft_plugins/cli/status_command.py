@@ -193,7 +193,7 @@ def of_one_job(job: str | None, node: str | None, lock: str, what: str) -> list[
     held = [path for path in status_facts.run_directories(job, node) if liveness.held(path / lock)]
     names = sorted({path.parent.name for path in held})
     if len(names) > 1:
-        raise ConfigError(f"--job: several jobs {what} here, name one of: {', '.join(names)}")
+        raise ConfigError(f"--job: more than one job {what} here, name one of: {', '.join(names)}")
     if not names:
         known = [
             f"node {each['node']}: {each['state']}, {each['headline']}"
@@ -287,9 +287,12 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
 def _training(facts: Facts) -> Iterator[str]:
     iteration, seconds = facts["iteration"], facts["iteration_age_seconds"]
     if iteration:
-        yield f"iteration {iteration}" + (f", {ago(seconds)}" if seconds is not None else "")
+        yield (
+            f"{'' if facts['smp_answers'] else 'at least '}iteration {iteration}"  # at least what was written down
+            + (f", {ago(seconds)}" if seconds is not None else "")
+        )
     else:
-        yield "no iteration is completed yet"
+        yield "no iteration is completed here now"
     yield _count(facts["restarts"], "restart")
     before = facts["downtime_seconds"] - (facts["down_for_seconds"] or 0.0)
     if facts["down_for_seconds"] is not None and facts["ft_run_alive"]:

@@ -153,6 +153,7 @@ def run_script(script: str, arguments: Sequence[str], module: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`[-m] script args...`. As a preloader this process returns from `serve` in each rank that it forks."""
+    liveness.ignore_notices()  # before the imports, which take seconds
     words = list(sys.argv[1:] if argv is None else argv)
     module = words[:1] == ["-m"]
     script, *arguments = words[1:] if module else words

@@ -38,7 +38,9 @@ _OTHER_RULES = (
      "that has taken another one's place must be a target too.", "{{ $labels.ftp_job }}"),
     ("FtpSmpSilent", "ftp_smp_answered == 0", "5m", "The SMP does not give its facts.",
      "Look at smp.log in the run directory and at the node's load."),
-    ("FtpDown", "ftp_down_seconds > 600", "1m", "The job has not trained for ten minutes.",
+    ("FtpDown",  # not while it trains on other nodes
+     "ftp_down_seconds > 600 unless on (ftp_job) ftp_iteration_age_seconds < 600", "1m",
+     "The job has not trained for ten minutes.",
      "Look at the job's log and at `ft-plugins status`."),
     ("FtpSlowRank", "ftp_slow_rank_ratio > 1.5", "10m", catalogue.RANK_SLOWED.what, catalogue.RANK_SLOWED.action),
 )  # fmt: skip

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from ft_plugins import cli
-from ft_plugins.cli import commands, status_command, status_facts
+from ft_plugins.cli import checkpoint_command, commands, status_command, status_facts
 from ft_plugins.cli.events_command import lines_of
 from ft_plugins.config import Config, keys, run_directory
 from ft_plugins.errors import FtError
@@ -124,7 +124,7 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
     assert text.startswith(f"{job} on node n: ORPHANED, 1 rank\n") and report["signal"] == "HEALTHY"
     assert "the launcher is gone and left no reason: killed, perhaps; memory holds no version" in words_of(text)
     for line in (
-        "  training     no iteration is completed yet; 0 restarts",
+        "  training     no iteration is completed here now; 0 restarts",
         f"  in memory    none yet; {path.stat().st_size / 2**20:.1f} MiB claimed",
         "  other nodes  no: a lost node is not survived from memory",
         "  storage      off",
@@ -257,6 +257,7 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     assert len(status_command.text_of([FACTS], 0).splitlines()) == 12, "a pipe gets whole lines"
     first = status_command.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
+    assert "at least iteration 1234567" in status_command.text_of([FACTS | {"smp_answers": False}], 80)
     over = FACTS | {"ft_run_alive": False, "state": "ENDED"}
     assert "11 restarts; was down for 65.7 min in total\n" in status_command.text_of([over], 0), "it does not grow"
     assert "11 restarts\n" in status_command.text_of([over | {"downtime_seconds": 61.0}], 80)
@@ -552,6 +553,21 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
     assert "bucket 0 of slot 0 does not match its digest" in line
     assert "failed: rank 0: bucket 0" in words_of(ft_plugins("status"))
     mapped.close()
+
+
+def test_a_checkpoint_is_not_asked_of_a_spare_or_a_drained_node_unless_no_other_one_is_here(
+    ft_plugins: Command, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, asked = run_directory(job, "m"), [job]
+    lock = liveness.acquire(other / "smp.lock")
+    assert lock is not None
+    monkeypatch.setattr(checkpoint_command, "_checkpoint", lambda run_dir, *_: asked.append(run_dir.name) or "PATH")
+    write_note(other, FtRunNote(FtRunPhase.SPARE))
+    assert ft_plugins("checkpoint", "now") == "PATH\n" and asked == [job, "n"]
+    write_note(run_directory(job, "n"), FtRunNote(FtRunPhase.ENDED, status="drained"))
+    line = ft_plugins("checkpoint", "now", status=1)
+    assert line == f"ft-plugins: job {job} on node m: it takes no part in training; give this on a node that trains\n"
+    os.close(lock)
 
 
 def test_a_checkpoint_of_an_unknown_job_names_those_that_are_known(ft_plugins: Command, job: str) -> None:

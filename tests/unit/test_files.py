@@ -37,6 +37,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     assert path.read_text() == "[1]" and list(tmp_path.iterdir()) == [path]
 
 
+def test_writers_of_other_hosts_with_the_same_thread_id_do_not_take_each_others_temporary_file(tmp_path: Path) -> None:
+    with files.replacing(tmp_path / "x", shared=True) as one:  # this thread has one id, as two hosts' threads may have
+        files.write(tmp_path / "x", "other", shared=True)
+        files.write_all(one, b"one")
+    assert (tmp_path / "x").read_text() == "one" and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_content_is_synced_before_the_rename_and_the_folder_after_it(
     durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +65,16 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(
         pass
     steps = ["sync file", "before rename", "rename", "sync folder"]
     assert done == (steps if durable else steps[1:3])
+
+
+def test_what_several_nodes_may_write_in_storage_is_written_as_shared() -> None:
+    package, alone = Path(ft_plugins.__file__).parent, set()
+    for path in [*package.glob("smp/storage/*.py"), *package.glob("snapshot/checkpoint/*.py")]:
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            writes = ast.unparse(call.func).removeprefix("files.") in ("replacing", "write_digested")
+            if writes and not any(each.arg == "shared" for each in call.keywords):
+                alone.add(f"{path.name}: {ast.unparse(call)}")
+    assert alone == {"index.py: write_digested(path, content)"}, "in the run directory"
 
 
 # ---- for their owner alone, whatever the umask ----

@@ -155,6 +155,13 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
             FROM_THE_BEGINNING,
         ),
         (
+            replace(KEPT, holds=False, newest=None, had_others=True, node="n"),
+            State.ORPHANED, "ft-run is gone and left no reason: killed, perhaps; memory holds no version",
+            "if the job goes on without this node, give the command that its log there names to bring this node "
+            "back; else "
+            f"{FROM_THE_BEGINNING}; or ft-plugins end j --node n",
+        ),
+        (
             GONE,
             State.ENDED, "ft-run is gone and left no reason: killed, perhaps; nothing is in memory",
             FROM_THE_BEGINNING,

@@ -104,11 +104,13 @@ def test_a_node_without_which_the_job_went_on_is_not_told_to_resume(
 ) -> None:
     for rank, (node, version) in enumerate(zip(protected("a", "b"), (Version(1, 41), Version(2, 77)), strict=True)):
         segment = Segment(node.segment(rank))
+        segment.header.completed = version.iteration
         capture(segment, 0, version, token=segment.header.token)
         wait(lambda node=node: node.status()["history"]["tiers"]["process"] is not None)  # type: ignore[misc]
     (job,) = json.loads(shown(capsys, "--json"))["jobs"]
     older = "iteration 41 in memory, older than what the job has without this node (iteration 77 on node b), is kept"
     assert (job["state"], older in job["headline"]) == ("ORPHANED", True)
+    assert (job["iteration"], job["down_for_seconds"], job["iteration_age_seconds"]) == (None, None, None)
     assert job["remedy"].startswith("give the command that the job's log names") and "to resume" not in job["remedy"]
 
 

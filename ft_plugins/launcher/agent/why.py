@@ -3,7 +3,8 @@
 An *outage* is everything that failed in one incarnation, whether it completed an iteration or not. The newest one is
 described: the rank that failed first, or for which the others waited, or the node that was lost, or the cause that the
 nodes gave; its last words; what the kernel, NCCL and the stacks say; whether the same happened before; what to do. A
-node that was drained ends an incarnation, too, and is shown as that.
+node that was drained ends an incarnation, too, and is shown as that. A later start that was refused, perhaps of another
+job of that name, hides no outage of the one that trained: it is shown in addition.
 
 Invariant: nothing is concluded that no event says. A kill by SIGKILL is not called one for lack of memory: the kernel's
 count of such kills is shown, and where there is none, it is unknown. Clocks of nodes may differ: failures on several
@@ -20,14 +21,15 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import printable
+from ...errors import EXIT_REFUSED, printable
 from ...events import Event, catalogue
 from .restarts import WorkerFailure, root_cause
 
 _WORDS = 300  # characters of an error
+_REFUSED = "Do what its error says; no restart helps before that."  # to do
 _LABEL = 13  # columns, with the indentation
 _CAUSES = (
     catalogue.WORKER_FAILED, catalogue.WORKERS_KILLED, catalogue.JOB_HUNG, catalogue.FAILURE_RECURRED,
@@ -59,11 +61,12 @@ class Account:
     recovered: bool  # ranks have completed iterations since
     advice: str
     drained: bool = False  # the node left as it was asked: no failure
+    refused: str = ""  # which later start, and why
 
     def lines(self, width: int = 0) -> list[str]:
         """For people, in lines of at most `width` columns; 0: of any length."""
         who = f"rank {self.rank} on node {self.node}" if self.rank is not None else f"node {self.node}"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        when = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.time))
         rows = [
             ("drained" if self.drained else "failed", f"{who}, {when}: {self.cause}"),
             ("its error", self.words),
@@ -74,6 +77,7 @@ class Account:
             ("again", f"the same cause ended the last {self.same} incarnations" if self.same > 1 else ""),
             ("since then", "iterations were completed again" if self.recovered else ""),
             ("to do", self.advice),
+            ("refused", self.refused),
         ]
         shown = []
         for label, text in rows:
@@ -88,19 +92,23 @@ class Account:
 
 def why(events: Iterable[Event]) -> Account | None:
     """The account of the newest outage."""
-    outages, resumed = _outages(sorted(events, key=lambda event: event.time))
-    if not outages:
+    outages, resumed, refused = _outages(sorted(events, key=lambda event: event.time))
+    own = sorted(outages.keys() - refused or outages, key=lambda key: outages[key][0].time)
+    if not own:
         return None
-    newest = max(outages, key=lambda key: outages[key][0].time)
-    ordered = sorted(outages.values(), key=lambda outage: outage[0].time)
-    return _account(ordered, newest in resumed)
+    account = _account([outages[key] for key in own], own[-1] in resumed)
+    later = (_account([outages[key]], False) for key in refused - {*own})
+    said = {one.time: f"{one.lines()[0][_LABEL:]}: {one.words}" for one in later if one.time > account.time}
+    return replace(account, refused=f"a later start under this name: {said[max(said)]}" if said else "")
 
 
-def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], set[_Incarnation]]:
-    """The outages of a job by the incarnation that they ended, and those after which ranks completed iterations. The
-    events are by time; the order of those of different nodes has no effect on what belongs together."""
+def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], set[_Incarnation], set[_Incarnation]]:
+    """The outages of a job by the incarnation that they ended, those after which ranks completed iterations, and those
+    that are a start that was refused. The events are by time; the order of those of different nodes has no effect on
+    what belongs together."""
     outages: dict[_Incarnation, list[Event]] = {}
     resumed: set[_Incarnation] = set()
+    begun: set[_Incarnation] = set()  # of an ft-run, and no rank has completed an iteration under it
     walks: dict[str, _NodeWalk] = {}
     for event in events:
         walk = walks.setdefault(event.node, _NodeWalk())
@@ -112,6 +120,8 @@ def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], 
             if event.type is catalogue.RANKS_RESUMED and walk.failed is not None:
                 resumed.add(walk.failed)
             walk.begin(event)
+            if event.type is catalogue.JOB_STARTED:
+                begun.add(walk.incarnation)
         elif event.type in _FOLLOWS and walk.failed not in (None, walk.incarnation):
             continue  # not why the job failed, but what that cost
         elif event.type in _CAUSES:
@@ -122,7 +132,11 @@ def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], 
     fresh = [key for key, outage in outages.items() if key[:3] == first[:3] and all(e.type in _FOLLOWS for e in outage)]
     if len(fresh) < len(outages):  # a substitute says what the failure of another node cost
         outages = {key: outage for key, outage in outages.items() if key not in fresh}
-    return outages, resumed
+    return outages, resumed, {
+        key
+        for key in begun & outages.keys()
+        if any(event.fields.get("exitcode") == EXIT_REFUSED for event in outages[key])
+    }  # fmt: skip
 
 
 class _NodeWalk:
@@ -163,7 +177,7 @@ def _account(outages: Sequence[Sequence[Event]], recovered: bool) -> Account:
             memory = f"the kernel killed {kills} processes of this node's control group for lack of memory"
             memory = memory if kills else "the kernel killed no process of this node's control group for lack of memory"
     kind = first.type
-    advice = "" if kind is None else kind.action
+    advice = _REFUSED if failure and failure.refused else kind.action if kind else ""
     if recurred:
         advice = str(recurred.fields.get("reason", advice))
     elif hung:

@@ -34,6 +34,7 @@ from ...base import files
 from ...config import worker_environment
 from ...events import Events, catalogue, say
 from ...model import imported
+from ...smp.watch import liveness
 from ..agent.watcher import Job
 from ..agent.worker_failures import WorkerExits
 from . import packets, preloader, what_to_import
@@ -115,10 +116,11 @@ class PreloadedParent:
                 files.private(str(self._job.run_dir / name), flags) for name in ("preload-out.log", "preload-err.log")
             ]
             try:
-                self._process = subprocess.Popen(
-                    self._command, env=environment, stdout=outputs[0], stderr=outputs[1],
-                    pass_fds=[theirs.fileno()], start_new_session=True,
-                )  # fmt: skip
+                with liveness.notices_blocked():
+                    self._process = subprocess.Popen(
+                        self._command, env=environment, stdout=outputs[0], stderr=outputs[1],
+                        pass_fds=[theirs.fileno()], start_new_session=True,
+                    )  # fmt: skip
                 self._end = ours
             finally:
                 theirs.close()
@@ -228,7 +230,8 @@ class PreloadedParent:
                         self._forked += 1
                         return ForkedRank(pid)
             self.end()  # its modules' files change all the time: the other ranks need not wait for it
-        return cold(command, environment)
+        with liveness.notices_blocked():
+            return cold(command, environment)
 
     def _fork(self, environment: Mapping[str, str], outputs: Sequence[int]) -> int | None:
         if self._end is None:

@@ -1,9 +1,10 @@
 """Find the leader of the rendezvous, or have this node elected.
 
-Invariant: a node becomes leader only after all nodes before it in the order were found unreachable or asleep, and with
-the consent of every node that it reaches (`NodeService`). All candidates ask in one order, so of two concurrent ones
-one is refused early. The order: the nodes of the last round by rank, then its spares, then the endpoints that the user
-gave. Every reachable node names the leader that it follows, so one live endpoint is enough to find it.
+Invariant: a node becomes leader only after all nodes before it in the order were found unreachable, asleep or with an
+older memory, and with the consent of every node that it reaches (`NodeService`). All candidates ask in one order, so of
+two concurrent ones one is refused early. The order: the nodes of the last round by rank, then its spares, then the
+endpoints that the user gave. Every reachable node names the leader that it follows, so one live endpoint is enough to
+find it.
 
 In: this node's service, endpoints. Out: a `Leader` that was alive and leading when it was asked.
 """
@@ -47,6 +48,7 @@ class LeaderSearch:
         self.foreign: dict[str, str] = {}  # of those, where a node of another job answered
         self._service = service
         self._roster_file = roster_file
+        service.remembered = lambda: roster_file.roster.round
         self._me = service.me
         self._given = given
         self._reach = reach
@@ -71,12 +73,16 @@ class LeaderSearch:
             known |= self.meet(order[begin : min(begin + _AT_ONCE, place)], check=check)
             if leader := self.best(known, check=check):
                 return leader
-            if patient and any(meeting.awake for meeting in known.values() if meeting.token != self._me.token):
+            if patient and any(self._may_lead(meeting) for meeting in known.values()):
                 return None
         if place == len(order):
             return self.best(known, check=check)
         known |= self.meet(order[place + 1 :], check=check)
         return self.best(known, check=check) or self._claim(known, check)
+
+    def _may_lead(self, other: Meeting) -> bool:
+        """Whether the election is left to another node: it is awake, and this one would consent to it."""
+        return other.awake and other.token != self._me.token and other.knows >= self._roster_file.roster.round
 
     def meet(
         self, endpoints: Iterable[str], leader: Leader | None = None, reach: float = 0.0, check: Check = _no_check
@@ -161,7 +167,8 @@ class LeaderSearch:
     def _claim(self, known: dict[str, Meeting], check: Check = _no_check) -> Leader | None:
         """This node as the leader, if all nodes in `known` consent."""
         me = self._me
-        leader = Leader(me.node, me.token, me.endpoint, self._service.generation + 1)
+        last = self._roster_file.roster
+        leader = Leader(me.node, me.token, me.endpoint, self._service.generation + 1, last.round)
         message = {"do": "elect", "lead": asdict(leader)}
         voters = sorted({*known, me.endpoint})
         for some in _batches(voters):
@@ -180,7 +187,7 @@ class LeaderSearch:
                 if not vote.granted:
                     self._service.heard_of(vote.generation)
                     return None
-        if not self._service.take_lead(leader, self._roster_file.roster):
+        if not self._service.take_lead(leader, last):
             return None
         self._service.note_answers(dict.fromkeys(self.unreached, ""))
         return self._service.leading

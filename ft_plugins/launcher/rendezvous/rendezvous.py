@@ -216,7 +216,9 @@ class Rendezvous(RendezvousHandler):
             if self._node.service.status == "succeeded" or link.is_only_slow(error):
                 return 0, ""  # a leader that has ended with the job is missed by no worker
             node = link.leader.node if link.leader else "?"
-            return 1, f"the leader, node {node}, has not answered for {link.silent_seconds:.1f} s: {error}"
+            self.left = node if node == self._join.asked else self.left
+            left = f"round {self._round} is over: node {node} has left, as it was asked" * (node == self.left)
+            return 1, left or f"the leader, node {node}, has not answered for {link.silent_seconds:.1f} s: {error}"
         if self._node.service.status not in (None, "succeeded"):
             return 1, f"the job is over: {self._node.service.closed}"
         if view is None:

@@ -160,7 +160,7 @@ ANSWERED_BY_LEADER = {
 
 @dataclass(frozen=True)
 class Meeting:
-    """The state of a node."""
+    """The state of a node. `knows`: the newest complete round that it remembers."""
 
     node: Name
     token: Token
@@ -170,6 +170,7 @@ class Meeting:
     known: tuple[Leader, ...]
     closed: Reason = ""
     status: Status | None = None
+    knows: Reported = 0
 
 
 @dataclass(frozen=True)

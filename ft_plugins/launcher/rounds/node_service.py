@@ -1,8 +1,9 @@
 """Answer the requests of a job's nodes: which node is the leader and, on the leader, the state of the rounds.
 
 Invariant: among nodes that reach each other at most one leader is elected per generation. A candidate needs the consent
-of every node that it reaches; a node consents once per generation, and never while it leads. An election transfers no
-memory of rounds: nodes send it when they apply.
+of every node that it reaches; a node consents once per generation, never while it leads, and only to one that remembers
+as new a round as itself: one that has forgotten the members of the last round would give their places away. An election
+transfers no memory of rounds: nodes send it when they apply.
 
 A look may be held back until something has changed that its sender must learn at once, or its time is over: a node
 that waits need not ask again and again. A held look is answered when another request comes on its connection, and when
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -78,6 +80,7 @@ class NodeService:
         self._silence = silence
         self._lock = threading.RLock()
         self.generation = 0  # the newest that this node consented to or learned of
+        self.remembered: Callable[[], int] = int  # the newest complete round that this node remembers
         self._elected: Leader | None = None  # to which this node consented last
         self._introduced: Leader | None = None  # the last one that introduced itself
         self._followed: Leader | None = None
@@ -292,12 +295,12 @@ class NodeService:
             self.heard_of(request.lead.generation)
         known = {each.token: each for each in (self._elected, self._followed, self._introduced) if each}
         awake = time.monotonic() - self._awake <= self._silence
-        me, closed = self.me, (self.closed, self.status)
-        return asdict(Meeting(me.node, me.token, awake, self.generation, self.leading, tuple(known.values()), *closed))
+        me, rest = self.me, (self.closed, self.status, self.remembered())
+        return asdict(Meeting(me.node, me.token, awake, self.generation, self.leading, tuple(known.values()), *rest))
 
     def _elect(self, request: Elect) -> Message:
         newer = request.lead.generation > self.generation and self._plausible(request.lead.generation)
-        granted = self._rounds is None and newer
+        granted = self._rounds is None and newer and request.lead.round >= self.remembered()
         if granted:
             self.generation, self._elected = request.lead.generation, request.lead
         return asdict(Vote(granted, self.generation))

@@ -16,10 +16,9 @@ from ...base import files
 from ...base.intake import json_value, read_bytes, typed
 from ...events import say
 from ...recovery.resize import sizes
+from ...smp.watch.job_history import ROUND_FILE, ROUND_LIMIT
 from .field_types import REMEMBERED
 from .roster import Roster
-
-_LIMIT = 4 << 20  # bytes of the file; enough for thousands of nodes
 
 
 class RosterFile:
@@ -27,7 +26,7 @@ class RosterFile:
 
     def __init__(self, run: str, folder: Path | None) -> None:
         self._run = run
-        self._path = folder / "nodes.json" if folder else None
+        self._path = folder / ROUND_FILE if folder else None
         self.roster = self._read()
 
     def remember(self, roster: Roster) -> None:
@@ -49,7 +48,7 @@ class RosterFile:
         if self._path is None:
             return Roster(0)
         try:
-            content = json_value(read_bytes(self._path, _LIMIT))
+            content = json_value(read_bytes(self._path, ROUND_LIMIT))
             if content["run"] != self._run:
                 return Roster(0)
             roster = typed(Roster, content["roster"])

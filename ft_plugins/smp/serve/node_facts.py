@@ -19,7 +19,7 @@ from ...snapshot.segment import paths
 from ...snapshot.segment.slots import Mark
 from ..exchange.pace import pace_text
 from ..watch import liveness
-from ..watch.job_history import History, read_history, read_note
+from ..watch.job_history import History, had_others, read_history, read_note, takes_no_part
 from ..watch.job_state import JobFacts, job_state
 from .status import Signal, holds_nothing, marks_in, newest_common, progress_of
 
@@ -46,12 +46,19 @@ def facts_of(
     ahead = [each for each in others if own and (each["lineage"] or 0) > own["lineage"]]
     launched = ft_run_alive or reply.get("watched_lives", False)
     progress, alarm = reply.get("progress", {}), _alarm(run_dir)
+    note = None if launched and not ft_run_alive else read_note(run_dir)  # it is of an earlier launch
+    if ahead or takes_no_part(note):  # the job has gone on: what this node did is past, and it is not down
+        history = {
+            **history, **dict.fromkeys(("iteration", "iteration_age_seconds", "down_for_seconds")),
+            "downtime_seconds": history["downtime_seconds"] - (history["down_for_seconds"] or 0.0),
+        }  # fmt: skip
     state = job_state(
         JobFacts(
             job=run_dir.parent.name,
+            node=run_dir.name,
             now=now,
             launched=launched,
-            note=None if launched and not ft_run_alive else read_note(run_dir),  # it is of an earlier launch
+            note=note,
             smp_answers=bool(reply),
             smp_hangs=error is not None,
             holds=not holds_nothing({**reply, "node_tier": {}}) if reply else left_in_memory(run_dir),
@@ -66,6 +73,7 @@ def facts_of(
             alarm=alarm is not None,
             waits_for=progress.get("waits_for", ""),
             went_on=f"iteration {ahead[0]['held']} on node {ahead[0]['node']}" if ahead else "",
+            had_others=had_others(run_dir),
         )
     )
     return {
@@ -85,7 +93,7 @@ def facts_of(
         "world_size": reply.get("world_size") or len(segments),
         "nodes": nodes or None,
         "memory_bytes": sum(segment["bytes"] for segment in segments) + tier.get("parity_bytes", 0),
-        "iteration": min((each["completed"] for each in segments), default=None) or history["iteration"],
+        "iteration": history["iteration"],
         "iteration_age_seconds": history["iteration_age_seconds"],
         "restarts": history["restarts"],
         "downtime_seconds": history["downtime_seconds"],

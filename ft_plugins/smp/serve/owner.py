@@ -384,7 +384,7 @@ class SnapshotProcess:
     def check_trainers(self) -> None:
         """Declare trainers lost that have been stopped for too long: their peers wait for them in a collective."""
         self._transition.drop_if_safe()
-        if not self.in_use:
+        if not (self.in_use or self.persister.needs_segments or self._previous_storage.busy):
             self._spare_server.drop_if_safe()
         now = time.monotonic()
         if now - self._checked > _PAUSE_SECONDS:
@@ -412,8 +412,8 @@ class SnapshotProcess:
 
     @property
     def in_use(self) -> bool:
-        """Whether a checkpoint is being written, or a trainer of this node is alive."""
-        return self.storing or any(began and liveness.started(pid) == began for pid, began in self._owners().values())
+        """Whether a trainer of this node is alive."""
+        return any(began and liveness.started(pid) == began for pid, began in self._owners().values())
 
     def check_files(self) -> None:
         """Report files in shared memory that were removed while their memory is used. The lock is taken again."""

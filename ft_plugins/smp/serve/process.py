@@ -164,7 +164,7 @@ def _run_until_end(process: SnapshotProcess, events: Events, orphan_seconds: flo
             last_written = was_drained(run_dir)  # the other nodes go on from it: they would not write their parts
             if not last_written:
                 process.to_storage("orphaned")
-        if not _is_there(run_dir, own) and not process.in_use:
+        if not (_is_there(run_dir, own) or process.storing or process.in_use):
             process.finish_alone("its run directory is gone", keep=True)
             return
         process.kept_until = orphaned_at + patience

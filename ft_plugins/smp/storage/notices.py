@@ -74,7 +74,7 @@ class Notices:
         pairs = [[version.lineage, version.iteration] for version in sorted(versions)]
         verdicts = [[version.lineage, version.iteration, int(mark)] for version, mark in sorted((marks or {}).items())]
         offer = {"ranks": sorted(ranks), "versions": pairs, "world_size": world_size, "marks": verdicts}
-        write_digested(self._own, offer)
+        write_digested(self._own, offer, shared=True)
 
     def offers(self, world_size: int) -> list[NodeOffer]:
         """The offers of all nodes for a job of `world_size` ranks, made at about the time of this node's own."""
@@ -94,7 +94,7 @@ class Notices:
     def want(self, version: Version) -> None:
         """Announce which version is wanted. Raises OSError."""
         make_private(self._folder)
-        write_digested(self._wanted, {"lineage": version.lineage, "iteration": version.iteration})
+        write_digested(self._wanted, {"lineage": version.lineage, "iteration": version.iteration}, shared=True)
 
     def wanted(self) -> Version | None:
         """The version that a node wants."""

@@ -132,6 +132,12 @@ class Persister:
         return bool(self._calls or checkpoints.writing or checkpoints.unfinished)  # in the order that a call takes
 
     @property
+    def needs_segments(self) -> bool:
+        """Whether a checkpoint is being written, or is to be completed by this node; not if it waits for another's."""
+        written = self._checkpoints
+        return written.writing is not None or any(0 in item.ranks for item in list(written.unfinished))
+
+    @property
     def newest(self) -> Version | None:
         """The newest complete checkpoint that is known."""
         done = self._checkpoints.done if self.storage is not None else None
@@ -213,7 +219,7 @@ class Persister:
         """Complete and write what is due now; returns the seconds until the next step."""
         storage = self.storage
         segments = taking_part(dict(self._segments), storage.world_size) if storage else {}
-        if storage is None or not segments:
+        if storage is None:
             self._answer_all("nothing")
             return FAR_SECONDS
         storage = replace(storage, chosen=newest(segment.header.chosen for segment in segments.values()))
@@ -224,6 +230,9 @@ class Persister:
             self._checkpoints.complete(storage, base, item, held)
             for segment in segments.values() if self._checkpoints.seconds else ():
                 segment.header.stored_ms = round(1e3 * self._checkpoints.seconds)
+        if not segments:  # they are not needed any more
+            self._answer_all("nothing")
+            return FAR_SECONDS
         if not (self._schedule.may_be_due(storage, segments, self._checkpoints.last) or waiting):
             return self._schedule.pause
         seen = view(segments, storage.world_size)

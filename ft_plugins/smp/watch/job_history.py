@@ -1,7 +1,8 @@
 """What an operator asks of a job on a node: restarts, downtime, and for how long each iteration and version is there.
 
 Downtime is the time from the failure of a training process of this node until all of its ranks have completed an
-iteration again. A restart is a new incarnation after one whose ranks had attached.
+iteration again; a node that takes no part any more, as a spare, is not down. A restart is a new incarnation after one
+whose ranks had attached.
 
 Invariant: facts as this node's SMP saw them, late by one look at most; nothing is decided by them. They are in a file
 of the run directory, so an SMP that replaces another continues them, and they can be read where no SMP runs. Times are
@@ -38,17 +39,21 @@ _WRITE_SECONDS = 30.0  # between two writes while nothing happens
 _LOOK_SECONDS = 1.0  # between two looks at versions
 _LIMIT = 1 << 63
 NOTE_FILE = "ft-run.json"
+ROUND_FILE = "nodes.json"  # of ft-run: the nodes of the last round
+ROUND_LIMIT = 4 << 20  # its bytes; enough for thousands of nodes
 _REASON = 2000  # characters
 
 
 @dataclass(frozen=True)
 class Sight:
     """What an SMP sees at one time. `completed`: the last iteration that all ranks of the running incarnation have
-    completed; None before all of them have opened its lineage. `failed`: one of its trainers has ended on its own."""
+    completed; None before all of them have opened its lineage. `failed`: one of its trainers has ended on its own.
+    `apart`: the job needs none of them, see `takes_no_part`: how far they came is past, and their end no outage."""
 
     failed: bool = False
     completed: int | None = None
     versions: Mapping[str, Version | None] = field(default_factory=dict)  # the newest, by tier
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class History:
 
     def seen(self, now: float, sight: Sight) -> History:
         """After a look at the ranks."""
-        after = self
+        after = replace(self, down_since=None, iteration=0, iteration_time=0.0) if sight.apart else self
         if sight.failed and self.down_since is None:
             idle = 0 < self.written < now - 2 * _WRITE_SECONDS  # the SMP had ended too
             after = replace(after, down_since=self.written if idle else now)
@@ -154,7 +159,7 @@ class JobHistory:
     def __init__(self, run_dir: Path, continues: bool) -> None:
         """`continues`: segments of an earlier SMP were adopted, so its history holds on."""
         self._run_dir = run_dir
-        self._looked = float("-inf")  # monotonic
+        self._looked, self._apart = float("-inf"), False  # monotonic; at that look
         self.now = (read_history(run_dir) if continues else None) or History()
         if not continues:
             with suppress(OSError):
@@ -177,8 +182,9 @@ class JobHistory:
         if always or time.monotonic() - self._looked >= _LOOK_SECONDS:
             self._looked = time.monotonic()
             versions = {PROCESS: newest_complete(segments), **tiers}
+            self._apart = takes_no_part(read_note(self._run_dir))
         sight = Sight(any_failed(segments), completed_by_all(segments, token), versions)
-        self._become(self.now.seen(time.time(), sight))
+        self._become(self.now.seen(time.time(), Sight(versions=versions, apart=True) if self._apart else sight))
 
     def report(self) -> dict[str, Any]:
         """See `History.report`."""
@@ -237,8 +243,20 @@ def write_note(run_dir: Path, note: FtRunNote) -> None:
 
 def was_drained(run_dir: Path) -> bool:
     """Whether the ft-run of this node has left the job, which goes on without it."""
-    note = read_note(run_dir)
-    return note is not None and note.status == "drained"
+    return (note := read_note(run_dir)) is not None and note.status == "drained"
+
+
+def takes_no_part(note: FtRunNote | None) -> bool:
+    """Whether the ft-run of this note is a spare, or was drained: the job trains without this node."""
+    return note is not None and (note.phase is FtRunPhase.SPARE or note.status == "drained")
+
+
+def had_others(run_dir: Path) -> bool:
+    """Whether the last round that this node took part in had other nodes, too."""
+    try:
+        return len(json_value(read_bytes(run_dir / ROUND_FILE, ROUND_LIMIT))["roster"]["members"]) > 1
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def read_note(run_dir: Path) -> FtRunNote | None:

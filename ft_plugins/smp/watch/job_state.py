@@ -55,6 +55,8 @@ class JobFacts:
     alarm: bool = False  # one stands
     waits_for: str = ""  # the rank that may be at work for longer than that
     went_on: str = ""  # where, and up to which iteration, the job has continued since without this node
+    had_others: bool = False  # other nodes took part with this one: the job may go on there
+    node: str = ""  # in commands; '' for any
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,17 @@ def _resume(facts: JobFacts) -> str:
             else "the same command again to resume from memory"
         )
         return f"give {again}, or drop it: {_drop(facts)}"
-    again = "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
+    again = (
+        "if the job goes on without this node, give the command that its log there names to bring this node back; else "
+        * facts.had_others
+    ) + "give the same command again: it starts from a checkpoint if storage has one, else from the beginning"
     return f"{again}; or {_drop(facts)}" if facts.smp_answers else again
 
 
 def _drop(facts: JobFacts) -> str:
     """The command that drops what is in memory."""
     if facts.smp_answers:
-        return f"ft-plugins end {facts.job}"
+        return f"ft-plugins end {facts.job}" + f" --node {facts.node}" * bool(facts.node)
     return f"ft-plugins sweep --job {facts.job} --older-than 0"
 
 

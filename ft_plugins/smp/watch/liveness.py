@@ -12,8 +12,8 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...base.outside_values import read_bytes
@@ -31,6 +31,17 @@ def ignore_notices() -> None:
     for number in NOTICES:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
+
+
+@contextmanager
+def notices_blocked() -> Iterator[None]:
+    """A notice does not end a process that this thread starts meanwhile, before it calls `ignore_notices`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def started(pid: int) -> int:

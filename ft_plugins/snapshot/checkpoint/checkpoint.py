@@ -177,7 +177,9 @@ def commit(
         certified, origin.run, tuple(record.digest for record in records),
     )  # fmt: skip
     faults.reach("persist.manifest.before", iteration=version.iteration, **facts)
-    write_digested(building / "manifest.json", asdict(manifest))
+    for left in building.glob("*.new"):  # by a writer that was killed
+        left.unlink(missing_ok=True)
+    write_digested(building / "manifest.json", asdict(manifest), shared=True)
     faults.reach("persist.manifest.after", iteration=version.iteration, **facts)
     publish(building, final)
     # a node that gave up before the rename took its files, or another writer replaced one; now it shows

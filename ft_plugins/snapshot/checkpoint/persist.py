@@ -118,7 +118,7 @@ def write_rank(
         if index_after != index or not np.array_equal(digests_after, digests):
             raise CorruptSlotError(f"rank {rank}: the slot of version {version} changed while it was being written")
     record = replace(record, mark=int(segment.slot(index).mark))
-    write_digested(folder / record_file(rank), asdict(record))
+    write_digested(folder / record_file(rank), asdict(record), shared=True)
     return record
 
 
@@ -228,7 +228,7 @@ def _durable(path: Path, facts: Mapping[str, object]) -> Iterator[Callable[[Any]
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         faults.reach("persist.rename", **facts)
 
-    with files.replacing(path, durable=True, before_rename=synced) as descriptor:
+    with files.replacing(path, durable=True, before_rename=synced, shared=True) as descriptor:
         yield write
         faults.reach("persist.file", **facts)
 

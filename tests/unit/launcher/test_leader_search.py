@@ -69,7 +69,7 @@ def make() -> Iterator[Callable[..., list[Node]]]:
 
 
 def lead(name: str, generation: int, **fields: Any) -> Leader:
-    return Leader(name, f"token-{name}", "127.0.0.1:1", generation, **fields)
+    return Leader(name, f"token-{name}", "127.0.0.1:1", generation, **{"round": 1, **fields})
 
 
 def elect(node: Node, candidate: Leader) -> bool:
@@ -112,6 +112,20 @@ def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_th
     assert not elect(a, lead("x", 99))
 
 
+def test_a_node_that_has_forgotten_the_last_round_does_not_lead_those_that_remember_it(
+    make: Callable[..., list[Node]],
+) -> None:
+    a, b, c = make("a", "b", "c")
+    a.roster_file.roster = Roster(0)  # its machine was started again
+    a.search._given.extend(node.endpoint for node in (a, b, c))
+    for node in (a, b, c):
+        node.service.wake()
+    assert a.search.look(patient=True) is None and a.service.leading is None
+    found = b.search.look(patient=True)  # although a comes first, and is awake
+    assert found is not None and found.node == "b"
+    assert [node.search.look(patient=True) for node in (a, c)] == [found] * 2
+
+
 def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generation(
     make: Callable[..., list[Node]],
 ) -> None:
@@ -127,7 +141,7 @@ def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
     make: Callable[..., list[Node]],
 ) -> None:
     [a] = make("a")
-    own = Leader("a", "token-a", a.endpoint, 1)
+    own = Leader("a", "token-a", a.endpoint, 1, 1)
     assert elect(a, own)
     assert elect(a, lead("x", 2))
     assert not a.service.take_lead(own, None) and a.service.leading is None

@@ -204,6 +204,16 @@ def test_the_error_and_the_signal_of_a_forked_rank_are_those_of_a_new_process(ma
     assert [each.proc.wait(WAIT) for each in handlers] == [-9, -9]
 
 
+def test_notices_of_preemption_are_not_the_preloaders(make: Callable[..., Node]) -> None:
+    node = make()
+    node.install("package", f"{PACKAGE}import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n")
+    node.parent.begin()
+    assert node.parent._process is not None
+    node.parent._process.send_signal(signal.SIGUSR2)  # Python starts
+    node.said(node.start())
+    assert node.forked() == [(1, 0)] and not node.reasons("preload.refused")
+
+
 def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(make: Callable[..., Node]) -> None:
     texts = {
         "reads": "import os; RANK = os.environ.get('RANK')",

@@ -68,7 +68,7 @@ from ft_plugins.launcher.rounds.roster_file import RosterFile
 from ft_plugins.launcher.rounds.round_machine import Place, Roster
 from ft_plugins.launcher.rounds.rounds import ALL
 from ft_plugins.rehearse.driver import free_port
-from ft_plugins.smp.watch.job_history import read_note
+from ft_plugins.smp.watch.job_history import had_others, read_note
 from ft_plugins.smp.watch.job_state import JobFacts, State, job_state
 from ft_plugins.transport.dial import REFUSED
 from ft_plugins.transport.frame_codec import seal
@@ -155,6 +155,7 @@ OWN = {
     "replaced": lambda handler: [event.fields for event in happened if event.name == "node.replaced"],
     "why": lambda handler: handler.waiting_reason,
     "left": lambda handler: handler.left,
+    "asked": lambda handler: handler._join.asked,
     "present": lambda handler: [place.node for place in handler._node.service.present],  # on the leader
     "look again": lambda handler: (setattr(handler, "_next_look", 0.0), handler.num_nodes_waiting())[1],
     "fail at the port": lambda handler: setattr(handler._node.server, "_failure", KeyError("a request")),
@@ -333,6 +334,24 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     a.ask("no drain")
     assert control.drain(folders["a"], "c") == "of this job no node can leave"
     assert control.drain(folders["a"], ALL) == "nor can it be stopped"
+
+
+def test_a_node_that_led_and_was_drained_has_left_as_it_was_asked(start: Start, tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    a, b, c = (
+        start(at, name, nodes="2:2", wait_seconds=WAIT, run_dir=tmp_path / name, detect_seconds=SILENCE)
+        for at, name in enumerate("abc", 1)
+    )
+    assert leader(join(a, b)) == "a"
+    c.tell("join")
+    wait_until(lambda: a.ask("present") == ["c"], WAIT, lambda: "the spare has not come")
+    assert control.drain(tmp_path / "a", "a") == ""
+    wait_until(lambda: b.ask("look again") == 0 and b.ask("asked") == "a", WAIT, lambda: "b does not know of it")
+    a.kill()
+    until(b, 1)
+    assert (b.ask("left"), b.ask("why")) == ("a", "round 1 is over: node a has left, as it was asked")
+    assert had_others(tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "../b", "b\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,6 +209,18 @@ def test_what_a_node_without_ranks_no_longer_reaches_is_no_failure(begins: str) 
     assert why(spare) is None
     for name in ("incarnation.fenced", "workers.restarted", "ranks.resumed"):
         assert why([spare[0], at(1, name), spare[1]]) is not None
+
+
+def test_a_later_start_that_was_refused_hides_no_loss_of_the_job_and_is_told_with_its_error() -> None:
+    own = [at(0, "job.started"), resumed(1), failed(5, 3, -9)]
+    second = [at(50, "job.started"), failed(51, 0, 78, "rank 0: another job: give it a name")]
+    ended = [*own, resumed(8), failed(60, 1, 78, "refused while it trained")]
+    shown, alone, trained = (told(why(events)) for events in ([*own, *second], second, ended))
+    assert shown["failed"].startswith("rank 3 ") and "again" not in shown and "since then" not in shown
+    assert shown["refused"].startswith("a later start") and shown["refused"].endswith(": another job: give it a name")
+    assert re.search(r" [+-]\d{4}: exited with status 78$", alone["failed"]), "a time has its zone"
+    assert alone["to do"].startswith("Do what its error says")
+    assert trained["failed"].startswith("rank 1 ") and "refused" not in trained
 
 
 def test_lines_fit_a_terminal() -> None:

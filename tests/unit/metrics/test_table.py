@@ -209,6 +209,8 @@ tests:
       - {{series: 'ftp_ranks{{ftp_job="drained",node="s"}}', values: '0x10 1x20'}}
       - {{series: 'up{{job="ft_plugins",instance="b:9400"}}', values: '1x10 0x20'}}
       - {{series: 'ftp_down_seconds{{ftp_job="j",node="a"}}', values: '_x5 60+60x25'}}
+      - {{series: 'ftp_down_seconds{{ftp_job="moved",node="a"}}', values: '60+60x30'}}
+      - {{series: 'ftp_iteration_age_seconds{{ftp_job="moved",node="b"}}', values: '1x30'}}
       - {{series: 'ftp_smp_answered{{ftp_job="j",node="a"}}', values: '1x10 0x20'}}
       - {{series: 'ftp_slow_rank_ratio{{ftp_job="j",node="a",rank="3"}}', values: '2x4 _x30'}}
     promql_expr_test:

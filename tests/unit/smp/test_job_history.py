@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from ft_plugins.smp.watch.job_history import HISTORY_FILE, NODE, PROCESS, History, JobHistory, Sight, read_history
+from ft_plugins.smp.watch.job_history import (
+    HISTORY_FILE,
+    NODE,
+    PROCESS,
+    FtRunNote,
+    FtRunPhase,
+    History,
+    JobHistory,
+    Sight,
+    read_history,
+    write_note,
+)
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
@@ -75,6 +86,19 @@ def test_an_iteration_that_was_restored_is_not_one_that_was_just_completed() -> 
     new = story((10.0, fenced(False)), (11.0, opened(40)), (12.0, saw(40)))
     assert (new.report(30.0)["iteration"], new.report(30.0)["iteration_age_seconds"]) == (40, None)
     assert new.seen(31.0, Sight(False, 41)).report(33.0)["iteration_age_seconds"] == 2.0
+
+
+def test_a_node_that_takes_no_part_is_not_down_and_names_no_iteration_of_its_past(tmp_path: Path) -> None:
+    spare = story(*KILLED, (30.0, lambda history, now: history.seen(now, Sight(apart=True))))
+    report, again = spare.report(900.0), spare.fenced(1000.0, True).report(1005.0)
+    assert (report["down_for_seconds"], report["downtime_seconds"], report["iteration"]) == (None, 0.0, None)
+    assert again["down_for_seconds"] == 5.0, "the time as a spare was no outage"
+    kept = JobHistory(tmp_path, continues=False)
+    for phase in (FtRunPhase.WAITING, FtRunPhase.SPARE):
+        kept.now = story(*KILLED)
+        write_note(tmp_path, FtRunNote(phase))
+        kept.look([], 1, {}, always=True)
+        assert (kept.report()["down_for_seconds"] is None) is (phase is FtRunPhase.SPARE)
 
 
 def test_a_version_is_as_old_as_its_first_sight() -> None:

@@ -412,7 +412,7 @@ def test_a_checkpoint_that_another_node_gives_up_while_it_is_completed_costs_no_
     alone.wait("checkpoint.completed")
     write = checkpoint.write_digested
 
-    def late(path: Path, content: dict[str, Any]) -> None:
+    def late(path: Path, content: dict[str, Any], **_: bool) -> None:
         checkpoint.withdraw(path.parent, [1])
         write(path, content)
 

@@ -408,7 +408,7 @@ def test_no_record_vouches_for_data_that_another_attempt_has_replaced(
     persist.write_rank(folder, source, V, alone)
     capture(source, V, 2)
 
-    def full(path: Path, content: object) -> None:
+    def full(path: Path, content: object, **_: bool) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(persist, "write_digested", full)
@@ -423,7 +423,7 @@ def test_a_checkpoint_whose_files_were_withdrawn_before_its_manifest_is_not_comp
     """A node gives up while rank 0 completes it."""
     building, write = checkpoint.partial_of(tmp_path, V), checkpoint.write_digested
 
-    def late(path: Path, content: dict[str, object]) -> None:
+    def late(path: Path, content: dict[str, object], **_: bool) -> None:
         checkpoint.withdraw(building, [1])
         write(path, content)
 

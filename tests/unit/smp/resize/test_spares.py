@@ -16,11 +16,13 @@ from ft_plugins.events import Event, Events
 from ft_plugins.smp.serve import job_file
 from ft_plugins.smp.serve.job_file import ProtectionReference
 from ft_plugins.smp.serve.owner import SnapshotProcess
+from ft_plugins.smp.storage.checkpoints import Unfinished
 from ft_plugins.smp.tree import other_nodes
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest
+from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.segment.paths import (
     parity_path_of,
     path_of,
@@ -230,6 +232,17 @@ def test_it_drops_its_state_when_a_newer_lineage_is_committed_without_it_and_not
     pair.outside = Smp(pair.folder, pair.job, "n2")
     assert pair.outside.ask("inventory")["released"] == 3, "its replacement knows it too"
     assert pair.outside.ask("status")["node_tier"]["released"] == 3
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [4, 5]])
+def test_a_checkpoint_that_waits_for_other_nodes_keeps_its_state_only_if_it_completes_it(
+    pair: Job, ranks: list[int]
+) -> None:
+    item = Unfinished(V5, Origin(pair.job, 6, {}), ranks, 0.0, 0.0, 0, [])
+    pair.outside.process.persister._checkpoints.unfinished.append(item)
+    commit(pair, Version(2, 6))
+    look(pair)
+    assert bool(segments_of(pair.job, "n2")) == (0 in ranks)
 
 
 def test_for_a_lineage_that_cannot_be_nothing_is_dropped(pair: Job) -> None:
