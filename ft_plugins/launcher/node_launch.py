@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
@@ -111,7 +110,8 @@ def launch(
             try:
                 _parameters(config, job)  # refuses an interface that is not there
                 lock = stack.enter_context(JobLock(run_dir))
-                stack.push(lambda kind, error, trace: _note_end(run_dir, ending(outcome, error)))
+                stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
+                stack.push(lambda kind, error, trace: _count_end(ending(outcome, error)))
                 if config.max_nodes == 1:
                     us = load_secret(job.config.secret_file), job.name, job.node, job.config.encrypt
                     round_join.require_alone(Credentials(*us), run_dir)
@@ -174,10 +174,9 @@ def ending(outcome: Outcome | None, error: BaseException | None) -> FtRunNote:
     return FtRunNote(FtRunPhase.ENDED, f"{type(error).__name__}: {error}", "failed", 1)
 
 
-def _note_end(run_dir: Path, note: FtRunNote) -> None:
-    """Leave how ft-run ends in the run directory. In a step of Slurm on one node, as of a node that was brought back,
-    also in the file that launch/slurm/train.sbatch has made to decide about a requeue, unless it only left."""
-    write_note(run_dir, note)
+def _count_end(note: FtRunNote) -> None:
+    """In a step of Slurm on one node, as of a node that was brought back: add how ft-run ends to the file that
+    launch/slurm/train.sbatch has made to decide about a requeue, unless it only left."""
     if os.environ.get("SLURM_STEP_NUM_NODES") == "1" and note.status not in ("refused", "drained"):
         with (
             suppress(OSError),
