@@ -144,7 +144,7 @@ def own_environment() -> Iterator[Path]:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         patch.setenv("PYTHONWARNINGS", PYNVML)
         for name in list(os.environ):
-            if name in LAUNCHER or name.startswith(("FTP_", "TORCHELASTIC_")):
+            if name in LAUNCHER or name.startswith(("FTP_", "SLURM_", "TORCHELASTIC_")):
                 patch.delenv(name)
         yield folder
     shutil.rmtree(folder)

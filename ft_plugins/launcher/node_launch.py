@@ -111,6 +111,7 @@ def launch(
                 _parameters(config, job)  # refuses an interface that is not there
                 lock = stack.enter_context(JobLock(run_dir))
                 stack.push(lambda kind, error, trace: write_note(run_dir, ending(outcome, error)))
+                stack.push(lambda kind, error, trace: _count_end(ending(outcome, error)))
                 if config.max_nodes == 1:
                     us = load_secret(job.config.secret_file), job.name, job.node, job.config.encrypt
                     round_join.require_alone(Credentials(*us), run_dir)
@@ -134,7 +135,7 @@ def launch(
         status, everywhere = "failed", True
         stop = SignalStop(watcher, events, job.config.grace_seconds) if job else None
         try:
-            with notices(watcher, signals_of(config)) if watcher else nullcontext():
+            with notices(watcher, signals_of(config), job.node) if watcher and job else nullcontext():
                 outcome = _run(config, entrypoint, args, job, watcher, events, bounded, stop, check)
             status, everywhere = outcome.status, outcome.everywhere
         except ConfigError:
@@ -171,6 +172,17 @@ def ending(outcome: Outcome | None, error: BaseException | None) -> FtRunNote:
         case FtError():
             return FtRunNote(FtRunPhase.ENDED, str(error), "refused", EXIT_REFUSED)
     return FtRunNote(FtRunPhase.ENDED, f"{type(error).__name__}: {error}", "failed", 1)
+
+
+def _count_end(note: FtRunNote) -> None:
+    """In a step of Slurm on one node, as of a node that was brought back: add how ft-run ends to the file that
+    launch/slurm/train.sbatch has made to decide about a requeue, unless it only left."""
+    if os.environ.get("SLURM_STEP_NUM_NODES") == "1" and note.status not in ("refused", "drained"):
+        with (
+            suppress(OSError),
+            open(os.open(f"slurm-{os.environ.get('SLURM_JOB_ID')}.ended", os.O_WRONLY | os.O_APPEND), "a") as ended,
+        ):
+            ended.write(f"{note.exit_status}\n")
 
 
 def _report_refusal(config: LaunchConfig, job: Job, error: FtError, serves: bool) -> None:

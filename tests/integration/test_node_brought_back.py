@@ -25,6 +25,8 @@ while not os.path.exists("go"):
 
 def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_environment: Path, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(SCRIPT)
+    (tmp_path / "srun").write_text('#!/bin/sh\n[ "$6" = b ] && shift 6 && SLURM_STEP_NUM_NODES=1 exec "$@"\n')
+    (tmp_path / "srun").chmod(0o700)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     environment |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(own_environment)}
     slurm = {
@@ -33,7 +35,9 @@ def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_envir
     }  # fmt: skip
     name = f"back-{os.getpid()}"
     command = [str(Path(sys.executable).with_name("ft-run")), "--ftp-job", name, "--reft", "--ftp-detect-seconds", "5"]
-    started = {}
+    started, logs = {}, [tmp_path / "a.log", tmp_path / "b.log"]
+    ended = tmp_path / f"slurm-{os.getpid()}.ended"  # as train.sbatch makes it
+    ended.touch()
     for node in "ab":
         surroundings = environment | slurm | {"SLURMD_NODENAME": node}
         with open(tmp_path / f"{node}.log", "wb") as log:
@@ -42,7 +46,8 @@ def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_envir
             )
 
     def said(pattern: str) -> list[str]:
-        return re.findall(pattern, (tmp_path / "a.log").read_text() + (tmp_path / "b.log").read_text(), re.MULTILINE)
+        text = "".join(path.read_text() for path in [*logs, *tmp_path.glob("*.out")])
+        return re.findall(pattern, text, re.MULTILINE)
 
     def until(pattern: str, times: int = 1) -> list[str]:
         wait_until(lambda: len(said(pattern)) >= times, BOUND, lambda: str(said("^.*$")))
@@ -54,14 +59,15 @@ def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_envir
         (tmp_path / "lost its peer").touch()
         [(folder, line)] = until(r"to bring b back, in (\S+): (.*)$")
         assert "--ftp-node-name b" in line
-        with open(tmp_path / "b.log", "wb") as log:
-            again = ["sh", "-c", f"cd {shlex.quote(folder)} && {line}"]
-            started["b again"] = subprocess.Popen(again, env=environment, cwd="/", stdout=log, stderr=log)
-        until("^rank", 3)
+        again = ["sh", "-c", f"cd {shlex.quote(folder)} && SLURM_JOB_ID={os.getpid()} {line.removesuffix(' &')}"]
+        surroundings = environment | {"PATH": f"{tmp_path}:{environment['PATH']}"}
+        started["b again"] = subprocess.Popen(again, env=surroundings, cwd="/")
+        until("^rank", 4)
         (tmp_path / "go").touch()
         assert [started[node].wait(BOUND) for node in ("b again", "a")] == [0, 0], said("^.*$")
     finally:
         for process in started.values():
             process.kill()
             process.wait(BOUND)
-    assert sorted(said(r"^rank (\d of 2)$")) == ["0 of 2", "0 of 2", "1 of 2"] and not said("goes on without b")
+    assert ended.read_text() == "0\n", "of the node in a step of its own: a shell of train.sbatch notes the others"
+    assert sorted(said(r"^rank (\d) of 2$")) == ["0", "0", "1", "1"] and not said("goes on without b")

@@ -391,7 +391,7 @@ def test_a_notice_of_preemption_writes_a_checkpoint_says_where_and_training_goes
     for pid in (smp, *(line["pid"] for line in events(spec, "rank.attached"))):
         os.kill(pid, signal.SIGUSR1)
     job.kill(signal.SIGUSR1)
-    line = f"ft-run: SIGUSR1: iteration 5 is in {base(spec) / 'v1-5'}"
+    line = f"ft-run: SIGUSR1 on node {spec.node}: iteration 5 is in {base(spec) / 'v1-5'}"
     wait_until(lambda: line in job.log.read_text(), BOUND, job.tail)
     go_on(spec)
     assert job.wait(BOUND) == {"status": "succeeded", "reason": "", "restarts": 0}, job.tail()

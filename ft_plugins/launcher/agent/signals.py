@@ -130,14 +130,14 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def notices(writer: Watcher, taken: str) -> Iterator[None]:
+def notices(writer: Watcher, taken: str, node: str) -> Iterator[None]:
     """Meanwhile write a checkpoint at each notice of preemption, one at a time. `taken`: names of signals that end the
-    job. For the main thread; in another one there are no notices."""
+    job. `node`: this one. For the main thread; in another one there are no notices."""
     busy = threading.Lock()
 
     def notice(number: int, frame: FrameType | None) -> None:
         if busy.acquire(blocking=False):
-            arguments = writer, signal.Signals(number).name, busy
+            arguments = writer, f"{signal.Signals(number).name} on node {node}", busy
             threading.Thread(target=_answer, args=arguments, daemon=True).start()
 
     ends = {name.strip() for name in taken.split(",")}

@@ -220,7 +220,7 @@ class RoundJoin:
         """Report an incomplete round for which this node is not chosen, if it is time to."""
         view, settings = self._last_view, self._node.settings
         if self.is_spare and self._note(FtRunNote(FtRunPhase.SPARE, _SPARE)):
-            say(f"{_SPARE}; it waits, and takes the place of a node that is lost", who="ft-run: ")
+            say(f"{_SPARE}; {self._node.me.node} waits, and takes the place of a node that is lost", who="ft-run: ")
         leader = self._node.link.leader
         if self._wait_report and leader and view and view.phase is not Phase.COMPLETE and view.rank is None:
             needed, start = awaited(settings.rules, view.waiting, view.missing, view.absent)

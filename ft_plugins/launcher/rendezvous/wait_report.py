@@ -54,10 +54,13 @@ def reaching(command: str, living: str, node: str = "") -> str:
 
 
 def how_to_start(command: str, living: str, lost: Sequence[str] = (), place: str = "") -> str:
-    """What starts a node at `command`; one of those that are `lost` under its own name, so that it is itself again."""
+    """What starts a node at `command`; one of those that are `lost` under its own name, so that it is itself again. In
+    a job of Slurm it is a step of that job, from any of its nodes or where jobs are submitted."""
     more = f" (and {', '.join(lost[1:])}, each with its own name)" if lost[1:] else ""
     what = f"bring {lost[0]} back{place}{more}" if lost else "start one"
-    return f"to {what}, in {os.getcwd()}: {reaching(command, living, *lost[:1])}"
+    start, job = reaching(command, living, *lost[:1]), os.environ.get("SLURM_JOB_ID")
+    step = f"nohup srun --jobid {job} --overlap -N1 -w {shlex.quote(lost[0] if lost else 'NODE')} {start}"
+    return f"to {what}, in {os.getcwd()}: {f'{step} >> slurm-{job}.out 2>&1 &' if job else start}"
 
 
 def awaited(rules: Rules, waiting: int, missing: Sequence[str], absent: Collection[str]) -> tuple[str, bool]:

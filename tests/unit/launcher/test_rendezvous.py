@@ -539,7 +539,7 @@ def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_n
     assert a.ask("shutdown") is True and a.ask("shutdown") is True
     kind, text = c.error()
     assert kind == "RendezvousGracefulExitError" and "node c was a spare" in text and "has succeeded" in text
-    assert capfd.readouterr().out.count("ft-run: this node is a spare: every place in the job is taken; it waits") == 1
+    assert capfd.readouterr().out.count("ft-run: this node is a spare: every place in the job is taken; c waits") == 1
     assert c.ask("__getattribute__", "over")[0] == "succeeded"
     assert b.ask("is_closed") is True
     assert b.ask("shutdown") is True

@@ -93,6 +93,17 @@ SCRIPT = Path(__file__).parents[3] / "launch/slurm/train.sbatch"
 DRAINED = str(Outcome("drained").exit_status)
 
 
+def stand_ins(folder: Path, commands: dict[str, str]) -> dict[str, str]:
+    """Make these commands of Slurm in `folder`; the environment of a batch script that finds them."""
+    for name, line in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o700)
+    return {
+        "PATH": f"{folder}:{os.environ['PATH']}", "FT_SECRET": str(folder / "job.secret"),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my-job", "SLURM_RESTART_COUNT": "1",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("statuses", "requeued", "status", "allowed"),
     [
@@ -108,21 +119,33 @@ def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
     """Slurm's commands are stand-ins: `srun` has each node end with one of these statuses."""
     (tmp_path / "job.secret").write_text("secret")
     commands = {
+        "squeue": "echo 7.batch",
         "srun": '[ "$1" = --wait=0 ] || exit 90; shift 3\n'
         'for status in $STATUSES; do "${@:1:4}" sh -c "exit $status" & done; wait',
         "scontrol": 'echo "$1" >> asked; echo "JobId=7 JobState=RUNNING Reason=None Requeue=$REQUEUE Restarts=0"',
     }
-    for name, line in commands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o700)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "STATUSES": statuses, "FT_SECRET": str(tmp_path / "job.secret"),
-        "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my-job",
-        "SLURM_RESTART_COUNT": "1", "REQUEUE": str(allowed),
-    }  # fmt: skip
+    environment = stand_ins(tmp_path, commands) | {"STATUSES": statuses, "REQUEUE": str(allowed)}
     done = subprocess.run(["bash", SCRIPT, "train.py"], env=environment, cwd=tmp_path, timeout=600, check=False)
     asked = (tmp_path / "asked").read_text().split() if (tmp_path / "asked").exists() else []
     assert ("requeue" in asked, done.returncode) == (requeued, status)
+
+
+def test_the_script_waits_for_a_node_that_was_brought_back_and_passes_its_end_and_signals_on(tmp_path: Path) -> None:
+    """All nodes of its own step were drained; the first look at the steps fails. The step of the other node ends
+    when it is signalled, with status 0."""
+    (tmp_path / "job.secret").write_text("secret")
+    commands = {
+        "srun": "echo $PPID > script",
+        "sleep": "exec /bin/sleep 0.05",
+        "squeue": '[ -e failed ] || { touch failed; exit 1; }; echo 7.batch; echo 7.extern; [ -s "$ENDED" ] && exit\n'
+        "echo 7.3; [ -e signalled ] || kill -USR1 $(cat script)",
+        "scancel": '[ "$*" = "--signal=TERM 7" ] && touch signalled && echo 0 >> "$ENDED"',
+        "scontrol": "touch asked; echo JobState=RUNNING Reason=None Requeue=1",
+    }
+    done = subprocess.run(
+        ["bash", SCRIPT, "train.py"], env=stand_ins(tmp_path, commands), cwd=tmp_path, timeout=600, check=False
+    )
+    assert done.returncode == 0 and (tmp_path / "signalled").exists() and not (tmp_path / "asked").exists()
 
 
 def test_the_command_for_another_node_is_whole_without_slurm_and_with_what_only_surroundings_gave(

@@ -71,6 +71,14 @@ def test_a_lost_node_comes_back_under_its_own_name() -> None:
     assert how_to_start(given, "a:1") == f"to start one, in {os.getcwd()}: {given}"
 
 
+def test_in_a_job_of_slurm_a_node_is_brought_back_by_a_step_of_that_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    step, log = "nohup srun --jobid 7 --overlap -N1 -w", ">> slurm-7.out 2>&1 &"
+    given = "ft-run --ftp-job j train.py"
+    assert how_to_start(given, "a:1", ["b"]).endswith(f": {step} b ft-run --ftp-node-name b --ftp-job j train.py {log}")
+    assert how_to_start(given, "a:1").endswith(f": {step} NODE {given} {log}")
+
+
 def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
