@@ -339,7 +339,7 @@ class Agent:
             if verdict is not None:
                 return verdict
 
-    first = token = 0
+    first = token = failures = 0
 
     def _monitor(self, handler):
         """Until the workers have to start again (None), or the job is over."""
@@ -378,6 +378,7 @@ class Agent:
             failures.append(WorkerFailure(rank.rank, 0, rank.process.pid, rank.process.status, words, 0))
         cause = root_cause(failures)
         handler.failed = not cause.secondary
+        self.failures += handler.failed
         return self._restart(handler, cause)
 
     def _restart(self, handler, cause):

@@ -296,7 +296,7 @@ class World:
         before, now = self.members.get((self.epoch, number - 1), set()), self.members[self.epoch, number]
         for name in sorted(before - now) if len(now) == self.nodes else ():
             node = self.by_name[name]
-            lives = node.machine.alive and node.agent.process.alive
+            lives = node.machine.alive and node.agent.process.alive and node.agent.failures < 2  # else it is left out
             if lives and self.hub.now > node.away_until + 2 * self.silence:
                 self.broken("displaced", f"{name} had a place in round {number - 1} and has none in {number}")
 
@@ -364,7 +364,8 @@ class World:
     def overwrites(self, node, rank, slot):
         """A capture begins in that slot."""
         committed = node.smp.tier.committed if node.smp.ready.is_set else None
-        pinned = (one for one in node.smp.segments[rank].slots() if one.pins & Pin.NODE and one.state is SlotState.CLEAN)
+        slots = node.smp.segments[rank].slots()
+        pinned = [one for one in slots if one.pins & Pin.NODE and one.state is SlotState.CLEAN]
         if committed is not None and slot.version == committed and all(one.version <= committed for one in pinned):
             self.broken("dropped", f"{node.name} overwrites {committed}, which is committed there")
 
