@@ -292,7 +292,7 @@ class World:
         return {self.by_name[name].machine for name in gang.nodes.values()}
 
     def _require_all(self, number):
-        """A round has begun on all of its nodes: nobody of the round before is without a place who only took a while."""
+        """A round has begun on all of its nodes: nobody of the one before is without a place who was only slow."""
         before, now = self.members.get((self.epoch, number - 1), set()), self.members[self.epoch, number]
         for name in sorted(before - now) if len(now) == self.nodes else ():
             node = self.by_name[name]
