@@ -136,7 +136,8 @@ def test_a_trainer_that_stays_stopped_is_lost_and_the_job_goes_on(
     argv = ("--iterations", "9", "--mib", "1", "--journal", str(journal), "--replicated")
     job = torch_server.start(jobs(entry="harness.fills:main", argv=argv, flags=flags, nproc=2))
     outcome = job.wait(BOUND)
-    assert outcome == {"status": "succeeded", "reason": "", "restarts": 1}, job.tail()
+    words = "the job succeeded: training ended after iteration 9; exit status 0"
+    assert outcome == {"status": "succeeded", "reason": words, "restarts": 1}, job.tail()
     (declared,) = job.events("node.lost")
     assert declared.fields["lost"] == ["rank 1"]
     found = entries(journal)

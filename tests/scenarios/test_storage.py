@@ -394,7 +394,8 @@ def test_a_notice_of_preemption_writes_a_checkpoint_says_where_and_training_goes
     line = f"ft-run: SIGUSR1 on node {spec.node}: iteration 5 is in {base(spec) / 'v1-5'}"
     wait_until(lambda: line in job.log.read_text(), BOUND, job.tail)
     go_on(spec)
-    assert job.wait(BOUND) == {"status": "succeeded", "reason": "", "restarts": 0}, job.tail()
+    words = "the job succeeded: training ended after iteration 12; exit status 0"
+    assert job.wait(BOUND) == {"status": "succeeded", "reason": words, "restarts": 0}, job.tail()
     assert complete(spec) == ["v1-5"] and not events(spec, "smp.lost")
 
 
