@@ -162,11 +162,11 @@ def test_a_notice_of_preemption_writes_a_checkpoint_and_says_where(
     outcome: Outcome, said: str, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watcher, before = Watcher(outcome), signal.getsignal(number)
-    with notices(watcher, "SIGTERM,SIGINT"):
+    with notices(watcher, "SIGTERM,SIGINT", "n"):
         os.kill(os.getpid(), number)
         assert watcher.answered.acquire(timeout=WAIT)
         wait_for_threads()
-    assert capfd.readouterr().err == f"ft-run: {number.name}: {said}\n"
+    assert capfd.readouterr().err == f"ft-run: {number.name} on node n: {said}\n"
     assert watcher.asked == [(REQUEST, False)] and signal.getsignal(number) == before
 
 
@@ -178,7 +178,7 @@ def wait_for_threads() -> None:
 
 def test_a_signal_that_is_to_end_the_job_is_no_notice() -> None:
     before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGUSR1)
-    with notices(Watcher(stored(7)), "SIGTERM, SIGUSR1"):
+    with notices(Watcher(stored(7)), "SIGTERM, SIGUSR1", "n"):
         assert signal.getsignal(signal.SIGUSR1) == before
         assert callable(signal.getsignal(signal.SIGUSR2))
 
