@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
+from ..base import files
 from ..config import Config
 from ..errors import EXIT_DRAINED, EXIT_REFUSED, ConfigError, FtError, ProtectionError
 from ..events import Event, Events, catalogue, file_sink, log_sink, say
@@ -177,11 +179,10 @@ def ending(outcome: Outcome | None, error: BaseException | None) -> FtRunNote:
 def _count_end(note: FtRunNote) -> None:
     """In a step of Slurm on one node, as of a node that was brought back: add how ft-run ends to the file that
     launch/slurm/train.sbatch has made to decide about a requeue, unless it only left."""
-    if os.environ.get("SLURM_STEP_NUM_NODES") == "1" and note.status not in ("refused", "drained"):
-        with (
-            suppress(OSError),
-            open(os.open(f"slurm-{os.environ.get('SLURM_JOB_ID')}.ended", os.O_WRONLY | os.O_APPEND), "a") as ended,
-        ):
+    path = Path(f"slurm-{os.environ.get('SLURM_JOB_ID')}.ended")
+    alone = os.environ.get("SLURM_STEP_NUM_NODES") == "1"
+    if alone and path.exists() and note.status not in ("refused", "drained"):
+        with suppress(OSError), open(path, "a", opener=files.private) as ended:
             ended.write(f"{note.exit_status}\n")
 
 
