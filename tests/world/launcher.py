@@ -65,9 +65,9 @@ class PeerConnection:
         end = self._end
         if not end.readable and seconds > 0:
             waiting = Waiting(hubs.ACTIVE)
-            end.watchers.add(waiting)
+            end.watchers.setdefault(waiting)
             waiting.signal.wait(seconds)
-            end.watchers.discard(waiting)
+            end.watchers.pop(waiting, None)
         return end.readable
 
     def receive(self):
@@ -127,7 +127,7 @@ class PeerServer:
         self._ends[number] = end
         self._used[number] = self._process.hub.now
         end.taken = lambda message: self._arrived(number, message)
-        end.watchers.add(Waiting(None, lambda: self._arrived(number, None)))
+        end.watchers.setdefault(Waiting(None, lambda: self._arrived(number, None)))
         return self._service.me.node
 
     def _arrived(self, number, message):

@@ -40,7 +40,7 @@ class End:
         self.network, self.process, self.node = network, process, node
         self.other = None
         self.inbox, self.is_ended, self.is_open = deque(), False, True
-        self.watchers = set()  # selectors
+        self.watchers = {}  # selectors, in order
         self.taken = None  # called with each message, in place of the inbox
         self.last, self.stalled = 0.0, deque()
         process.at_end.append(self._died)
@@ -82,9 +82,9 @@ class End:
         """The next message. Raises TimeoutError, EndedError."""
         if not self.readable and self.is_open:
             waiting = Waiting(self.network.hub)
-            self.watchers.add(waiting)
+            self.watchers.setdefault(waiting)
             waiting.signal.wait(seconds)
-            self.watchers.discard(waiting)
+            self.watchers.pop(waiting, None)
         if self.inbox:
             return self.inbox.popleft()
         if self.is_ended or not self.is_open:
@@ -243,7 +243,7 @@ class Peer:
         if self._end is None or self._end.readable:
             return True
         waiting = Waiting(self._network.hub)
-        self._end.watchers.add(waiting)
+        self._end.watchers.setdefault(waiting)
         return waiting.signal.wait(seconds)
 
     def surrender(self):
@@ -297,7 +297,7 @@ class Waker:
     """Both ends of the socket pair that wakes a loop."""
 
     def __init__(self):
-        self.readable, self.watchers = False, set()
+        self.readable, self.watchers = False, {}
 
     def setblocking(self, _):
         pass
@@ -322,14 +322,14 @@ class Selector:
 
     def register(self, fileobj, events):
         self._keys[fileobj] = SimpleNamespace(fileobj=fileobj, events=events)
-        fileobj.watchers.add(self)
+        fileobj.watchers.setdefault(self)
 
     def modify(self, fileobj, events):
         self._keys[fileobj].events = events
 
     def unregister(self, fileobj):
         del self._keys[fileobj]
-        fileobj.watchers.discard(self)
+        fileobj.watchers.pop(self, None)
 
     def get_key(self, fileobj):
         return self._keys[fileobj]

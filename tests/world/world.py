@@ -99,7 +99,8 @@ class World:
             for when, task, error in hub.errors:
                 outcome.violations.append((when - self.begin, "error", f"{task.process.name}, {task.name}: {error!r}"))
             outcome.seconds, outcome.steps = hub.now - self.begin, hub.steps
-            outcome.notes = [(when - self.begin, text) for when, text in hub.notes]
+            folder = str(self.disk.folder) if self.disk is not None else "/"
+            outcome.notes = [(when - self.begin, text.replace(folder, "/")) for when, text in hub.notes]
             self.tracebacks = [error for _, _, error in hub.errors]
             hub.close()
             if self.disk is not None:
