@@ -154,3 +154,14 @@ def own_environment() -> Iterator[Path]:
 def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """pytest's, with a short name: sockets lie in run directories in it, and their paths are bounded."""
     return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture(autouse=True)
+def own_notices() -> Iterator[None]:
+    """What a test ignores or blocks, as ranks do with notices of preemption, is not so in what later tests start."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
