@@ -95,12 +95,12 @@ class Bug:
 
 
 BUGS = {
-    "displaced survivor": Bug(displaced_survivor),
+    "displaced survivor": Bug(displaced_survivor, 36),
     "endless restores": Bug(endless_restores, 30),
     "frozen commit": Bug(frozen_commit),
     "banned version": Bug(banned_version, 9),
     "undone pins": Bug(undone_pins),
-    "second leader": Bug(second_leader),
+    "second leader": Bug(second_leader, 36),
     "checkpoint without files": Bug(checkpoint_without_files),
     "number twice": Bug(number_twice, 8),
 }

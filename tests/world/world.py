@@ -294,9 +294,10 @@ class World:
 
     def _require_all(self, number):
         """A round has begun on all of its nodes: nobody of the one before is without a place who was only slow."""
-        before, now = self.members.get((self.epoch, number - 1), set()), self.members[self.epoch, number]
-        for name in sorted(before - now) if len(now) == self.nodes else ():
-            node = self.by_name[name]
+        before, now = self.members.get((self.epoch, number - 1), {}), self.members[self.epoch, number]
+        for name, node in sorted(before.items()) if len(now) == self.nodes else ():
+            if name in now:
+                continue
             lives = node.machine.alive and node.agent.process.alive and node.agent.failures < 2  # else it is left out
             if lives and self.hub.now > node.away_until + 2 * self.silence:
                 self.broken("displaced", f"{name} had a place in round {number - 1} and has none in {number}")
@@ -312,7 +313,7 @@ class World:
         if was is not None and was != rank:
             self.broken("a survivor lost its place", f"{node.name}: rank {was} in {number - 1}, {rank} in {number}")
         self.hub.note(f"{node.name}: round {number}, rank {rank}")
-        self.members.setdefault((self.epoch, number), set()).add(node.name)
+        self.members.setdefault((self.epoch, number), {})[node.name] = node
         self._require_all(number)
         self.happened("round")
 
