@@ -292,7 +292,7 @@ def _training(facts: Facts) -> Iterator[str]:
             + (f", {ago(seconds)}" if seconds is not None else "")
         )
     else:
-        yield "no iteration is completed here now"
+        yield "no iteration is completed here yet"
     yield _count(facts["restarts"], "restart")
     before = facts["downtime_seconds"] - (facts["down_for_seconds"] or 0.0)
     if facts["down_for_seconds"] is not None and facts["ft_run_alive"]:

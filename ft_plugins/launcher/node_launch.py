@@ -65,7 +65,7 @@ class Outcome:
     """How a job ended on this node."""
 
     status: Status
-    reason: str = ""  # one line for people; if it succeeded, '' but for a spare
+    reason: str = ""  # one line for people; of `_run`, if it succeeded, '' but for a spare
     return_values: dict[int, Any] = field(default_factory=dict)  # by global rank of this node; None of scripts
     failures: dict[int, ProcessFailure] = field(default_factory=dict)  # by global rank, of the last incarnation
     restarts: int = 0

@@ -124,7 +124,7 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
     assert text.startswith(f"{job} on node n: ORPHANED, 1 rank\n") and report["signal"] == "HEALTHY"
     assert "the launcher is gone and left no reason: killed, perhaps; memory holds no version" in words_of(text)
     for line in (
-        "  training     no iteration is completed here now; 0 restarts",
+        "  training     no iteration is completed here yet; 0 restarts",
         f"  in memory    none yet; {path.stat().st_size / 2**20:.1f} MiB claimed",
         "  other nodes  no: a lost node is not survived from memory",
         "  storage      off",

@@ -6,13 +6,14 @@ world: connections, and the loop in which the agent looks at its workers.
 
 from __future__ import annotations
 
+import json
 import secrets
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
 from ft_plugins.errors import FencedError, FtError, ProtectionError, ProtocolError
 from ft_plugins.launcher.agent.restarts import Life, LostPeers, WorkerFailure, judge, root_cause
-from ft_plugins.launcher.rendezvous import local_node, peers, rendezvous, round_join
+from ft_plugins.launcher.rendezvous import peers, rendezvous
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.launcher.rendezvous.leader_search import LeaderSearch
 from ft_plugins.launcher.rendezvous.local_node import LeaderLink
@@ -27,7 +28,7 @@ from ft_plugins.transport.framed import EndedError
 from . import hub as hubs
 from .hub import Signal
 from .network import Waiting
-from .rank import Gang, Rank
+from .rank import Rank
 from .smp import RETRY, Client, Events, Place, Smp
 
 PORT = 29400
@@ -365,8 +366,6 @@ class Agent:
         content = self.node.machine.files.get(f"{self.run_dir}/lost.json")
         if content is None:
             return []
-        import json
-
         found = json.loads(content)
         return found["lost"] if found["token"] == self.token else []
 
@@ -405,6 +404,3 @@ class Agent:
     def _kill(self):
         for rank in self.ranks:
             self.world.kill(rank.process.pid)
-
-
-__all__ = ["Agent", "Gang", "local_node", "round_join"]

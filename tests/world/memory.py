@@ -15,7 +15,7 @@ from ft_plugins.snapshot.segment.claims import slot_to_rebuild
 from ft_plugins.snapshot.segment.header import OpenedLineage
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
-from ft_plugins.snapshot.segment.slots import Mark, Pin, Slot, SlotState, Version, check_transition, choose
+from ft_plugins.snapshot.segment.slots import Mark, Pin, Slot, SlotState, check_transition, choose
 
 from . import hub as hubs
 
@@ -150,9 +150,6 @@ class WorldSegment(Segment):
 
     def _discard_pages(self, index):
         pass
-
-    def void_words(self):
-        return self._slots
 
 
 class Store:
@@ -293,6 +290,3 @@ def _fill(segment, version, token, content):
     found = content()
     segment.seal(index, version, token, found, None)
     return 64
-
-
-__all__ = ["Version", "WorldSegment", "Store", "fetch", "decode"]

@@ -15,9 +15,7 @@ import threading
 import time
 
 from . import hub as hubs
-from .hub import Over, Signal
-
-REAL = {"Lock": threading.Lock, "RLock": threading.RLock, "Event": threading.Event, "Thread": threading.Thread}
+from .hub import Signal
 
 
 def _task():
@@ -148,10 +146,6 @@ class Thread:
         return self.task is not None and not self.task.over.is_set
 
 
-class _Current:
-    """`threading.current_thread()` of a task that no `Thread` began."""
-
-
 def _current_thread():
     task = _task()
     if task is None:
@@ -200,6 +194,3 @@ def install():
     random.uniform = _drawn(_UNIFORM, lambda hub, low, high: hub.random.uniform(low, high))
     secrets.token_hex = _drawn(_HEX, lambda hub, count=32: f"{hub.random.getrandbits(8 * count):0{2 * count}x}")
     os.getpid = _drawn(_GETPID, lambda hub: hub.current.process.pid if hub.current is not None else _GETPID())
-
-
-__all__ = ["Over", "install"]

@@ -334,8 +334,8 @@ class Smp:
         return (agent.process.pid, 1) if agent is not None else (0, 0)
 
     def looks_soon(self):
-        """A rank has sealed a version. An SMP sees that when it looks, every few milliseconds; here it is told, because
-        looks that see nothing are most of the work."""
+        """A rank has sealed a version. An SMP sees that when it looks, every few milliseconds; here the world wakes it,
+        because looks that see nothing are most of the work."""
         driver = self.tier._driver if self.ready.is_set and self.process.alive else None
         if driver is not None:
             self.process.hub.later(self.process.hub.random.random() * 0.005, driver.wake)
@@ -496,6 +496,3 @@ class Client:
             if hub.now > until:
                 raise ProtectionError(f"no SMP answers on {self._node.name}")
             hub.current.sleep(RETRY)
-
-
-__all__ = ["Client", "Smp"]

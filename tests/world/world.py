@@ -278,7 +278,7 @@ class World:
         if name == "version.committed":
             version = (fields["lineage"], fields["iteration"])
             if version not in self.truth:
-                self.broken("committed what nobody completed", f"{version} on {node}")
+                self.broken("committed what no rank completed", f"{version} on {node}")
             if version != self.restored and len(self.sealed_by.get(version, ())) < self.size:
                 self.broken("committed what was not sealed", f"{version} on {node}: {self.sealed_by.get(version)}")
             if self.committed is None or version > self.committed[0]:
@@ -293,7 +293,7 @@ class World:
         return {self.by_name[name].machine for name in gang.nodes.values()}
 
     def _require_all(self, number):
-        """A round has begun on all of its nodes: nobody of the one before is without a place who was only slow."""
+        """A round has begun on all of its nodes: those of the one before that live and were only slow have a place."""
         before, now = self.members.get((self.epoch, number - 1), {}), self.members[self.epoch, number]
         for name, node in sorted(before.items()) if len(now) == self.nodes else ():
             if name in now:
