@@ -22,7 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,11 +125,8 @@ class PeerConnection:
 
 def ask(endpoint: str, message: Message, seconds: float, credentials: Credentials) -> Message:
     """The reply of one node, on a connection of its own. Raises ConnectionError."""
-    connection = PeerConnection(endpoint, seconds, credentials)
-    try:
+    with closing(PeerConnection(endpoint, seconds, credentials)) as connection:
         return connection.ask(message)
-    finally:
-        connection.close()
 
 
 def ask_all(

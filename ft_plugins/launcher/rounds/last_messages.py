@@ -67,6 +67,10 @@ class LastMessages:
         """Whether a process is; not if it is unknown."""
         return token in self._last and now - self._stopped - self._last[token] > self._silence
 
+    def has_hung_up(self, token: str) -> bool:
+        """Whether a process did, and has sent no message since."""
+        return self._last.get(token) == _NEVER
+
     def silent(self, now: float) -> list[str]:
         """The watched processes that are silent."""
         silent = []

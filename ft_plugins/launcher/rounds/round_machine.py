@@ -262,9 +262,7 @@ class RoundMachine:
 
     def drain(self, node: str) -> str:
         """Have `node`, or ALL, leave at the next version; '' for none any more. Returns why not, '' if it will."""
-        lost = len(self._lost)
-        spares = self._waiting.names()
-        facts = [*self._members], spares, self.draining, self.begun, lost, self._own
+        facts = [*self._members], self._waiting.names(), self.draining, self.begun, len(self._lost), self._own
         why = rounds.why_not_drained(node, *facts) if node else ""
         if not why and node != self.draining:
             self.draining = node
@@ -364,8 +362,9 @@ class RoundMachine:
             return False
         if place.node == self._own or token and not self._alive.is_silent(token, now):
             return True
+        in_doubt = token is None or not self._alive.has_hung_up(token)  # until its port is asked: it may end its workers
         answers = self._answers.get(place.endpoint)
-        return token is None if answers is None else answers == place.node  # in doubt only where this node did not lead
+        return in_doubt if answers is None else answers == place.node
 
     def _propose(self, size: int) -> None:
         assigned = rounds.ranks(self._waiting.candidates(self._failures), size, self._own)

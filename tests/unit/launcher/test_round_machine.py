@@ -157,7 +157,8 @@ class Model:
             token = self.members.get(place.node)
             if token and not self.silent(token):
                 return True
-            return self.answers[place.endpoint] == place.node if place.endpoint in self.answers else not token
+            in_doubt = self.heard.get(token or "") != float("-inf")  # it may be busy
+            return self.answers[place.endpoint] == place.node if place.endpoint in self.answers else in_doubt
 
         return newest <= self.roster.round and any(map(alive, missing))
 

@@ -206,12 +206,14 @@ def test_only_allowed_sizes_are_taken() -> None:
 
 @dataclass
 class Rounds:
-    """A gathering and its nodes; each of them is heard of whenever time passes, unless it is `silent`."""
+    """A gathering and its nodes; each of them is heard of whenever time passes, unless it is `silent`: then its port
+    does not answer either, unless it is only `busy`."""
 
     rules: Rules
     gathering: RoundMachine = field(init=False)
     now: float = 1000.0
     silent: set[str] = field(default_factory=set)
+    busy: set[str] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
     survivors: str = ""  # of a round of another leader
 
@@ -239,6 +241,7 @@ class Rounds:
                 [rank0] = [token for token, rank in proposal.ranks.items() if rank == 0]
                 if rank0 not in self.silent:
                     self.gathering.serve(rank0, "store:1")
+            self.gathering.note_answers({f"{token[0]}:1": "" for token in self.silent - self.busy})
             self.gathering.step(self.now)
 
     @property
@@ -373,6 +376,19 @@ def test_a_survivor_that_returns_late_finds_its_place_though_spares_wait() -> No
     rounds.pass_by(1)
     assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c"])
     assert rounds.gathering.waiting() == ["x", "y"]
+
+
+def test_a_survivor_that_says_nothing_while_its_workers_end_keeps_its_place_until_its_port_was_asked() -> None:
+    for answer in ("a", ""):
+        rounds = with_spares("x")
+        rounds.silent = rounds.busy = {"a/1"}
+        rounds.come("b", "c")
+        rounds.pass_by(SILENCE + 20)
+        assert rounds.gathering.phase is Phase.OPEN, "not known to be lost"
+        rounds.gathering.note_answers({"a:1": answer})
+        rounds.pass_by(2)
+        assert rounds.members == list("abc" if answer else "xbc")
+        assert rounds.gathering.phase is (Phase.OPEN if answer else Phase.COMPLETE)
 
 
 def test_a_spare_that_comes_early_when_a_whole_job_starts_again_leaves_the_place_to_the_node_that_holds_state() -> None:
