@@ -362,7 +362,7 @@ class RoundMachine:
             return False
         if place.node == self._own or token and not self._alive.is_silent(token, now):
             return True
-        in_doubt = token is None or not self._alive.has_hung_up(token)  # until its port is asked: it may end its workers
+        in_doubt = token is None or not self._alive.has_hung_up(token)  # until its port is asked
         answers = self._answers.get(place.endpoint)
         return in_doubt if answers is None else answers == place.node
 
