@@ -76,10 +76,10 @@ CASES = {
 
 
 def run(folder: Path, launcher: Sequence[str], script: Path, arguments: Sequence[str], status: int = 0) -> list[Any]:
-    """The final state of each rank; what was printed, if the job ends with another status than 0."""
+    """The final state of each rank; what was printed, if the job ends with another status than 0: it is ended then."""
     folder.mkdir(mode=0o700)
     command = [str(script), str(folder / "state-"), *arguments]
-    if launcher == TORCHRUN:
+    if "--ftp-job" not in arguments:  # not protected
         command.insert(0, orderly_end.__file__)
     words = [*launcher, "--nproc-per-node", str(RANKS), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "XDG_RUNTIME_DIR": str(folder)}
@@ -91,6 +91,8 @@ def run(folder: Path, launcher: Sequence[str], script: Path, arguments: Sequence
         )  # fmt: skip
     assert done.returncode == status, out.read_text()[-3000:]
     if status:
+        ends = [str(Path(sys.executable).with_name("ft-plugins")), "end", arguments[arguments.index("--ftp-job") + 1]]
+        subprocess.run(ends, env=environment, timeout=BOUND, check=True, stdout=subprocess.DEVNULL)
         return [out.read_text()]
     return [json.loads((folder / f"state-{rank}").read_text()) for rank in range(RANKS)]
 

@@ -50,14 +50,15 @@ class Words:
 
     seen = None  # as a `Slot`, until something changes
 
-    def __init__(self, state):
+    def __init__(self, segment, state):
+        self.__dict__["segment"] = segment
         self.state, self.version, self.token, self.marked = state, None, 0, Mark.NONE
         self.stored_pins, self.content, self.flipped = Pin(0), None, False
         self.cursor, self.small_bytes = None, 0
 
     def __setattr__(self, name, value):
         self.__dict__["stored_pins" if name == "pins" else name] = value
-        self.__dict__["seen"] = None
+        self.__dict__["seen"] = self.segment.seen = None
 
     @property
     def unclaimed(self):
@@ -92,12 +93,13 @@ class WorldSegment(Segment):
     damaged = ()
     ranges = ((0, 64),)
     fingerprint = {}
+    seen = None  # all slots, until something changes
 
     def __init__(self, path, shape, rank, world_size=0, lost=False):
         self.path, self.shape, self.rank, self.world_size = path, shape, rank, world_size
         self.header = Header(lost)
         self._slots = [
-            Words(SlotState.EMPTY if at < shape.first_slots or at >= shape.slots else SlotState.UNCLAIMED)
+            Words(self, SlotState.EMPTY if at < shape.first_slots or at >= shape.slots else SlotState.UNCLAIMED)
             for at in range(shape.parity_indices.stop)
         ]
         path.machine.memory[str(path)] = self
@@ -108,6 +110,13 @@ class WorldSegment(Segment):
         if words.seen is None:
             words.__dict__["seen"] = Slot(index, words.state, words.version, words.token, pins, words.marked)
         return words.seen if words.seen.pins == pins else replace(words.seen, pins=pins)
+
+    def slots(self):
+        if hubs.ACTIVE is None or hubs.ACTIVE.preempted:
+            return super().slots()
+        if self.seen is None:
+            self.seen = super().slots()
+        return self.seen
 
     def close(self):
         pass

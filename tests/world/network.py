@@ -106,8 +106,9 @@ class Network:
     def __init__(self, hub):
         self.hub = hub
         self.listeners = {}  # by (host, port): process, accept
+        self.taking = {}  # by (host, port): what takes versions there
         self.cut, self.slow = set(), {}
-        self.held = []  # ends with what could not be delivered
+        self.held, self.held_calls = [], []  # ends with what could not be delivered; calls on the way
         self._ports = 20000
 
     def delay(self, source, target):
@@ -141,6 +142,39 @@ class Network:
             stalled, end.stalled = end.stalled, deque()
             for what in stalled:
                 self._deliver(end, what)
+        calls, self.held_calls = self.held_calls, []
+        for call in calls:
+            call()
+
+    def call(self, process, peer, request, answered, lost):
+        """One request to what takes versions at `peer`, and its answer; None if it is refused, or no machine is there.
+        `lost()` once the process there is gone."""
+        source, target = process.machine.name, self.hub.world.machine_at(peer.endpoint[0])
+
+        def arrive():
+            if (source, target.name) in self.cut:
+                self.held_calls.append(arrive)
+            elif not target.alive:
+                self.hub.later(peer.seconds, lambda: answered(None))
+            else:
+                there = self.taking.get(peer.endpoint)
+                if there is None or not there.process.alive or peer.node not in ("", there.node):
+                    back(None)
+                else:
+                    there.take(request, process.pid, back, lost)
+
+        def back(answer):
+            self.hub.later(self.delay(target.name, source), lambda: returned(answer))
+
+        def returned(answer):
+            if (target.name, source) in self.cut:
+                self.held_calls.append(lambda: returned(answer))
+            elif process.stopped:
+                self.hub.later(0.05, lambda: returned(answer))
+            else:
+                answered(answer)
+
+        self.hub.later(self.delay(source, target.name), arrive)
 
     def port(self):
         self._ports += 1
@@ -198,7 +232,7 @@ class Peer:
 
     def __init__(self, endpoint, process, me, seconds, node=""):
         self.endpoint = endpoint
-        self._process, self._me, self._seconds, self._node = process, me, seconds, node
+        self._process, self._me, self.seconds, self.node = process, me, seconds, node
         self._network = process.hub.world.network
         self._end, self._closed, self._signal = None, False, None
 
@@ -207,14 +241,14 @@ class Peer:
             raise ProtocolError("this side has hung up")
         if self._end is None:
             self._signal = Signal(self._process.hub)
-            end = self._network.connect(self._process, self._me, self.endpoint, self._seconds, self._signal)
+            end = self._network.connect(self._process, self._me, self.endpoint, self.seconds, self._signal)
             if self._closed:
                 end.close()
                 raise ProtocolError("this side has hung up")
             self._end = end
-            if self._node not in ("", self._end.node):
+            if self.node not in ("", self._end.node):
                 found, self._end = self._end.node, self._end.close()
-                raise ProtocolError(f"expected the SMP of node {self._node} there, found that of node {found}")
+                raise ProtocolError(f"expected the SMP of node {self.node} there, found that of node {found}")
         return self._end
 
     def ask(self, name, payload=None, **fields):
@@ -236,7 +270,7 @@ class Peer:
     def _once(self, name, payload, fields):
         end = self._connect()
         end.send(({"do": name, **fields}, payload))
-        return end.receive(self._seconds)
+        return end.receive(self.seconds)
 
     def is_readable(self, seconds):
         """Whether the connection has ended within so many seconds; replies are awaited elsewhere."""

@@ -21,11 +21,11 @@ from ft_plugins.transport.protocol import packed
 
 from . import hub as hubs
 from .hub import Signal
-from .memory import WorldSegment, targets_of
+from .memory import WorldSegment
 from .network import Peer, serve
+from .sending import Taking
 
 RETRY, PATIENCE, TRIES = 0.05, 30.0, 4
-_SEND = (0.005, 0.05)  # seconds for one target, usually
 
 
 class Place:
@@ -156,7 +156,7 @@ class Endpoint:
     def listen(self, address, secret_file, encrypt):
         if self._where is None:
             self._where = (address, self._network.port())
-            self._network.listen(self._process, self._where, self._accept)
+            self._listen()
             self._run_dir.machine.files[f"{self._run_dir}/endpoint.json"] = self._where
         return self._where
 
@@ -166,8 +166,12 @@ class Endpoint:
         except KeyError:
             raise FileNotFoundError(2, "No such file or directory") from None
         self._where = where
-        self._network.listen(self._process, where, self._accept)
+        self._listen()
         return ""
+
+    def _listen(self):
+        self._network.listen(self._process, self._where, self._accept)
+        self._network.taking[self._where] = Taking(self._process, self._node, self._handle.__self__)
 
     def _accept(self, end):
         serve(self._process, end, self._handle, self._others)
@@ -177,12 +181,6 @@ class Endpoint:
         """What the world sends in place of frames."""
         requests: PeerRequests = self._handle.__self__
         version = Version(*message["version"]) if "version" in message else None
-        if message["do"] == "world-take":
-            store = requests.storing(message["epoch"])
-            taken = store.take(version, message["source"], payload)
-            if taken and store.receiving is None:
-                requests.received()
-            return {"taken": taken}, None
         if message["do"] == "world-slot":
             return {}, _content(requests.segments, message["rank"], version)
         if message["do"] == "world-parity":
@@ -230,66 +228,6 @@ class Reader:
             return peer.ask(name, version=packed(version), **fields)[1]
         finally:
             peer.close()
-
-
-class Sender:
-    """As `smp.exchange.exchange.ExchangeSender`: sends what its ranks hold of a version until all have taken it."""
-
-    differences = ()
-
-    def __init__(self, source, version, pacers):
-        self.version, self._source = version, source
-        self._process, self._hub = hubs.ACTIVE.current.process, hubs.ACTIVE
-        self._stopped, self.corrupt = False, False
-        self._done = dict.fromkeys(targets_of(source.plan, source.position), False)
-        self._peers = {at: source.connect(at) for at in self._done}
-        self._stop = Signal(self._hub)
-        self._tasks = [self._process.spawn(lambda at=at: self._feed(at), "send") for at in self._done]
-        source.agreed(version)
-
-    @property
-    def done(self):
-        return all(self._done.values())
-
-    @property
-    def target(self):
-        return next((at for at, done in self._done.items() if not done), None)
-
-    def stop(self):
-        self._stopped = True
-        self._stop.set()
-        for peer in self._peers.values():
-            peer.close()
-        for task in self._tasks:
-            task.over.wait()
-
-    def _feed(self, at):
-        source, draw = self._source, self._hub.random
-        pause = 0.0
-        while not self._stopped:
-            self._stop.wait(pause + draw.uniform(*_SEND))
-            if self._stopped:
-                return
-            pause = 0.2
-            try:
-                ranks = source.plan.ranks[source.position]
-                content = {rank: source.segments[rank].content(self.version) for rank in ranks}
-                reply, _ = self._peers[at].ask(
-                    "world-take", content, version=packed(self.version), epoch=source.epoch, source=source.position
-                )
-                self._done[at] = reply["taken"]
-                if self._done[at]:
-                    source.progressed()
-                    self._peers[at].is_readable(10.0)  # its end: an SMP that replaces it has nothing
-                    pause = 0.0
-                else:
-                    pause = 0.02
-            except SegmentError:
-                self.corrupt = True
-                source.progressed()
-                return
-            except (FtError, OSError):
-                self._done[at] = False
 
 
 def packed_summary(summary):

@@ -25,7 +25,7 @@ from ft_plugins.snapshot.checkpoint import checkpoint as checkpoint_module  # no
 from ft_plugins.snapshot.segment import claims  # noqa: E402
 from ft_plugins.transport import loop  # noqa: E402
 
-from . import disk, launcher, memory, network, smp  # noqa: E402
+from . import disk, launcher, memory, network, sending, smp  # noqa: E402
 from . import hub as hubs  # noqa: E402
 
 _FILES = SimpleNamespace(write_json=smp.write_json)
@@ -78,7 +78,7 @@ REPLACED = {
         "standing_alarm": _quiet, "was_drained": lambda run_dir: False,
     },
     pinned: {"files": _FILES, "read_json": smp.read_json},
-    node_driver: {"ExchangeSender": smp.Sender, "_POLL_SECONDS": 0.2, "OBSERVE_SECONDS": 0.2},
+    node_driver: {"ExchangeSender": sending.Sender, "_POLL_SECONDS": 0.2, "OBSERVE_SECONDS": 0.2},
     recovery_nodes: {"Client": smp.Client},
     claims: {
         "segments_beside": lambda path: [], "check_room": _quiet, "missing": lambda paths, slots: 0,

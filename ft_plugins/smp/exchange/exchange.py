@@ -197,7 +197,8 @@ class ExchangeSender:
                     return
                 pause, wait = (wait, min(2 * wait, longest)) if waiting else (0.0, first)
                 if self._done[lane]:
-                    self._progressed()
+                    if self.done:
+                        self._progressed()
                     self._peers[lane].is_readable(_CHECK_SECONDS)  # its end
             except Exception as error:  # any error: without this thread no version would ever be committed again
                 if self._stop.is_set():
