@@ -126,7 +126,7 @@ def assert_checkpoints_intact(base: Path, ranks: int, newest: int) -> None:
 def assert_whole(folder: Path, ranks: int) -> None:
     """The file of every rank of a checkpoint exists and matches its digests."""
     manifest = checkpoint.read_manifest(folder)
-    origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint)
+    origin = Origin(manifest.job, manifest.world_size, manifest.fingerprint, manifest.run)
     assert manifest.world_size == ranks, f"{folder} is of {manifest.world_size} ranks, expected {ranks}"
     absent = checkpoint.unusable(folder, origin, Version(manifest.lineage, manifest.iteration))
     assert not absent, f"{folder}: the files of ranks {absent} are missing or of another version"

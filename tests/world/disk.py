@@ -31,7 +31,7 @@ class Disk:
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=_ROOT))
-        self.full = self.slow = False
+        self.full = False
 
     def close(self):
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -41,7 +41,7 @@ def step():
     """Others have their turns."""
     hub = hubs.ACTIVE
     if hub.current is not None:
-        hub.current.sleep(hub.random.uniform(*_SECONDS) * (20 if hub.world.disk.slow else 1))
+        hub.current.sleep(hub.random.uniform(*_SECONDS) * (10 if hub.current.process.machine.slow else 1))
 
 
 def _require_room():

@@ -311,6 +311,11 @@ class Agent:
 
     ended = False
 
+    @property
+    def leads(self):
+        """Whether it leads the rounds. From a leader that was cut off all others were away."""
+        return self.handler is not None and self.handler._node.service.leading is not None
+
     def _watch_smp(self):
         """Start the SMP, and again whenever it has died."""
         pause, hub = 0.1, self.world.hub

@@ -111,6 +111,11 @@ class WorldSegment(Segment):
             words.__dict__["seen"] = Slot(index, words.state, words.version, words.token, pins, words.marked)
         return words.seen if words.seen.pins == pins else replace(words.seen, pins=pins)
 
+    @property
+    def words(self):
+        """Of its slots, read at once."""
+        return self._slots[: self.shape.slots]
+
     def slots(self):
         if hubs.ACTIVE is None or hubs.ACTIVE.preempted:
             return super().slots()

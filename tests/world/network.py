@@ -30,7 +30,7 @@ class Machine:
     def __init__(self, name):
         self.name, self.alive = name, True
         self.files, self.memory = {}, {}
-        self.full = self.lies = False  # its disk; its SMP
+        self.full = self.slow = self.lies = False  # its disk; its way to the checkpoints; its SMP
 
 
 class End:

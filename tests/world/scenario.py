@@ -83,7 +83,8 @@ def draw(seed):
         if faults and chance.random() < 0.4:
             after = (chance.choices(list(EVENTS), list(EVENTS.values()))[0], 1 + min(9, round(chance.expovariate(0.5))))
             delay *= chance.choice((0, 0.1))
-        faults.append(Fault(after, delay, kind, among, chance.choice((0.1, 0.5, 2.0, 6.0))))
+        seconds = chance.choice((0.1, 0.5, 2.0, 6.0)) * chance.uniform(0.5, 1.5)
+        faults.append(Fault(after, delay, kind, among, seconds))
     if faults and chance.random() < 0.3:  # two at once
         last = faults[-1]
         faults.append(

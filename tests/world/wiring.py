@@ -98,7 +98,7 @@ REPLACED = {
     },
     checkpoint_module: {
         "unusable": disk.slowed(checkpoint_module.unusable), "publish": disk.slowed(checkpoint_module.publish),
-        "withdraw": disk.slowed(checkpoint_module.withdraw),
+        "withdraw": disk.slowed(checkpoint_module.withdraw), "require_own": disk.slowed(checkpoint_module.require_own),
     },
     recovery_storage: {
         "liveness": _LIVENESS, "within": lambda seconds, call: call(), "say": _say,

@@ -172,10 +172,11 @@ class World:
             self.network.slow |= {(node.name, other.name): 0.5, (other.name, node.name): 0.5}
             hub.later(fault.seconds, self.network.heal)
         elif fault.kind in ("full disk", "slow storage", "full storage"):
-            what, name = (node.machine, "full") if fault.kind == "full disk" else (self.disk, fault.kind.split()[0])
-            if what is not None:
+            name = fault.kind.split()[0]
+            places = {"full disk": [node.machine], "slow storage": [node.machine, other.machine]}
+            for what in places.get(fault.kind, [self.disk] * (self.disk is not None)):
                 setattr(what, name, True)
-                hub.later(fault.seconds, lambda: setattr(what, name, False))
+                hub.later(fault.seconds, lambda what=what: setattr(what, name, False))
         elif fault.kind == "lose all":
             self.forget()
             for one in list(self.all):
@@ -299,7 +300,8 @@ class World:
             if name in now:
                 continue
             lives = node.machine.alive and node.agent.process.alive and node.agent.failures < 2  # else it is left out
-            if lives and self.hub.now > node.away_until + 2 * self.silence:
+            away = max([node.away_until, *(one.away_until for one in now.values() if one.agent.leads)])
+            if lives and self.hub.now > away + 2 * self.silence:
                 self.broken("displaced", f"{name} had a place in round {number - 1} and has none in {number}")
 
     def begun(self, node, number, rank):
@@ -370,6 +372,10 @@ class World:
         pinned = [one for one in slots if one.pins & Pin.NODE and one.state is SlotState.CLEAN]
         if committed is not None and slot.version == committed and all(one.version <= committed for one in pinned):
             self.broken("dropped", f"{node.name} overwrites {committed}, which is committed there")
+        held = [one for one in node.smp.segments[rank].words if one.state is SlotState.CLEAN]
+        newer = [one for one in held if committed is not None and one.version >= committed]
+        if any(one.version == committed for one in newer) and not any(one.stored_pins & Pin.NODE for one in newer):
+            self.broken("not pinned", f"{node.name}, rank {rank}: {committed}, which is committed there")
 
     def _check_protected(self, iteration):
         """Commits go on, or begin again soon after a fault."""
