@@ -43,7 +43,7 @@ from . import build_locks, left_traces, start_watch, worker_failures
 from .agent_channel import TorchRound
 from .draining import departure_of
 from .orderly_end import have_left
-from .restarts import Life, LostPeers, Verdict, WorkerFailure, judge, root_cause
+from .restarts import Incarnations, Life, LostPeers, Verdict, WorkerFailure, root_cause
 from .signals import SignalStop
 from .start_watch import StartWatch
 from .watcher import Job, Watcher
@@ -89,8 +89,7 @@ class ProgressAgent(LocalElasticAgent):
         handler = spec.rdzv_handler
         self._round = handler if isinstance(handler, Rendezvous) else TorchRound(job)
         self._bounded = bounded
-        self._versions: list[int | None] = []  # the newest restorable iteration at each failure
-        self._lives: list[Life] = []  # how each incarnation under this ft-run ended
+        self._incarnations = Incarnations()
         self._first_token = 0  # the first one under this ft-run
         self._token = 0  # of the running incarnation
         self._opened = False  # a rank has opened a lineage under this ft-run
@@ -263,7 +262,8 @@ class ProgressAgent(LocalElasticAgent):
             )  # fmt: skip
         self._failed_at = self._dumping = None
         pids = {worker.global_rank: context.pids()[worker.local_rank] for worker in worker_group.workers}
-        again = bool(self._lives) and isinstance(self._lives[-1].end, LostPeers)
+        lives = self._incarnations.lives
+        again = bool(lives) and isinstance(lives[-1].end, LostPeers)
         self._start.begin(pids, worker_group.group_world_size != 1, again)
         return started
 
@@ -287,7 +287,7 @@ class ProgressAgent(LocalElasticAgent):
             self._seen = time.monotonic()
             worker_group.spec.max_restarts += 1
             reason, left = self._round.waiting_reason, self._round.left
-            self._lives.append(Life(LostPeers((reason,))))
+            self._incarnations.lives.append(Life(LostPeers((reason,))))
             kind = catalogue.ROUND_CHANGED if left else catalogue.ROUND_ENDED
             too = "end too" if worker_group.spec.rdzv_handler.is_closed() else "restart too"
             event = self._events.emit(kind, reason=f"{reason}; the workers of this node {too}")
@@ -421,13 +421,10 @@ class ProgressAgent(LocalElasticAgent):
 
     def _give_verdict(self, cause: WorkerFailure | LostPeers) -> str:
         """Decide, and set torch's restart counter accordingly. Returns what comes now, for people."""
-        self._lives.append(Life(cause))
         left = self._remaining_restarts if self._bounded else None
+        of = self._incarnations
         try:
-            if left is None and not cause.refused:
-                self._note_progress(cause)
-            held = self._watcher.held if self._watcher else list
-            self.verdict = judge(self._lives, self._versions, left, held)
+            self.verdict = of.end(cause, left, self._watcher, self._token, lambda: self._round.trained_anywhere)
         except ProtectionError as error:
             self.verdict = Verdict(False, "failed", f"{cause.line()}; {error}")
         if same := self.verdict.recurring:
@@ -435,18 +432,7 @@ class ProgressAgent(LocalElasticAgent):
             self._events.emit(catalogue.FAILURE_RECURRED, **facts, reason=self.verdict.reason)
         if not self.verdict.restart:
             self._remaining_restarts = 0
-        newest = self._versions[-1] if self._versions else None
-        del self._versions[len(self._versions) - self._lives[-1].idle :]  # such a start is no attempt at a restore
-        return self.verdict.what_comes(newest, left and left - 1)
-
-    def _note_progress(self, cause: WorkerFailure | LostPeers) -> None:
-        """Add what the SMP knows of the last incarnation. Raises ProtectionError."""
-        watcher = self._watcher
-        self._versions.append(watcher.newest() if watcher else None)
-        if watcher:
-            resumed, completed = watcher.progress(self._token) or (None, 0)
-            own = isinstance(cause, WorkerFailure) and not watcher.begun()  # else other nodes are not asked
-            self._lives[-1] = Life(cause, resumed, completed, first=own and not self._round.trained_anywhere)
+        return self.verdict.what_comes(of.newest, left and left - 1)
 
     def _context(self) -> PContext:
         if self._pcontext is None:

@@ -17,7 +17,8 @@ from the begin are not. The state leads to its failure always after the same num
 within one, or always at the same one; others come by chance. A signal may come from outside, so it must strike the same
 rank after exactly the same number.
 
-In: how each incarnation began and ended, and the newest restorable version at each failure. Out: a `Verdict`.
+In: how each incarnation began and ended, and the newest restorable version at each failure; for `Incarnations`, who
+knows them. Out: a `Verdict`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ import re
 import signal
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...errors import EXIT_REFUSED
 from ...smp.watch.hang import HANG
+
+if TYPE_CHECKING:
+    from .watcher import Watcher
 
 RESTORES_OF_ONE_VERSION = 3
 _GLOO_HINTS = {
@@ -262,6 +266,38 @@ def judge(
         False, "stuck",
         f"stopped: {why}: {cause.line()}; remove the cause and give the same command again, or set --max-restarts",
     )  # fmt: skip
+
+
+class Incarnations:
+    """Those that have ended under this ft-run, and what could be restored each time."""
+
+    def __init__(self) -> None:
+        self.lives: list[Life] = []
+        self.newest: int | None = None  # iteration in this node's memory, at the last failure here
+        self._versions: list[int | None] = []  # as for `restores_so_far`
+
+    def end(
+        self,
+        cause: WorkerFailure | LostPeers,
+        remaining: int | None,
+        watcher: Watcher | None,
+        token: int,
+        trained: Callable[[], bool],
+    ) -> Verdict:
+        """Decide after another one, `token`, has ended for `cause`. `remaining`: as for `judge`; `trained`: whether a
+        node of the job had completed an iteration before, or had a version, asked for only where this node had none.
+        Raises ProtectionError."""
+        self.lives.append(Life(cause))
+        if remaining is None and not cause.refused:
+            self._versions.append(watcher.newest() if watcher else None)
+            if watcher:
+                resumed, completed = watcher.progress(token) or (None, 0)
+                first = isinstance(cause, WorkerFailure) and not watcher.begun() and not trained()
+                self.lives[-1] = Life(cause, resumed, completed, first)
+        verdict = judge(self.lives, self._versions, remaining, watcher.held if watcher else tuple)
+        self.newest = self._versions[-1] if self._versions else None
+        del self._versions[len(self._versions) - self.lives[-1].idle :]  # such a start is no attempt at a restore
+        return verdict
 
 
 def recurring(history: Sequence[Life]) -> Sequence[Life]:
