@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ft_plugins.launcher.agent import restarts
 from ft_plugins.launcher.rounds import round_machine
 from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.recovery import recovery_plan, restore
@@ -17,7 +18,7 @@ from ft_plugins.smp.tree import agreement
 from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.snapshot.segment import segment
 
-from . import launcher, rank
+from . import rank
 
 
 def displaced_survivor():
@@ -27,13 +28,13 @@ def displaced_survivor():
 
 def endless_restores():
     """What a version leads to is restored again and again."""
-    judge = launcher.judge
+    judge = restarts.judge
 
     def always(*given):
         verdict = judge(*given)
         return verdict if verdict.status == "refused" else replace(verdict, restart=True, status="failed", reason="")
 
-    launcher.judge = always
+    restarts.judge = always
 
 
 def frozen_commit():

@@ -1,18 +1,20 @@
 """`ft-run` of one node of the world: the product's rendezvous, and its rule for restarts, over the world's network.
 
-Of the product: `Rendezvous`, `RoundJoin`, `LeaderSearch`, `LeaderLink`, `NodeService`, `RoundMachine`, `judge`. Of the
-world: connections, and the loop in which the agent looks at its workers.
+Of the product: `Rendezvous`, `RoundJoin`, `LeaderSearch`, `LeaderLink`, `NodeService`, `RoundMachine`, `Watcher`,
+`Incarnations`. Of the world: connections, and the loop in which the agent looks at its workers.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import secrets
+from types import SimpleNamespace
 
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
 
-from ft_plugins.errors import FencedError, FtError, ProtectionError, ProtocolError
-from ft_plugins.launcher.agent.restarts import Life, LostPeers, WorkerFailure, judge, root_cause
+from ft_plugins.errors import FtError, ProtectionError, ProtocolError
+from ft_plugins.launcher.agent.restarts import Incarnations, Life, LostPeers, WorkerFailure, root_cause
+from ft_plugins.launcher.agent.watcher import Watcher
 from ft_plugins.launcher.rendezvous import peers, rendezvous
 from ft_plugins.launcher.rendezvous.endpoint import Endpoint
 from ft_plugins.launcher.rendezvous.leader_search import LeaderSearch
@@ -22,14 +24,13 @@ from ft_plugins.launcher.rendezvous.rendezvous_settings import RendezvousSetting
 from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService
 from ft_plugins.launcher.rounds.roster_file import RosterFile
 from ft_plugins.launcher.rounds.rounds import Rules
-from ft_plugins.snapshot.segment.slots import SlotState
 from ft_plugins.transport.framed import EndedError
 
 from . import hub as hubs
 from .hub import Signal
 from .network import Waiting
 from .rank import Rank
-from .smp import RETRY, Client, Events, Place, Smp
+from .smp import Client, Events, Place, Smp
 
 PORT = 29400
 ASKING = 60.0  # seconds for which a request to the SMP is repeated
@@ -242,26 +243,19 @@ def connect_store(place, bound, reach):
     return RoundStore(place.port)
 
 
-class Asking(Client):
-    """As the requests of `launcher.agent.watcher`: repeated while an SMP is replaced; one that hangs is ended."""
+class Watching(Watcher):
+    """What the agent asks the SMP of its node. Who starts it again is below."""
 
-    def _ask(self, name, given, named):
-        hub = hubs.ACTIVE
-        deadline, ended = hub.now + ASKING, False
-        while True:
-            try:
-                return super()._ask(name, given, named)
-            except FencedError:
-                raise
-            except FtError as error:
-                if hub.now >= deadline and not ended:
-                    smp = self._node.smp
-                    if smp is not None and hub.now - smp.process.began > ASKING:
-                        hub.world.kill(smp.process.pid)
-                    ended, deadline = True, hub.now + ASKING
-                if hub.now >= deadline:
-                    raise ProtectionError(f"the SMP did not answer '{name}': {error}") from error
-                hub.current.sleep(RETRY)
+    def __init__(self, node, run_dir):
+        self._job = SimpleNamespace(run_dir=run_dir, node=node.name)
+        self._events, self._connect, self._patience = Events(node.name), Client, ASKING
+        self._pid = self._started = 0
+
+    def watch(self, detect):
+        self._request("watch", lambda client: client.watch(os.getpid(), detect))
+
+    def end(self):
+        self._request("end", lambda client: client.end())
 
 
 class Agent:
@@ -270,13 +264,13 @@ class Agent:
     def __init__(self, node):
         self.node, self.world = node, node.world
         self.process = node.world.hub.process(f"{node.name}.ft-run", node.machine)
-        self.ranks, self.lives, self.versions = [], [], []
+        self.ranks, self.incarnations = [], Incarnations()
         self.handler, self.result = None, None
         self.process.spawn(self._main, "agent")
 
     def _main(self):
         self.run_dir = Place(self.node.machine, f"/run/job/{self.node.name}")
-        self.client = Asking(self.run_dir)
+        self.watcher = Watching(self.node, self.run_dir)
         self.process.spawn(self._watch_smp, "watcher")
         world = self.world
         endpoints = tuple(Endpoint(name, PORT) for name in world.endpoints)
@@ -302,7 +296,7 @@ class Agent:
         if self.result in ("succeeded", "spare"):
             self.ended = True
             try:
-                self.client.end()
+                self.watcher.end()
             except FtError as error:
                 world.hub.note(f"{self.node.name}: end: {error}")
         world.hub.current.sleep(0.05)
@@ -322,19 +316,20 @@ class Agent:
         while not self.ended:
             if self.node.smp is None or not self.node.smp.process.alive:
                 self.node.smp = Smp(self.node)
+            self.watcher.watch(self.world.detect_seconds)
             self.node.smp.process.ended.wait()
             hub.current.sleep(pause)
 
     def _invoke(self, handler):
         while True:
-            handler.opened = self.client.opened(self.first) if self.first else False
-            handler.trained = self.client.begun()
+            handler.opened = self._has_opened()
+            handler.trained = self.watcher.begun()
             handler.workers = self.world.per_node
-            handler.replaceable = self.client.replaceable()
+            handler.replaceable = self.watcher.replaceable()
             info = handler.next_rendezvous()
             handler.failed = False
             self.world.begun(self.node, handler._round, info.rank)
-            token = self.token = self.client.fence()
+            token = self.token = self.watcher.fence()
             self.first = self.first or token
             gang = self.world.gang(handler._round, handler.all_workers)
             self.ranks = [
@@ -360,19 +355,17 @@ class Agent:
                 if handler.wait_for_all():
                     return "succeeded" if handler.all_succeeded else "the job is over"
                 return None
-            if lost := self._lost():
+            if lost := self.watcher.lost(self.token):
                 return self._restart(handler, LostPeers(tuple(lost)))
             if handler.num_nodes_waiting():
                 self._kill()
-                self.lives.append(Life(LostPeers((handler.waiting_reason,))))
+                self.incarnations.lives.append(Life(LostPeers((handler.waiting_reason,))))
                 return None
 
-    def _lost(self):
-        content = self.node.machine.files.get(f"{self.run_dir}/lost.json")
-        if content is None:
-            return []
-        found = json.loads(content)
-        return found["lost"] if found["token"] == self.token else []
+    def _has_opened(self):
+        return bool(self.first) and any(
+            each["lineage_token"] >= self.first for each in self.watcher.status()["segments"]
+        )
 
     def _failed(self, handler, failed):
         failures = []
@@ -387,24 +380,13 @@ class Agent:
 
     def _restart(self, handler, cause):
         self._kill()
+        trained = handler.trained_anywhere
         try:
-            version, progress = self.client.newest(), self._progress()
+            verdict = self.incarnations.end(cause, None, self.watcher, self.token, lambda: trained)
         except ProtectionError as error:
             return f"failed: {error}"
-        self.versions.append(version.iteration if version else None)
-        resumed, completed = progress or (None, 0)
-        self.lives.append(Life(cause, resumed, completed))
-        verdict = judge(self.lives, self.versions, None)
         self.world.hub.note(f"{self.node.name}: {cause.line()}; restart {verdict.restart} {verdict.reason}")
         return None if verdict.restart else f"{verdict.status}: {verdict.reason}"
-
-    def _progress(self):
-        """(restored, completed) of the running incarnation's ranks; None before all have opened."""
-        segments = [rank.segment for rank in self.ranks if hasattr(rank, "segment")]
-        if len(segments) < len(self.ranks) or any(one.header.opened.token != self.token for one in segments):
-            return None
-        versions = (slot.version for one in segments for slot in one.slots() if slot.state is SlotState.CLEAN)
-        return min((v.iteration for v in versions if v), default=0), min(one.header.completed for one in segments)
 
     def _kill(self):
         for rank in self.ranks:

@@ -123,14 +123,17 @@ class Rank:
     def _run(self):
         world, hub = self.world, self.world.hub
         hub.current.sleep(world.draw(world.start_seconds))
-        collective = Collective(self.gang, self.rank, self.node.name)
+        collective = Collective(self.gang, self.rank, self.node.address)
         collective.barrier()  # init_process_group
         names = [self.gang.nodes[one] for one in range(self.gang.size)]
         run_dir = Place(self.node.machine, f"/run/job/{self.node.name}")
         client = Client(run_dir)
         storage = world.storage
         shape = SHAPE if storage is None else STORED
-        self.segment = segment = client.attach(self.rank, self.token, shape, self.process.pid, storage)
+        path = client.attach(
+            self.rank, self.token, shape, {}, fresh=False, world_size=self.gang.size, storage=storage
+        )
+        self.segment = segment = self.node.machine.memory[str(path)]
         config = NodeTierConfig(
             world.losses, (), world.interval, 0.0, world.detect_seconds, "secret", run_dir, self.token
         )

@@ -1,7 +1,8 @@
 """The snapshot management process of one node of the world: the product's node tier, driver and pins, thin around them.
 
-Of the product: `NodeTier`, `NodeDriver`, `PinnedVersions`, `TreeMember`, `TreePeers`, `PeerRequests`, the loop. Of the
-world: connections, memory, and the sender of an exchange. Requests are carried out as `smp.serve.owner` does.
+Of the product: the requests and how they are carried out (`SnapshotProcess`, `Client`), `NodeTier`, `NodeDriver`,
+`PinnedVersions`, `TreeMember`, `TreePeers`, `PeerRequests`, `Persister`, the loop. Of the world: connections, memory,
+and the sender of an exchange.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
-from ft_plugins.errors import FencedError, FtError, ProtectionError, ProtocolError, SegmentError
+from ft_plugins.errors import ProtectionError, ProtocolError, SegmentError
 from ft_plugins.smp.exchange.peer_endpoint import PeerRequests
+from ft_plugins.smp.serve.client import Client as ProductClient
+from ft_plugins.smp.serve.owner import SnapshotProcess, liveness
+from ft_plugins.smp.serve.status import described
 from ft_plugins.smp.storage.folder_lease import FolderLease
 from ft_plugins.smp.storage.persister import Persister
 from ft_plugins.smp.tree import node as node_module
 from ft_plugins.smp.tree import tree_messages
-from ft_plugins.snapshot.segment.slots import SlotState, Version, voided_slots
+from ft_plugins.smp.tree.node import NodeTier
+from ft_plugins.smp.watch.job_history import JobHistory
+from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.transport import protocol
 from ft_plugins.transport.protocol import packed
 
 from . import hub as hubs
 from .hub import Signal
-from .memory import WorldSegment
 from .network import Peer, serve
 from .sending import Taking
 
@@ -67,10 +73,21 @@ class Place:
         return [Place(self.machine, text) for text in sorted(self.machine.files) if text.startswith(begin)]
 
 
-def write_json(path, value):
+def write(path, content, **_):
     if path.machine.full:
         raise OSError(28, "No space left on device", str(path))
-    path.machine.files[str(path)] = json.dumps(value)
+    path.machine.files[str(path)] = content if isinstance(content, str) else content.decode()
+
+
+def write_json(path, value):
+    write(path, json.dumps(value))
+
+
+def read_bytes(path, *_):
+    try:
+        return path.machine.files[str(path)].encode()
+    except KeyError:
+        raise FileNotFoundError(2, "No such file or directory", str(path)) from None
 
 
 def read_json(path, adapter, *_):
@@ -78,39 +95,6 @@ def read_json(path, adapter, *_):
         return adapter.validate_json(path.machine.files[str(path)])
     except KeyError:
         raise FileNotFoundError(2, "No such file or directory", str(path)) from None
-
-
-class JobFiles:
-    """As `smp.serve.job_file`: what is protected, in a file of the run directory."""
-
-    PROTECTION_FILE = "protection.json"
-
-    @staticmethod
-    def write(run_dir, protection):
-        return protection
-
-    read = staticmethod(lambda run_dir, reference: reference)
-
-    @staticmethod
-    def record(run_dir, reference, token):
-        if run_dir.machine.full:
-            raise OSError(28, "No space left on device")
-        run_dir.machine.files[f"{run_dir}/protection.json"] = (reference, token)
-
-    @staticmethod
-    def read_record(run_dir):
-        try:
-            return run_dir.machine.files[f"{run_dir}/protection.json"]
-        except KeyError:
-            raise FileNotFoundError(2, "No such file or directory") from None
-
-    @staticmethod
-    def refer(protection):
-        return SimpleNamespace(block=lambda: {"job": protection.digest}), b""
-
-    @staticmethod
-    def forget(run_dir, kept=()):
-        pass
 
 
 class Alarms:
@@ -238,8 +222,8 @@ def packed_summary(summary):
     return tree_messages.packed_summary(summary)
 
 
-class Smp:
-    """The process. Files and memory of its machine make it continue."""
+class Smp(SnapshotProcess):
+    """The process. Files and memory of its machine make it continue. It carries out requests as the product does."""
 
     def __init__(self, node):
         self.node = node
@@ -250,187 +234,99 @@ class Smp:
 
     def _begin(self):
         node, machine = self.node, self.node.machine
-        self.segments = {
+        self._run_dir = run_dir = Place(machine, f"/run/job/{node.name}")
+        self._job, self._node, self._events = "job", node.name, Events(node.name)
+        self._lock, self.ended = node_module.threading.Lock(), node_module.threading.Event()
+        self._token_path, self.watched, self._allocating = run_dir / "token", (0, 0), {}
+        self._segments = {
             segment.rank: segment for text, segment in sorted(machine.memory.items()) if text.startswith("/shm/rank")
         }
-        token = json.loads(machine.files.get("token", "0"))
-        self.token = max([token, *(one.header.token for one in self.segments.values())])
-        run_dir = Place(machine, f"/run/job/{node.name}")
+        self.token = max([self._last_token(), *(one.header.token for one in self._segments.values())])
+        self.adopted = len(self._segments)
+        self._history = JobHistory(run_dir, self.adopted > 0)
         context = SimpleNamespace(
-            run_dir=run_dir, job="job", node=node.name, events=Events(node.name), alarms=Alarms(run_dir),
-            segments=self.segments, previous=NoPrevious(),
+            run_dir=run_dir, job="job", node=node.name, events=self._events, alarms=Alarms(run_dir),
+            segments=self._segments, previous=NoPrevious(),
         )  # fmt: skip
-        self.run_dir, self.context = run_dir, context
-        self.tier = node_module.NodeTier(context)
-        self.persister = Persister(context, 1.0, lease=FolderLease(context, self._watched))
-        self.persister.adopt({rank: segment.path for rank, segment in self.segments.items()})
-        self.lock = node_module.threading.Lock()
+        self._tier = NodeTier(context)
+        self.persister = Persister(context, 1.0, lease=FolderLease(context, lambda: self.watched))
+        self.persister.adopt({rank: segment.path for rank, segment in self._segments.items()})
         self.ready.set()
 
-    def _watched(self):
-        agent = self.node.agent
-        return (agent.process.pid, 1) if agent is not None else (0, 0)
+    @property
+    def committed(self):
+        """On this node."""
+        return self._tier.committed if self.ready.is_set else None
+
+    def segment(self, rank):
+        return self._segments[rank]
 
     def looks_soon(self):
         """A rank has sealed a version. An SMP sees that when it looks, every few milliseconds; here the world wakes it,
         because looks that see nothing are most of the work."""
-        driver = self.tier._driver if self.ready.is_set and self.process.alive else None
+        driver = self._tier._driver if self.ready.is_set and self.process.alive else None
         if driver is not None:
             self.process.hub.later(self.process.hub.random.random() * 0.005, driver.wake)
 
-    def require(self, rank, token):
-        if token != self.token:
-            raise FencedError(f"rank {rank}: token {token} was superseded by {self.token}")
+    def _watch(self, request):
+        self.watched = request.pid, liveness.started(request.pid)
+        return {}
 
-    # ---- requests, as `owner` carries them out ----
+    def _status(self, request):
+        self._look(always=True)
+        return {
+            "token": self.token, "node_tier": self._tier.status(), "history": self._history.report(), "refused": [],
+            "previous_sizes": {}, "storage": self.persister.status(),
+            "segments": [described(rank, segment) for rank, segment in sorted(self._segments.items())],
+        }  # fmt: skip
 
-    def fence(self):
-        with self.lock:
-            self.tier.suspend()
-            self.token += 1
-            write_json(Place(self.node.machine, "token"), self.token)
-            for segment in self.segments.values():
-                segment.header.token = self.token
-                segment.header.held = segment.header.held_at = 0
-            for segment in self.segments.values():
-                self.node.world.kill(segment.header.owner[0])
-            self.process.hub.current.sleep(0.01)
-            for segment in self.segments.values():
-                segment.header.owner, segment.header.attached = (0, 0), False
-            return self.token
-
-    def attach(self, rank, token, shape, pid, storage=None):
-        self.require(rank, token)
-        path = Place(self.node.machine, f"/shm/rank{rank}")
-        segment = self.segments.get(rank)
-        if segment is None or segment.shape != shape:
-            self.process.hub.current.sleep(0.02)
-            segment = WorldSegment(path, shape, rank, self.node.world.size)
-        self.segments[rank] = segment
-        self.require(rank, token)
-        segment.header.token, segment.header.owner, segment.header.attached = self.token, (pid, 1), True
-        self.persister.attached(rank, path, storage)
-        return segment
-
-    def open_lineage(self, rank, token, lineage, base, loaded=0, run=""):
-        with self.lock:
-            self.require(rank, token)
-            segment = self.segments[rank]
-            segment.open_lineage(lineage, base, voided_slots(segment.slots(), base), run)
-
-    def shutdown(self, rank, token):
-        self.require(rank, token)
-        self.tier.suspend()
-        if rank in self.segments:
-            self.segments[rank].header.owner = (0, 0)
-
-    def endpoint(self, address, secret_file, encrypt=False):
-        return self.tier.endpoint(address, secret_file, encrypt)
-
-    def inventory(self):
-        return self.tier.inventory()
-
-    def rebuild(self, rank, token, version, protection, source, holders, lost, previous=None):
-        self.require(rank, token)
-        needed = protection.plan().nodes_for(rank)
-        request = SimpleNamespace(
-            rank=rank, version=version, source=tuple(source) if source else None, token=token,
-            holders=[(at, *where) for at, where in sorted(holders.items()) if at in needed],
-            lost=sorted(needed.intersection(lost)),
-        )  # fmt: skip
-        self.tier.rebuild(request, protection)
-
-    def claim(self, rank, token, protection):
-        self._drop_moved(rank, token, protection)
-        self.tier.claim(protection, self.token)
-
-    def protect(self, rank, token, protection):
-        self._drop_moved(rank, token, protection)
-        return self.tier.protect(protection, self.token)
-
-    def _drop_moved(self, rank, token, protection):
-        self.require(rank, token)
-        here = {one for one, node in enumerate(protection.nodes) if node == self.node.name}
-        for moved in set(self.segments) - here:
-            self.segments.pop(moved).path.unlink(missing_ok=True)
-            self.persister.release([moved])
-
-    def newest(self):
-        """The newest version that all ranks of this node hold."""
-        clean = (
-            {slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN}
-            for segment in self.segments.values()
-        )
-        return max(set.intersection(*clean), default=None) if self.segments else None
-
-    def begun(self):
-        return self.newest() is not None or any(one.header.completed for one in self.segments.values())
-
-    def opened(self, since):
-        return any(one.header.opened.token >= since for one in self.segments.values())
-
-    def replaceable(self):
-        status = self.tier.status()
-        return bool(status["losses"] and status["committed"])
-
-    def end(self):
+    def finish(self, reason, keep=False, in_order=False):
         """The job has ended in order."""
-        self.tier.close()
-        self.persister.stop(in_order=True)
-        for segment in self.segments.values():
-            segment.path.unlink(missing_ok=True)
+        self._tier.close()
+        self.persister.stop(in_order)
         self.node.machine.memory.clear()
         self.node.machine.files.clear()
-        self.node.ended = True
+        self.ended.set()
 
 
-class Client:
-    """As `smp.serve.client.Client`: requests of one process to the SMP of its machine, again if it dies."""
+class Client(ProductClient):
+    """Requests of one process to the SMP of its machine, again if it dies."""
 
     def __init__(self, run_dir, timeout=PATIENCE):
-        self._node = run_dir.machine.node
-        self._timeout = timeout
+        self._run_dir, self._timeout, self._machine = run_dir, timeout, run_dir.machine
+        self._smp = self._connect()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *given, **named: self._ask(name, given, named)
-
-    def _ask(self, name, given, named):
+    def _connect(self):
         hub = hubs.ACTIVE
-        for _ in range(TRIES):
-            smp = self._connect(hub)
-            over, result = Signal(hub), []
-
-            def work(smp=smp, over=over, result=result):
-                try:
-                    result.append((True, getattr(smp, name)(*given, **named)))
-                except (FtError, OSError) as error:
-                    refusal = error if isinstance(error, FtError) else ProtocolError(f"{name}: {error}")
-                    result.append((False, refusal))
-                over.set()
-
-            smp.process.at_end.append(over.set)
-            smp.process.spawn(work, name)
-            if not over.wait(self._timeout):
-                raise ProtocolError(f"the SMP of {self._node.name} did not answer '{name}' in time")
-            if result:
-                well, value = result[0]
-                if well:
-                    return value
-                raise value
-        raise ProtocolError(f"the SMP of {self._node.name} hung up on '{name}'")
-
-    def _connect(self, hub):
         until = hub.now + self._timeout
         while True:
-            smp = self._node.smp
+            smp = self._machine.node.smp
             if smp is not None and smp.process.alive and smp.ready.is_set:
                 return smp
             if hub.now > until:
-                raise ProtectionError(f"no SMP answers on {self._node.name}")
+                raise ProtectionError(f"no SMP answers on {self._machine.name}")
             hub.current.sleep(RETRY)
+
+    def close(self):
+        pass
+
+    def _ask(self, name, *, extra_seconds=0.0, **fields):
+        hub = hubs.ACTIVE
+        for left in reversed(range(TRIES)):
+            smp, over, replies = self._smp, Signal(hub), []
+
+            def work(smp=smp, over=over, replies=replies):
+                replies.append(smp.answer({"do": name, **fields}))
+                over.set()
+
+            if smp.process.alive:
+                smp.process.at_end.append(over.set)
+                smp.process.spawn(work, name)
+                if not over.wait(self._timeout + extra_seconds):
+                    raise ProtocolError(f"the SMP of {self._machine.name} did not answer '{name}' in time")
+            if replies:
+                protocol.raise_refusal(replies[0])
+                return replies[0]
+            if left:
+                self._smp = self._connect()
+        raise ProtocolError(f"the SMP of {self._machine.name} hung up on '{name}'")

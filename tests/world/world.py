@@ -26,6 +26,7 @@ class Node:
         self.world, self.number, self.name = world, number, name
         self.machine = Machine(name)
         self.machine.node, self.machine.short = self, False
+        self.address = world.address(name)
         self.smp = self.agent = None
         self.away_until = 0.0  # it may be taken for lost
         self.ended = False
@@ -66,6 +67,7 @@ class World:
         self.disk = Disk() if scenario.stored else None
         self.storage = Storage(str(self.disk.folder), scenario.stored, 1, 2, self.size) if scenario.stored else None
         self.stored = None  # the newest complete checkpoint
+        self.names = {}  # by address
         self.all = [Node(self, at, f"n{at}") for at in range(self.nodes)]
         self.all += [Node(self, self.nodes + at, f"s{at}") for at in range(scenario.spares)]
         self.by_name = {node.name: node for node in self.all}
@@ -247,7 +249,13 @@ class World:
     # ---- what the parts ask ----
 
     def machine_at(self, host):
-        return self.by_name[host].machine
+        return self.by_name[self.names.get(host, host)].machine
+
+    def address(self, name):
+        """That of a node of this name: of all machines that ever have it."""
+        found = next((one for one, of in self.names.items() if of == name), f"10.0.0.{len(self.names) + 1}")
+        self.names[found] = name
+        return found
 
     def draw(self, span):
         return self.hub.random.uniform(*span)
@@ -367,12 +375,12 @@ class World:
 
     def overwrites(self, node, rank, slot):
         """A capture begins in that slot."""
-        committed = node.smp.tier.committed if node.smp.ready.is_set else None
-        slots = node.smp.segments[rank].slots()
+        committed, segment = node.smp.committed, node.smp.segment(rank)
+        slots = segment.slots()
         pinned = [one for one in slots if one.pins & Pin.NODE and one.state is SlotState.CLEAN]
         if committed is not None and slot.version == committed and all(one.version <= committed for one in pinned):
             self.broken("dropped", f"{node.name} overwrites {committed}, which is committed there")
-        held = [one for one in node.smp.segments[rank].words if one.state is SlotState.CLEAN]
+        held = [one for one in segment.words if one.state is SlotState.CLEAN]
         newer = [one for one in held if committed is not None and one.version >= committed]
         if any(one.version == committed for one in newer) and not any(one.stored_pins & Pin.NODE for one in newer):
             self.broken("not pinned", f"{node.name}, rank {rank}: {committed}, which is committed there")
