@@ -24,6 +24,7 @@ import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import gc  # noqa: E402
 import io  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -140,26 +141,27 @@ def many(chosen):
 
 
 def bugs(chosen):
-    """Whether each bug is found, by the seed that is known for it or by others. The number of those that are not."""
+    """Whether each bug is found, by the job that is known for it or, from `--first` on, by others. The number of those
+    that are not."""
     missed = 0
     for name, bug in BUGS.items():
-        if bug.seed is None and chosen.first is None:
-            continue
         sys.stdout.flush()
         if not (child := os.fork()):
             began, tried = _MONOTONIC(), 0
             bug.put_back()
-            other = chosen.first is not None
-            seeds = range(chosen.first, chosen.first + (chosen.count or 1 << 30)) if other else [bug.seed]
-            for seed in seeds:
+            known = [draw(bug.job) if isinstance(bug.job, int) else bug.job]
+            others = chosen.first is not None and itertools.count(chosen.first)
+            for scenario in map(draw, others) if others else known:
                 tried += 1
-                if found := run(draw(seed)).outcome.violations:
-                    print(f"{name}: seed {seed}, {_MONOTONIC() - began:.1f} s, {tried} jobs: {str(found[0])[:150]}")
+                found = run(scenario).outcome.violations
+                if found and bug.finds in ("", found[0][1]):
+                    spent = f"{_MONOTONIC() - began:.1f} s, {tried} jobs"
+                    print(f"{name}: seed {scenario.seed}, {spent}: {str(found[0])[:150]}")
                     sys.stdout.flush()
                     os._exit(0)
                 if _MONOTONIC() - began > chosen.seconds:
                     break
-            print(f"{name}: NOT found in {tried} jobs", flush=True)
+            print(f"{name}: NOT found in {tried} jobs: {found}", flush=True)
             os._exit(1)
         missed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return missed

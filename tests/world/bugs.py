@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ft_plugins.launcher.agent import restarts
-from ft_plugins.launcher.rounds import round_machine
+from ft_plugins.launcher.rounds import round_machine, rounds
 from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.recovery import recovery_plan, restore
 from ft_plugins.smp.tree import agreement
 from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.snapshot.segment import segment
+from ft_plugins.snapshot.segment.slots import SlotState
 
-from . import rank
+from . import memory, rank
+from .scenario import Fault, Scenario
 
 
 def displaced_survivor():
@@ -87,21 +89,111 @@ def number_twice():
     recovery_plan.newest_lineage = lambda facts, nodes: min(rank.lineage for rank in facts)
 
 
+# ---- what must hold, broken on purpose ----
+
+
+def broken_places():
+    """Two nodes have the last rank."""
+    real = rounds.ranks
+
+    def ranks(candidates, size, *rest):
+        return {node: min(size - 2, rank) for node, rank in real(candidates, size, *rest).items()}
+
+    rounds.ranks = ranks
+
+
+def moved_survivors():
+    """The ranks of a round that is not the first are in another order."""
+    real = rounds.ranks
+
+    def ranks(candidates, size, *rest):
+        assigned = real(candidates, size, *rest)
+        again = any(each.seat for each in candidates)
+        return {node: size - 1 - rank for node, rank in assigned.items()} if again else assigned
+
+    rounds.ranks = ranks
+
+
+def torn_slots():
+    """What is sealed is not what was computed."""
+    real = memory.Words.seal
+
+    def seal(self, version, token, content, digests):
+        real(self, version, token, content + 1 if isinstance(content, int) else content, digests)
+
+    memory.Words.seal = seal
+
+
+def mixed_versions():
+    """One rank restores the version before that of the others."""
+    real = restore.agree_on_version
+
+    def agree(found, *given):
+        plan = real(found, *given)
+        clean = [one.version for one in found.slots() if one.state is SlotState.CLEAN]
+        older = [one for one in clean if plan.version and one < plan.version and found.rank == 1]
+        return replace(plan, version=max(older)) if older else plan
+
+    rank.agree_on_version = agree
+
+
+def split_state():
+    """The iteration is not the same one on all ranks."""
+    real = rank.following
+    rank.following = lambda state, iteration, salt: real(state, iteration, id(state) % 3)
+
+
+def hasty_commits():
+    """A version is committed as soon as it is complete on one node."""
+    agreement._least = agreement._newest
+
+
+def early_ends():
+    """Ranks end in the middle of training."""
+    rank.Rank.last = property(lambda self: self.world.last // 2)
+
+
+def hasty_verdicts():
+    """No failure is worth a restart."""
+    restarts.judge = lambda *given: restarts.Verdict(False, "failed", "it failed")
+
+
+def idle_leader():
+    """Rounds after the first do not come."""
+    real = round_machine.RoundMachine._choose
+    round_machine.RoundMachine._choose = lambda self, now: self.roster.round or real(self, now)
+
+
 @dataclass(frozen=True)
 class Bug:
-    """`seed`: of a job that finds it; None: none is known yet."""
+    """`finds`: what it violates, '' for anything. `job`: the seed, or the scenario, of one in which it does."""
 
     put_back: Callable[[], None]
-    seed: int | None = None
+    job: int | Scenario
+    finds: str = ""
 
 
+_SLOW = Fault(("iteration", 6), 0.0, "slow storage", (0, 1), 8.0)
 BUGS = {
-    "displaced survivor": Bug(displaced_survivor, 36),
-    "endless restores": Bug(endless_restores, 30),
-    "frozen commit": Bug(frozen_commit),
-    "banned version": Bug(banned_version, 9),
-    "undone pins": Bug(undone_pins),
-    "second leader": Bug(second_leader, 36),
-    "checkpoint without files": Bug(checkpoint_without_files),
+    "displaced survivor": Bug(displaced_survivor, 6, "displaced"),
+    "endless restores": Bug(endless_restores, 22, "restored again and again"),
+    "frozen commit": Bug(frozen_commit, 161, "unprotected"),
+    "banned version": Bug(banned_version, 63, "lost"),
+    "undone pins": Bug(undone_pins, 91, "not pinned"),
+    "second leader": Bug(second_leader, 72),
+    "checkpoint without files": Bug(
+        checkpoint_without_files,
+        Scenario(3, 3, 0, 1, 1, 60, 1.0, (0.1, 0.12), (0.0, 0.05), 0.0, 7, (_SLOW,)),
+        "a checkpoint complete without its files",
+    ),
     "number twice": Bug(number_twice, 8),
+    "broken places": Bug(broken_places, 1, "two nodes of one rank"),
+    "moved survivors": Bug(moved_survivors, 1, "a survivor lost its place"),
+    "torn slots": Bug(torn_slots, 1, "torn"),
+    "mixed versions": Bug(mixed_versions, 1, "mixed"),
+    "split state": Bug(split_state, 1, "split"),
+    "hasty commits": Bug(hasty_commits, 23, "committed what was not sealed"),
+    "early ends": Bug(early_ends, 1, "ended early"),
+    "hasty verdicts": Bug(hasty_verdicts, 1, "ended without a cause"),
+    "idle leader": Bug(idle_leader, 1, "liveness"),
 }

@@ -68,7 +68,7 @@ class Words:
     def pins(self):
         found, active = self.stored_pins, hubs.ACTIVE
         if active is not None and active.current is not None and active.random.random() < active.preempted:
-            active.current.sleep(active.random.random() * 0.002)
+            active.current.sleep(active.random.random() ** 3 * 0.02)
         return found
 
     def claim(self):

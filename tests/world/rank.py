@@ -164,6 +164,11 @@ class Rank:
         self.process.end(0)
         hub.current.sleep()
 
+    @property
+    def last(self):
+        """Its last iteration."""
+        return self.world.last
+
     def _report(self, kind, reason):
         self.world.hub.note(f"rank {self.rank}: {kind.name}: {reason}")
 
@@ -171,7 +176,7 @@ class Rank:
         world, hub = self.world, self.world.hub
         segment, lineage, salt = self.segment, plan.lineage, self.gang.number
         claims = SlotClaims(segment, CaptureOwner(), permitted=self._check_token)
-        while iteration < world.last:
+        while iteration < self.last:
             iteration += 1
             hub.current.sleep(world.draw(world.step_seconds))
             collective.gather(None)  # the reduction
