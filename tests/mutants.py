@@ -1,9 +1,12 @@
 """Strength of tests: change a pure module in one small place at a time, and see whether its own tests notice.
 
-    python tests/mutants.py [name of a module ...]      what no test noticed, as differences
+    python tests/mutants.py [--sample N] [--seed S] [--world] [name of a module ...]
+
+Prints what no test noticed, as differences. With --world, what its own tests did not notice has to be noticed by some
+jobs of `tests/world`, where the module is one of those that run there.
 
 Each mutant runs in a forked process, in which an import of the module loads the changed source; no file is changed.
-Operators are those of cosmic-ray; a sample of `SAMPLE` mutants stands for a module, the same in every run. Changes
+Operators are those of cosmic-ray; a sample of mutants stands for a module, the same for the same seed. Changes
 inside annotations, of the arguments of `@dataclass` and of `strict=` are left out: those are checks themselves. At
 least `WANTED` of the others have to be noticed, those that `EXPLAINED` lists aside, which change nothing that can be
 seen.
@@ -11,6 +14,7 @@ seen.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 import importlib.abc
@@ -21,6 +25,7 @@ import random
 import select
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -29,6 +34,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = 25
+WORLDS = range(1, 41)  # seeds of the jobs
 WANTED = 0.9  # of the mutants of a module
 _LONGEST = 1800.0  # seconds for the tests of a module; some ten on an idle core
 MODULES = {  # of ft_plugins: the files of tests/unit that are its own
@@ -116,7 +122,7 @@ def path_of(name: str) -> Path:
     return ROOT.joinpath("ft_plugins", *name.split(".")).with_suffix(".py")
 
 
-def mutants(source: str, count: int) -> list[Mutant]:
+def mutants(source: str, count: int, seed: int) -> list[Mutant]:
     """A sample of `count` mutants of `source`, or all if there are not more. Needs cosmic-ray."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
@@ -132,7 +138,7 @@ def mutants(source: str, count: int) -> list[Mutant]:
         for number, (start, _) in enumerate(found):
             if not any(first <= start < last for first, last in unseen):
                 places.setdefault(start, []).append((name, number))
-    choice, sample = random.Random(0), list[Mutant]()
+    choice, sample = random.Random(seed), list[Mutant]()
     for start in choice.sample(sorted(places), len(places)):  # one change at a place
         name, number = choice.choice(places[start])
         changed = mutate_code(source, get_operator(name)(), number)
@@ -154,7 +160,7 @@ def _left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return spans
 
 
-def noticed(name: str, tests: tuple[str, ...], source: str, seconds: float) -> bool | None:
+def noticed(name: str, source: str, tests: Callable[[], int], seconds: float) -> bool | None:
     """Whether `tests` fail with `source` as the module `name`; None if they did not end within `seconds`."""
     reads, writes = os.pipe()
     child = os.fork()
@@ -163,15 +169,7 @@ def noticed(name: str, tests: tuple[str, ...], source: str, seconds: float) -> b
         try:
             sys.meta_path.insert(0, _Changed(f"ft_plugins.{name}", path_of(name), source))
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                import pytest
-                from hypothesis import Phase, settings
-
-                settings.register_profile(
-                    "first", phases=[Phase.explicit, Phase.generate], derandomize=True, database=None
-                )
-                settings.load_profile("first")  # that it fails is enough
-                words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--all", f"--rootdir={ROOT}"]
-                code = int(pytest.main([*words, *(str(ROOT / "tests" / "unit" / each) for each in tests)]))
+                code = tests()
         finally:
             os._exit(code)
     os.close(writes)
@@ -185,21 +183,48 @@ def noticed(name: str, tests: tuple[str, ...], source: str, seconds: float) -> b
     return None if not ended else os.waitstatus_to_exitcode(status) != 0
 
 
-def unnoticed(name: str, count: int = SAMPLE) -> tuple[list[Mutant], int]:
-    """The mutants of a module that its own tests do not notice, and how many there were. One that makes the tests run
-    ten times as long is noticed. Raises AssertionError if the tests fail without a change."""
-    source, tests = path_of(name).read_text(), MODULES[name]
-    began = time.monotonic()
-    unchanged = noticed(name, tests, source, _LONGEST)
-    assert unchanged is not None, f"{', '.join(tests)}: not ended after {_LONGEST:.0f} s on the unchanged module"
-    assert not unchanged, f"{', '.join(tests)}: fail on the unchanged module"
-    limit = 60 + 10 * (time.monotonic() - began)
-    sample = mutants(source, count)
-    return [one for one in sample if noticed(name, tests, one.source, limit) is False], len(sample)
+def own_tests(name: str) -> int:
+    """The status with which the module's own tests end."""
+    import pytest
+    from hypothesis import Phase, settings
+
+    settings.register_profile("first", phases=[Phase.explicit, Phase.generate], derandomize=True, database=None)
+    settings.load_profile("first")  # that it fails is enough
+    words = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--all", f"--rootdir={ROOT}"]
+    return int(pytest.main([*words, *(str(ROOT / "tests" / "unit" / each) for each in MODULES[name])]))
 
 
-def main(names: list[str]) -> int:
+def worlds() -> int:
+    """Whether what must hold is violated in a job of `WORLDS`."""
+    os.environ["PYTHONHASHSEED"] = "0"  # so that it does not start Python again
+    sys.path.insert(0, str(ROOT))
+    world = importlib.import_module("tests.world.__main__")
+    return int(any(world.run(world.draw(seed)).outcome.violations for seed in WORLDS))
+
+
+def unnoticed(name: str, count: int, seed: int, in_world: bool) -> tuple[list[Mutant], int]:
+    """The mutants of a module that its own tests do not notice, nor the worlds if `in_world`, and how many there were.
+    One that makes them run ten times as long is noticed. Raises AssertionError if they fail without a change."""
+    source = path_of(name).read_text()
+    sample = left = mutants(source, count, seed)
+    for tests in (lambda: own_tests(name), worlds)[: 1 + in_world]:
+        began = time.monotonic()
+        unchanged = noticed(name, source, tests, _LONGEST) if left else False
+        assert unchanged is not None, f"{name}: its tests have not ended after {_LONGEST:.0f} s without a change"
+        assert not unchanged, f"{name}: its tests fail without a change"
+        limit = 60 + 10 * (time.monotonic() - began)
+        left = [one for one in left if noticed(name, one.source, tests, limit) is False]
+    return left, len(sample)
+
+
+def main() -> int:
     """Print what was not noticed. Returns 1 if it is too much of any module."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--sample", type=int, default=SAMPLE)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--world", action="store_true")
+    chosen = parser.parse_args()
     for each in (
         "torch",
         "torch.distributed.elastic.agent.server.api",
@@ -210,8 +235,8 @@ def main(names: list[str]) -> int:
         importlib.import_module(each)  # once, for all forked processes; nothing of ft_plugins, which is to be changed
 
     weak = []
-    for name in names or MODULES:
-        left, count = unnoticed(name)
+    for name in chosen.names or MODULES:
+        left, count = unnoticed(name, chosen.sample, chosen.seed, chosen.world)
         explained = sum(bool(one.explanation) for one in left)
         print(f"{name}: {count - len(left)} of {count} noticed, {explained} explained", flush=True)
         for one in left:
@@ -226,4 +251,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

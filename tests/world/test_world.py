@@ -27,6 +27,11 @@ def test_what_must_hold_holds_for_these_seeds():
     assert status == 0 and "24 jobs" in said, said
 
 
+def test_what_must_hold_holds_for_fresh_seeds():
+    status, said = world("--count", "6", "--seconds", "600", "--workers", "1")
+    assert status == 0 and "6 jobs" in said, said  # which begins with the first seed
+
+
 def test_a_seed_replays():
     first, second = (world("61", "--lines", "5000") for _ in range(2))
     assert first == second and "round 2, rank 0" in first[1], first[1]
