@@ -116,7 +116,7 @@ def _most_useful(
     for layer, room in enumerate(rooms):
         places = room // unit + 1  # numbers of units that may be in use
         if layer in own:
-            best[places:] = -np.inf
+            best[max(1, places) :] = -np.inf  # with no further layer so far, it has no reserve to keep
             continue
         units = -(-profile.communication_ns[layer] // unit)
         if places > units and worth[layer] > 0:

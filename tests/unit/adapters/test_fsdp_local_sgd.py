@@ -101,8 +101,8 @@ LAYERED = {
     "all in each iteration": Case({**EVEN, "h": 1}, "", tau=5, turns=({"layers.2", "layers.1", "layers.0", ""},)),
     "unsharded, untied": Case(EVEN, "", mesh=(4, 1), tied=False, tau=5, turns=HALVES),
     "sgd, eager": Case(EVEN, "", "sgd", warmup=2, eager=True, tau=5, turns=HALVES),
-    "from a profile": Case(  # what hides is averaged in both iterations
-        {"policy": "dreamddp", "h": 2}, "", warmup=1, tau=5, turns=({*PROFILE} - {""}, {*PROFILE})
+    "from a profile": Case(  # what hides is averaged in both iterations, up to the bytes of the larger one
+        {"policy": "dreamddp", "h": 2}, "", warmup=1, tau=5, turns=({*PROFILE} - {""}, {*PROFILE} - {"layers.0"})
     ),
 }
 
