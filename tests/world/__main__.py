@@ -22,6 +22,7 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names are iterated in the
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
+import dataclasses  # noqa: E402
 import gc  # noqa: E402
 import io  # noqa: E402
 import itertools  # noqa: E402
@@ -141,17 +142,20 @@ def many(chosen):
 
 
 def bugs(chosen):
-    """Whether each bug is found, by the job that is known for it or, from `--first` on, by others. The number of those
-    that are not."""
+    """Whether each bug is found within `--seconds`: by the job that is known for it, or by others, if the product has
+    changed meanwhile. The number of those that are not."""
     missed = 0
     for name, bug in BUGS.items():
         sys.stdout.flush()
         if not (child := os.fork()):
             began, tried = _MONOTONIC(), 0
             bug.put_back()
-            known = [draw(bug.job) if isinstance(bug.job, int) else bug.job]
-            others = chosen.first is not None and itertools.count(chosen.first)
-            for scenario in map(draw, others) if others else known:
+            seeds = itertools.count(chosen.first or 1)
+            if isinstance(bug.job, int):
+                jobs = map(draw, seeds if chosen.first else itertools.chain([bug.job], seeds))
+            else:
+                jobs = itertools.chain([bug.job], (dataclasses.replace(bug.job, seed=seed) for seed in seeds))
+            for scenario in jobs:
                 tried += 1
                 found = run(scenario).outcome.violations
                 if found and bug.finds in ("", found[0][1]):

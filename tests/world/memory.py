@@ -8,8 +8,6 @@ Invariant: between two words of one thread another thread may run (`Words.pins`)
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ft_plugins.errors import BudgetError, CorruptSlotError, ResumeError, SegmentError
 from ft_plugins.snapshot.segment.claims import slot_to_rebuild
 from ft_plugins.snapshot.segment.header import OpenedLineage
@@ -20,6 +18,18 @@ from ft_plugins.snapshot.segment.slots import Mark, Pin, Slot, SlotState, check_
 from . import hub as hubs
 
 VERSIONS = 2  # in a parity store
+
+
+def _turn():
+    """A number below 1 if another thread has its turn now, else None."""
+    active = hubs.ACTIVE
+    if active is None or not active.preempted or active.current is None:
+        return None
+    return active.random.random() if active.random.random() < active.preempted else None
+
+
+def _give_way():
+    hubs.ACTIVE.current.sleep(hubs.ACTIVE.random.random() ** 3 * 0.02)
 
 
 class Header:
@@ -66,9 +76,9 @@ class Words:
 
     @property
     def pins(self):
-        found, active = self.stored_pins, hubs.ACTIVE
-        if active is not None and active.current is not None and active.random.random() < active.preempted:
-            active.current.sleep(active.random.random() ** 3 * 0.02)
+        found = self.stored_pins
+        if _turn() is not None:
+            _give_way()
         return found
 
     def claim(self):
@@ -106,10 +116,11 @@ class WorldSegment(Segment):
 
     def slot(self, index):
         words = self._slots[index]
-        pins = words.pins  # another thread may run here
         if words.seen is None:
-            words.__dict__["seen"] = Slot(index, words.state, words.version, words.token, pins, words.marked)
-        return words.seen if words.seen.pins == pins else replace(words.seen, pins=pins)
+            words.__dict__["seen"] = Slot(
+                index, words.state, words.version, words.token, words.stored_pins, words.marked
+            )
+        return words.seen
 
     @property
     def words(self):
@@ -117,8 +128,13 @@ class WorldSegment(Segment):
         return self._slots[: self.shape.slots]
 
     def slots(self):
-        if hubs.ACTIVE is None or hubs.ACTIVE.preempted:
-            return super().slots()
+        between = _turn()  # of other threads, after so large a share of the slots
+        if between is not None:
+            indices = range(self.shape.slots)
+            middle = round(between * len(indices))
+            first = tuple(map(self.slot, indices[:middle]))
+            _give_way()
+            return first + tuple(map(self.slot, indices[middle:]))
         if self.seen is None:
             self.seen = super().slots()
         return self.seen

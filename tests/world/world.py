@@ -288,8 +288,9 @@ class World:
             version = (fields["lineage"], fields["iteration"])
             if version not in self.truth:
                 self.broken("committed what no rank completed", f"{version} on {node}")
-            if version != self.restored and len(self.sealed_by.get(version, ())) < self.size:
-                self.broken("committed what was not sealed", f"{version} on {node}: ranks {sorted(self.sealed_by.get(version, ()))}")
+            sealed = sorted(self.sealed_by.get(version, ()))
+            if version != self.restored and len(sealed) < self.size:
+                self.broken("committed what was not sealed", f"{version} on {node}: ranks {sealed}")
             if self.committed is None or version > self.committed[0]:
                 self.committed = version, self._machines(self.newest_gang)
                 self.committed_at = self.hub.now, version[1]
