@@ -159,6 +159,11 @@ def hasty_verdicts():
     restarts.judge = lambda *given: restarts.Verdict(False, "failed", "it failed")
 
 
+def forgotten_run():
+    """A job that goes on has a new identity."""
+    rank.agree_on_version = lambda *given: replace(restore.agree_on_version(*given), run="")
+
+
 def idle_leader():
     """Rounds after the first do not come."""
     real = round_machine.RoundMachine._choose
@@ -174,20 +179,28 @@ class Bug:
     finds: str = ""
 
 
-_SLOW = Fault(("iteration", 6), 0.0, "slow storage", (0, 1), 8.0)
+
+
+def _job(seed: int, iterations: int, stored: int, fault: Fault) -> Scenario:
+    """Three nodes, and one fault."""
+    return Scenario(seed, 3, 0, 1, 1, iterations, 1.0, (0.1, 0.12), (0.0, 0.05), 0.0, stored, (fault,))
+
+
 BUGS = {
     "displaced survivor": Bug(displaced_survivor, 6, "displaced"),
-    "endless restores": Bug(endless_restores, 30, "restored again and again"),
-    "frozen commit": Bug(frozen_commit, 161, "unprotected"),
-    "banned version": Bug(banned_version, 63, "lost"),
+    "endless restores": Bug(endless_restores, 24, "restored again and again"),
+    "frozen commit": Bug(
+        frozen_commit, _job(1, 60, 0, Fault(("iteration", 9), 0.0, "lie", (1, 2), 0.5)), "unprotected"
+    ),
+    "banned version": Bug(banned_version, 37, "lost"),
     "undone pins": Bug(undone_pins, 18, "not pinned"),
-    "second leader": Bug(second_leader, 46),
+    "second leader": Bug(second_leader, 9),
     "checkpoint without files": Bug(
         checkpoint_without_files,
-        Scenario(7, 3, 0, 1, 1, 60, 1.0, (0.1, 0.12), (0.0, 0.05), 0.0, 7, (_SLOW,)),
+        _job(7, 60, 7, Fault(("iteration", 6), 0.0, "slow storage", (0, 1), 8.0)),
         "a checkpoint complete without its files",
     ),
-    "number twice": Bug(number_twice, 8),
+    "number twice": Bug(number_twice, 9, "a lineage twice"),
     "broken places": Bug(broken_places, 1, "two nodes of one rank"),
     "moved survivors": Bug(moved_survivors, 1, "a survivor lost its place"),
     "torn slots": Bug(torn_slots, 1, "torn"),
@@ -196,5 +209,6 @@ BUGS = {
     "hasty commits": Bug(hasty_commits, 23, "committed what was not sealed"),
     "early ends": Bug(early_ends, 1, "ended early"),
     "hasty verdicts": Bug(hasty_verdicts, 1, "ended without a cause"),
+    "forgotten run": Bug(forgotten_run, 1, "another job's"),
     "idle leader": Bug(idle_leader, 1, "liveness"),
 }

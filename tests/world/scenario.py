@@ -61,6 +61,7 @@ KINDS = {
     "kill rank": 5, "kill smp": 4, "lose node": 3, "restart node": 2, "cut": 2, "cut one way": 1, "slow": 1,
     "stop smp": 2, "stop rank": 1, "kill ft-run": 1, "stop ft-run": 1, "full disk": 1, "flip": 1,
     "slow storage": 2, "full storage": 1, "lose all": 0.5, "lie": 1, "poison": 0.7,
+    "short memory": 1,
 }  # fmt: skip
 
 

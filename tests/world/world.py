@@ -163,7 +163,8 @@ class World:
                 self.kill(rank.process.pid)
             agent.ended = True
             self.kill(agent.process.pid)
-            hub.later(max(fault.seconds, 0.5), lambda: node.machine.alive and node.start())
+            again = max(fault.seconds, 0.5)
+            hub.later(again, lambda: node.machine.alive and not node.agent.process.alive and node.start())
         elif fault.kind in ("cut", "cut one way"):
             names = [one.name for one in self.all if one is not node]
             self.network.cut |= {(node.name, name) for name in names}
@@ -173,9 +174,10 @@ class World:
         elif fault.kind == "slow":
             self.network.slow |= {(node.name, other.name): 0.5, (other.name, node.name): 0.5}
             hub.later(fault.seconds, self.network.heal)
-        elif fault.kind in ("full disk", "slow storage", "full storage"):
+        elif fault.kind in ("full disk", "slow storage", "full storage", "short memory"):
             name = fault.kind.split()[0]
-            places = {"full disk": [node.machine], "slow storage": [node.machine, other.machine]}
+            places = dict.fromkeys(("full disk", "short memory"), [node.machine])
+            places["slow storage"] = [node.machine, other.machine]
             for what in places.get(fault.kind, [self.disk] * (self.disk is not None)):
                 setattr(what, name, True)
                 hub.later(fault.seconds, lambda what=what: setattr(what, name, False))
@@ -334,6 +336,9 @@ class World:
         if self.lineages.setdefault(plan.lineage, number) != number:
             self.broken("a lineage twice", f"{plan.lineage} in rounds {self.lineages[plan.lineage]} and {number}")
         version = None if plan.version is None else self._pair(plan.version)
+        self.run_identity = plan.run if version is None else self.run_identity
+        if plan.run != self.run_identity:
+            self.broken("another job's", f"rank {rank} restored {version} of run {plan.run}, not {self.run_identity}")
         if version is not None and self.truth.get(version) != state:
             self.broken("torn", f"rank {rank} restored {version} with {state}, which was {self.truth.get(version)}")
         self.happened("resumed")
@@ -356,7 +361,7 @@ class World:
         if restores > 4 + self.struck:
             self.broken("restored again and again", f"{version}, {restores} times")
 
-    restored, struck, lost_any, epoch = None, 0, False, 0
+    restored, run_identity, struck, lost_any, epoch = None, "", 0, False, 0
 
     def completed(self, rank, version, state, gang):
         key = self._pair(version)
