@@ -143,9 +143,11 @@ class Outlook:
         """The outlook as a table."""
         cluster = self.cluster
         unit = "day" if cluster.shape == 1 else f"day^{cluster.shape:g}"
-        head = f"survival of the newest snapshot: {cluster.nodes} nodes in {cluster.groups} groups of "
-        head += f"{cluster.group_nodes}; failures per node and {unit}: hardware {cluster.hw_rate:g}, "
-        head += f"software {cluster.sw_rate:g}"
+        head = (
+            f"survival of the newest snapshot: {cluster.nodes} nodes in {cluster.groups} groups of "
+            f"{cluster.group_nodes}; failures per node and {unit}: hardware {cluster.hw_rate:g}, "
+            f"software {cluster.sw_rate:g}"
+        )
         if cluster.domain_rate:
             head += f"; per domain of {cluster.domain_nodes} nodes: {cluster.domain_rate:g}"
         afters = (f"after {days} d" for days in HORIZONS)

@@ -158,8 +158,10 @@ def phase_lines(recoveries: Sequence[RecoveryPhases]) -> list[str]:
             rows.append((words, [_seconds(value) for value in values]))
     unknown = any(one.phases["detect"] is None for one in shown)
     total = "total, from detection" if unknown else "total"
-    rows.append((total, [_seconds(one.total) for one in shown]))
-    rows.append(("iteration completed", [str(one.iteration) for one in shown]))
+    rows += [
+        (total, [_seconds(one.total) for one in shown]),
+        ("iteration completed", [str(one.iteration) for one in shown]),
+    ]
     if any(one.processor for one in shown):
         rows.append(("processor s to load", [_seconds(sum(one.processor.values()) or None) for one in shown]))
         rows.append(("of ranks", [str(one.ranks) for one in shown]))

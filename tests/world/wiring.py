@@ -71,9 +71,14 @@ def _has_ended(process):
 
 
 _LIVENESS = SimpleNamespace(
-    started=_started, identified=_identified, has_ended=_has_ended, kill_and_wait=_kill_and_wait, holder=_holder,
-    held=lambda lock: False, age=lambda began: hubs.ACTIVE.now - began / 1e3,
-)  # fmt: skip
+    started=_started,
+    identified=_identified,
+    has_ended=_has_ended,
+    kill_and_wait=_kill_and_wait,
+    holder=_holder,
+    held=lambda lock: False,
+    age=lambda began: hubs.ACTIVE.now - began / 1e3,
+)
 
 
 def _say(words, *_, **__):

@@ -262,8 +262,7 @@ class ProgressAgent(LocalElasticAgent):
             )  # fmt: skip
         self._failed_at = self._dumping = None
         pids = {worker.global_rank: context.pids()[worker.local_rank] for worker in worker_group.workers}
-        lives = self._incarnations.lives
-        again = bool(lives) and isinstance(lives[-1].end, LostPeers)
+        again = any(isinstance(life.end, LostPeers) for life in self._incarnations.lives[-1:])
         self._start.begin(pids, worker_group.group_world_size != 1, again)
         return started
 

@@ -171,8 +171,7 @@ class LeaderLink:
         by now. Raises ConnectionError, ProtocolError."""
         for base in dict.fromkeys((first.base, "")):
             pages = [first] if first.base == base else [self._page(base, 0)]
-            for number in range(1, pages[0].pages):
-                pages.append(self._page(base, number))
+            pages += [self._page(base, number) for number in range(1, pages[0].pages)]
             if roster := assembled(pages, known):
                 return roster
         return None

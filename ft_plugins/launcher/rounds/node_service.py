@@ -338,9 +338,15 @@ class NodeService:
         proposal = rounds.proposal
         if proposal and token in proposal.ranks and waits is (rounds.phase is Phase.PROPOSED):
             rank = proposal.ranks[token]
-            view |= {"rank": rank, "size": len(proposal.ranks), "store": proposal.store or None}
-            view |= {"opened": proposal.opened, "trained": proposal.trained}
-            view |= {"first": proposal.first_workers[rank], "workers": proposal.first_workers[-1]}
+            view |= {
+                "rank": rank,
+                "size": len(proposal.ranks),
+                "store": proposal.store or None,
+                "opened": proposal.opened,
+                "trained": proposal.trained,
+                "first": proposal.first_workers[rank],
+                "workers": proposal.first_workers[-1],
+            }
         if request.roster and rounds.phase is Phase.COMPLETE and request.round != rounds.round:
             view["roster"] = self._roster_pages(rounds).page(request.base, 0)
         return view

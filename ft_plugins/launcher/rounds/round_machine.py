@@ -363,8 +363,7 @@ class RoundMachine:
         if place.node == self._own or token and not self._alive.is_silent(token, now):
             return True
         in_doubt = token is None or not self._alive.has_hung_up(token)  # until its port is asked
-        answers = self._answers.get(place.endpoint)
-        return in_doubt if answers is None else answers == place.node
+        return self._answers.get(place.endpoint, place.node if in_doubt else "") == place.node
 
     def _propose(self, size: int) -> None:
         assigned = rounds.ranks(self._waiting.candidates(self._failures), size, self._own)
