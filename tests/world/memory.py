@@ -218,6 +218,8 @@ class Store:
             return
         self._version, self._parts = version, {}
         self._index = choose(self.segment.slots())
+        kept = [s.version for s in self.segment.slots() if s.state is SlotState.CLEAN and s.index != self._index]
+        hubs.ACTIVE.world.stores(self._path.machine.name, version, kept)
         self.segment.dirty(self._index, version, 0)
         self._seal()
 

@@ -20,14 +20,11 @@ from ft_plugins.recovery.restore import agree_on_version
 from ft_plugins.recovery.source_choice import choose_source
 from ft_plugins.recovery.storage import StorageTier
 from ft_plugins.snapshot.segment.claims import CaptureOwner, SlotClaims
-from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Version
 
 from .hub import Signal
 from .smp import Client, Place
 
-SHAPE = Shape(64, 64, 1, 7, slots=5, free=3, first=2)
-STORED = Shape(64, 64, 1, 7, slots=6, free=3, first=2)  # with a slot for checkpoints
 MASK = (1 << 61) - 1
 
 
@@ -129,7 +126,7 @@ class Rank:
         run_dir = Place(self.node.machine, f"/run/job/{self.node.name}")
         client = Client(run_dir)
         storage = world.storage
-        shape = SHAPE if storage is None else STORED
+        shape = world.shape
         path = client.attach(
             self.rank, self.token, shape, {}, fresh=False, world_size=self.gang.size, storage=storage
         )
@@ -192,7 +189,9 @@ class Rank:
             world.completed(self.rank, version, state, self.gang)
             self._check_token()
             index = claims.slot_for(version)
-            if index is not None:
+            if index is None:
+                world.left_out(self.rank, segment, version)
+            else:
                 world.overwrites(self.node, self.rank, segment.slot(index))
                 segment.dirty(index, version, self.token)
                 self.idle = Signal(hub)

@@ -41,6 +41,8 @@ class Scenario:
     capture: tuple[float, float]
     preempted: float
     stored: int  # iterations between two checkpoints; 0: none
+    interval: int  # iterations between two versions that nodes exchange
+    free: int  # slots of a rank that are never pinned
     faults: tuple[Fault, ...]
 
     def plain(self):
@@ -94,7 +96,8 @@ def draw(seed):
     return Scenario(
         seed, nodes, spares, per_node, losses, iterations, detect, (step, step * 1.2),
         (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)),
-        chance.choice((0, 0, 3, 7)), tuple(sorted(faults, key=str)),
+        stored := chance.choice((0, 0, 3, 7)), chance.choice((1, 1, 1, 2, 5)),
+        3 if stored else chance.choice((3, 3, 1, 0)), tuple(sorted(faults, key=str)),
     )  # fmt: skip
 
 
@@ -107,6 +110,6 @@ def smaller(scenario):
             yield dataclasses.replace(scenario, nodes=nodes)
     if scenario.iterations > 5:
         yield dataclasses.replace(scenario, iterations=scenario.iterations // 2 + 1)
-    for name, value in (("per_node", 1), ("spares", 0), ("preempted", 0.0), ("stored", 0)):
+    for name, value in (("per_node", 1), ("spares", 0), ("preempted", 0.0), ("stored", 0), ("interval", 1)):
         if getattr(scenario, name) != value:
             yield dataclasses.replace(scenario, **{name: value})

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.snapshot.capture.retention import Storage
-from ft_plugins.snapshot.segment.slots import Pin, SlotState
+from ft_plugins.snapshot.segment.shape import Shape
+from ft_plugins.snapshot.segment.slots import FIRST, SLOTS, Pin, SlotState
 
 from .disk import Disk, incomplete
 from .hub import Hub
@@ -60,7 +61,9 @@ class World:
         self.begin = hub.now
         self.network = Network(hub)
         self.nodes, self.per_node, self.losses = scenario.nodes, scenario.per_node, scenario.losses
-        self.size, self.interval, self.last = self.nodes * self.per_node, 1, scenario.iterations
+        self.size, self.interval, self.last = self.nodes * self.per_node, scenario.interval, scenario.iterations
+        pinned = 2 + bool(scenario.stored)
+        self.shape = Shape(64, 64, 1, 7, slots=scenario.free + pinned, free=scenario.free, first=FIRST)
         self.detect_seconds, self.silence = scenario.detect, max(1.0, scenario.detect)
         self.step_seconds, self.capture_seconds = scenario.step, scenario.capture
         self.first_state = 12345
@@ -345,7 +348,8 @@ class World:
         if rank:
             return
         self.hub.note(f"round {number}: {plan.table()}")
-        for what, known, most in (("sealed", self.sealed_all, 0), ("committed", self.committed, self.losses)):
+        sealed = self.sealed_all if self.shape.free >= SLOTS else None  # with fewer, only what nodes protect stays
+        for what, known, most in (("sealed", sealed, 0), ("committed", self.committed, self.losses)):
             if known is not None and not self.flipped and (version is None or version < known[0]):
                 lost = known[1] - {self.by_name[name].machine for name in gang.nodes.values()}
                 if len(lost) <= most:
@@ -354,6 +358,8 @@ class World:
             self.broken("lost", f"{version} was restored, and the checkpoint of {self.stored} was complete")
         if version is not None:
             self.truth.setdefault(version, state)
+        if self.committed is not None and (version is None or version < self.committed[0]):
+            self.committed = None  # lost, with more than parity makes up for
         self.restored = version
         self.sealed_all = None if version is None else (version, self._machines(gang))
         self.resumed_at, self.committed_at = self.hub.now, (self.hub.now, version[1] if version else 0)
@@ -390,12 +396,26 @@ class World:
         newer = [one for one in held if committed is not None and one.version >= committed]
         if any(one.version == committed for one in newer) and not any(one.stored_pins & Pin.NODE for one in newer):
             self.broken("not pinned", f"{node.name}, rank {rank}: {committed}, which is committed there")
+        others = [self._pair(one.version) for one in held if one.version != slot.version]
+        if self.committed is not None and all(version < self.committed[0] for version in others):
+            self.broken("not whole", f"{node.name}, rank {rank}: nothing as new as {self.committed[0]}, but {others}")
+
+    def left_out(self, rank, segment, version):
+        """A version is not captured, for lack of a slot."""
+        if self.shape.free >= SLOTS and not segment.header.short:
+            self.broken("left out", f"rank {rank}: {version}, where there are slots enough: {segment.slots()}")
+
+    def stores(self, node, version, kept):
+        """A parity store begins to take `version`; it has `kept`, complete."""
+        committed = self.by_name[node].smp.committed
+        if committed is not None and committed.lineage == version.lineage and all(one < committed for one in kept):
+            self.broken("not whole", f"{node}: it stores {version}, and has {kept}; {committed} is committed")
 
     def _check_protected(self, iteration):
         """Commits go on, or begin again soon after a fault."""
         when, at = self.committed_at
-        late = 0.7 + self.detect_seconds + 10 * self.step_seconds[1]
-        if self.hub.now - max(when, self.quiet_since, self.resumed_at) > late and iteration > at + 12:
+        late = 0.7 + self.detect_seconds + 10 * self.interval * self.step_seconds[1]
+        if self.hub.now - max(when, self.quiet_since, self.resumed_at) > late and iteration > at + 12 * self.interval:
             self.broken("unprotected", f"iteration {iteration}; {at} was committed {self.hub.now - when:.2f} s ago")
 
     def sealed(self, rank, version, segment):
