@@ -140,17 +140,6 @@ def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes: No
     nodes.finish()
 
 
-def test_a_killed_rank_starts_all_ranks_again_where_they_were(nodes: Nodes) -> None:
-    for number, name in enumerate("bca", 1):
-        nodes.start(number, name)
-    first = nodes.met(1)
-    os.kill(first[0]["pid"], signal.SIGKILL)
-    second = nodes.met(2)
-    assert places(second) == places(first) == {"a": 0, "b": 1, "c": 2}
-    assert not {line["pid"] for line in first} & {line["pid"] for line in second}
-    nodes.finish()
-
-
 @pytest.mark.parametrize("lost", ["a", "b"], ids=["which-leads", "which-does-not"])
 def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes: Nodes, lost: str) -> None:
     nodes.size = 2

@@ -20,7 +20,7 @@ from ft_plugins.recovery.restore import agree_on_version
 from ft_plugins.recovery.source_choice import choose_source
 from ft_plugins.recovery.storage import StorageTier
 from ft_plugins.snapshot.segment.claims import CaptureOwner, SlotClaims
-from ft_plugins.snapshot.segment.slots import Version
+from ft_plugins.snapshot.segment.slots import Version, choose_parity
 
 from .hub import Signal
 from .smp import Client, Place
@@ -155,6 +155,8 @@ class Rank:
         client.open_lineage(self.rank, self.token, plan.lineage, plan.version, 0, plan.run)
         collective.barrier()
         nodes.protect(plan.lineage, plan.version)
+        if plan.version is not None and not segment.has_parity(plan.version):
+            self._encode(plan.version)
         self._train(collective, plan, state, iteration)
         collective.barrier()
         client.shutdown(self.rank, self.token)
@@ -203,6 +205,8 @@ class Rank:
             self.world.hub.current.sleep(self.world.draw(self.world.capture_seconds))
             self._check_token()
             self.segment.set_cursor(index, None)
+            if self.segment.header.is_awaited(version):
+                self._encode(version)
             self.segment.pin_awaited(index, version)
             self.segment.seal(index, version, self.token, state, None)
             self.world.sealed(self.rank, version, self.segment)
@@ -211,6 +215,13 @@ class Rank:
             self.failure = error
         finally:
             self.idle.set()
+
+    def _encode(self, version):
+        """As `Capture._encode`, where the rank computes parity."""
+        index = choose_parity(self.segment.parity_slots(), version)
+        if index is not None:
+            self.segment.dirty(index, version, self.token)
+            self.segment.seal(index, version, self.token, b"", None)
 
     def _check_token(self):
         if self.segment.header.token != self.token:

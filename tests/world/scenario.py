@@ -43,6 +43,7 @@ class Scenario:
     stored: int  # iterations between two checkpoints; 0: none
     interval: int  # iterations between two versions that nodes exchange
     free: int  # slots of a rank that are never pinned
+    parity: bool  # ranks compute parity themselves
     faults: tuple[Fault, ...]
 
     def plain(self):
@@ -97,7 +98,7 @@ def draw(seed):
         seed, nodes, spares, per_node, losses, iterations, detect, (step, step * 1.2),
         (0.0, step * chance.choice((0.2, 0.9, 1.5))), chance.choice((0.0, 0.0, 0.02)),
         stored := chance.choice((0, 0, 3, 7)), chance.choice((1, 1, 1, 2, 5)),
-        3 if stored else chance.choice((3, 3, 1, 0)), tuple(sorted(faults, key=str)),
+        3 if stored else chance.choice((3, 3, 1, 0)), chance.random() < 0.3, tuple(sorted(faults, key=str)),
     )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ def smaller(scenario):
             yield dataclasses.replace(scenario, nodes=nodes)
     if scenario.iterations > 5:
         yield dataclasses.replace(scenario, iterations=scenario.iterations // 2 + 1)
-    for name, value in (("per_node", 1), ("spares", 0), ("preempted", 0.0), ("stored", 0), ("interval", 1)):
+    least = {"per_node": 1, "spares": 0, "preempted": 0.0, "stored": 0, "interval": 1, "parity": False}
+    for name, value in least.items():
         if getattr(scenario, name) != value:
             yield dataclasses.replace(scenario, **{name: value})

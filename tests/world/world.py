@@ -63,7 +63,7 @@ class World:
         self.nodes, self.per_node, self.losses = scenario.nodes, scenario.per_node, scenario.losses
         self.size, self.interval, self.last = self.nodes * self.per_node, scenario.interval, scenario.iterations
         pinned = 2 + bool(scenario.stored)
-        self.shape = Shape(64, 64, 1, 7, slots=scenario.free + pinned, free=scenario.free, first=FIRST)
+        self.shape = Shape(64, 64, 1, 7, scenario.free + pinned, 32 * scenario.parity, free=scenario.free, first=FIRST)
         self.detect_seconds, self.silence = scenario.detect, max(1.0, scenario.detect)
         self.step_seconds, self.capture_seconds = scenario.step, scenario.capture
         self.first_state = 12345

@@ -364,20 +364,6 @@ def with_spares(*spares: str, last: Roster | None = None, wait: float = 60) -> R
     return rounds
 
 
-def test_a_survivor_that_returns_late_finds_its_place_though_spares_wait() -> None:
-    rounds = with_spares("x", "y")
-    assert rounds.members == ["a", "b", "c"]
-    rounds.come("b")  # a rank was killed there; a and c still end theirs
-    rounds.pass_by(30)
-    assert rounds.gathering.phase is Phase.OPEN, "a and c are alive"
-    rounds.come("a")
-    rounds.pass_by(2)
-    rounds.come("c")
-    rounds.pass_by(1)
-    assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c"])
-    assert rounds.gathering.waiting() == ["x", "y"]
-
-
 def test_a_survivor_that_says_nothing_while_its_workers_end_keeps_its_place_until_its_port_was_asked() -> None:
     for answer in ("a", ""):
         rounds = with_spares("x")
