@@ -6,7 +6,6 @@ Each node has a loopback address of its own and two ranks, which end with their 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
