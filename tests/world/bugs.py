@@ -179,8 +179,6 @@ class Bug:
     finds: str = ""
 
 
-
-
 def _job(seed: int, iterations: int, stored: int, fault: Fault) -> Scenario:
     """Three nodes, and one fault."""
     return Scenario(seed, 3, 0, 1, 1, iterations, 1.0, (0.1, 0.12), (0.0, 0.05), 0.0, stored, 1, 3, False, (fault,))

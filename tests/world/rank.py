@@ -127,9 +127,7 @@ class Rank:
         client = Client(run_dir)
         storage = world.storage
         shape = world.shape
-        path = client.attach(
-            self.rank, self.token, shape, {}, fresh=False, world_size=self.gang.size, storage=storage
-        )
+        path = client.attach(self.rank, self.token, shape, {}, fresh=False, world_size=self.gang.size, storage=storage)
         self.segment = segment = self.node.machine.memory[str(path)]
         config = NodeTierConfig(
             world.losses, (), world.interval, 0.0, world.detect_seconds, "secret", run_dir, self.token
