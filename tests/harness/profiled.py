@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from ft_plugins.bubbles.profile import Profiling
 from ft_plugins.bubbles.timeline.timeline_values import pack, unpack
@@ -47,13 +48,13 @@ def megatron(argv: Sequence[str]) -> None:
     job = example.Job(args, context)
     host = job.host()
     session = attach(host, Config(), context, MEASURED)
-    _emulate(job.chunks, own)
+    hooks = _emulate(job.chunks, own)
     for step in range(1, args.iterations + 1):
         session.iteration_begin(step)
         outcome = job.train_step(skip=partial(host.skip_update, session))
         example.log(job, outcome, context)
         session.iteration_end(step)
-    _write(session, own)
+    _write(session, own, hooks)
     example.write_digest(job, host)
     session.shutdown()
     dist.barrier()
@@ -75,12 +76,12 @@ def deepspeed(argv: Sequence[str]) -> None:
     steps = example.pipeline(args, sizes, train, valid)
     engine = next(steps)["engine"]
     session = attach(DeepSpeedHost(engine), Config(), launch_context(), MEASURED)
-    _emulate([engine.module], own)
+    hooks = _emulate([engine.module], own)
     for step in range(1, args.iterations + 1):
         session.iteration_begin(step)
         example.log(args, engine, next(steps))
         session.iteration_end(step)
-    _write(session, own)
+    _write(session, own, hooks)
     example.write_digest(args, engine)
     session.shutdown()
     dist.barrier()
@@ -96,8 +97,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def _emulate(chunks: Iterable[torch.nn.Module], lengths: argparse.Namespace) -> None:
-    """Make each forward and backward of `chunks` sleep in addition to its computation."""
+def _emulate(chunks: Iterable[torch.nn.Module], lengths: argparse.Namespace) -> list[RemovableHandle]:
+    """Make each forward and backward of `chunks` sleep in addition to its computation, until the hooks are removed."""
 
     def sleep(chunk: torch.nn.Module, args: Any, output: Any) -> None:
         if chunk.training:
@@ -105,11 +106,13 @@ def _emulate(chunks: Iterable[torch.nn.Module], lengths: argparse.Namespace) -> 
             first = output[0] if isinstance(output, (list, tuple)) else output
             first.register_hook(lambda gradient: time.sleep(lengths.backward))
 
-    for chunk in chunks:
-        chunk.register_forward_hook(sleep)
+    return [chunk.register_forward_hook(sleep) for chunk in chunks]
 
 
-def _write(session: Session, own: argparse.Namespace) -> None:
+def _write(session: Session, own: argparse.Namespace, hooks: list[RemovableHandle]) -> None:
+    """Write the profile; and leave modules as they were, whose hooks are compared."""
+    for hook in hooks:
+        hook.remove()
     assert session.measured is not None
     profile = session.measured.profile
     if profile is not None and dist.get_rank() == 0:

@@ -54,8 +54,8 @@ class Given(BaseException):
 def give(own: argparse.Namespace) -> None:
     version_point = Session._version_point
 
-    def giving(session: Any, step: int) -> None:
-        version_point(session, step)
+    def giving(session: Any, step: int, last: bool) -> None:
+        version_point(session, step, last)
         if step == own.give_at:
             host = session._carrying
             pieces = {item.name: item.piece for item in host.inventory().items}
