@@ -21,7 +21,7 @@ from ft_plugins.snapshot.segment import segment
 from ft_plugins.snapshot.segment.slots import SlotState
 
 from . import memory, rank
-from .scenario import Fault, Scenario
+from .scenario import Fault, Scenario, draw
 
 
 def displaced_survivor():
@@ -172,11 +172,16 @@ def idle_leader():
 
 @dataclass(frozen=True)
 class Bug:
-    """`finds`: what it violates, '' for anything. `job`: the seed, or the scenario, of one in which it does."""
+    """`finds`: what it violates, '' for anything. `job`: the seed, or the scenario, of a job in which it does."""
 
     put_back: Callable[[], None]
     job: int | Scenario
     finds: str = ""
+
+
+def _plain(seed: int) -> Scenario:
+    """The job of a seed, in which nodes exchange each iteration and ranks have slots enough."""
+    return replace(draw(seed), interval=1, free=3, parity=False)
 
 
 def _job(seed: int, iterations: int, stored: int, fault: Fault) -> Scenario:
@@ -190,9 +195,9 @@ BUGS = {
     "frozen commit": Bug(
         frozen_commit, _job(1, 60, 0, Fault(("iteration", 9), 0.0, "lie", (1, 2), 0.5)), "unprotected"
     ),
-    "banned version": Bug(banned_version, 37, "lost"),
-    "undone pins": Bug(undone_pins, 18, "not pinned"),
-    "second leader": Bug(second_leader, 9),
+    "banned version": Bug(banned_version, _plain(37), "lost"),
+    "undone pins": Bug(undone_pins, 213, "not pinned"),
+    "second leader": Bug(second_leader, _plain(9)),
     "checkpoint without files": Bug(
         checkpoint_without_files,
         _job(7, 60, 7, Fault(("iteration", 6), 0.0, "slow storage", (0, 1), 8.0)),
