@@ -139,7 +139,7 @@ def _weighted(rank: int, world: int, block: dict[str, Any]) -> tuple[dict[str, A
     training = local.LocalTraining(rank, world)
     events: list[Any] = []
     session = attach(training.host, Config.from_json(block), context(rank, world))
-    session._events.subscribe(lambda event: events.append(event.fields))
+    session._events.subscribe(lambda event: events.extend([event.fields] * (event.name == "replicas.synchronised")))
     before = np.zeros(0)
     for step in session.iterations(LAST):
         training.backward(step)
