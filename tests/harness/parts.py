@@ -76,7 +76,8 @@ def rotated(tests: list[T], file_of: Callable[[T], str], commit: str) -> list[T]
 
 def head() -> str:
     """The commit's hash; 0 without a repository."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True)
+    words = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+    found = subprocess.run(words, cwd=TESTS, capture_output=True, text=True)
     return found.stdout.strip() or "0"
 
 

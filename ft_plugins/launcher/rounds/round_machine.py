@@ -177,6 +177,7 @@ class RoundMachine:
             self._back.add(node)
         self.revision += 1
         self._reopen(now)
+        self.note_answers({application.endpoint: node})  # no other node is there, and nobody asks there now
         return True
 
     def hear(self, token: str, knows: int, now: float, ready: bool = True) -> bool:
@@ -254,8 +255,11 @@ class RoundMachine:
         """Note that a node could not join, unless the round goes on without it or another live process than that of
         `token` has its name."""
         holder = self._members.get(node)
-        holds = holder and holder != token and not self._alive.is_silent(holder, now)
-        alive = self._waiting.token(node) or node == self._own or holds
+        alive = (
+            self._waiting.token(node)
+            or node == self._own
+            or (holder and holder != token and not self._alive.is_silent(holder, now))
+        )
         if self.phase is not Phase.COMPLETE and not alive:
             self._refused[node], self._refused_at = reason, now
             self._changed()

@@ -70,6 +70,7 @@ class Model:
             self.blamed = True
             self.failures[node] += 1
         self.reopen()
+        self.note_answers({application.endpoint: node})
         return True
 
     def hear(self, token: str, knows: int) -> bool:
