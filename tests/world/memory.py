@@ -3,7 +3,8 @@
 `WorldSegment` is the product's `Segment` over words that are attributes; what a slot holds is one value, its content,
 in place of bytes. What the words do in real memory (seals, digests, mirrored records) is shown elsewhere.
 
-Invariant: between two words of one thread another thread may run (`Words.pins`), as between two stores in memory.
+Invariant: between two words of one thread another thread may run (`Words.pins`, `WorldSegment.slots`), as between two
+stores in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide whether a failed job is restarted: bounded by progress, not by a count. Pure.
+"""Decide whether a failed job is restarted: bounded by progress, not by a count. `judge` is pure.
 
 Invariant: a job that makes progress is always restarted, unless the same failure follows every start. `judge` is the
 one rule; of what holds, the first decides, and the reason names the rank and the error:
@@ -17,8 +17,8 @@ from the begin are not. The state leads to its failure always after the same num
 within one, or always at the same one; others come by chance. A signal may come from outside, so it must strike the same
 rank after exactly the same number.
 
-In: how each incarnation began and ended, and the newest restorable version at each failure; for `Incarnations`, who
-knows them. Out: a `Verdict`.
+In: how each incarnation began and ended, and the newest restorable version at each failure; `Incarnations` gathers
+them from the SMP of this node. Out: a `Verdict`.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class RoundMachine:
             self._back.add(node)
         self.revision += 1
         self._reopen(now)
-        self.note_answers({application.endpoint: node})  # no other node is there, and nobody asks there now
+        self.note_answers({application.endpoint: node})  # its port is not asked while it waits
         return True
 
     def hear(self, token: str, knows: int, now: float, ready: bool = True) -> bool:
