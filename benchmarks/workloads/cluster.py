@@ -3,14 +3,14 @@
 Scale. The paper's testbed has 4 servers with 4 A40 each and 10 Gb/s between them; batches of 128 and 64, 8 samples per
 microbatch. The paper names GPT-2 but not its size, and sends parameters only. Assumed: GPT-2 with 345 M parameters,
 1,024 tokens, 25 Tflop/s per rank in a pass (gives iterations of 0.6 to 1.9 s; the paper loses 0.6 to 5.5 s with 1 to 3
-iterations), and 2 bytes per parameter. These give the forward and backward time of each stage (workloads.jobs; the last
-stage has the head), which stages sleep for. Dividing both of the following by SCALE keeps the testbed's ratio of
-transfer time to bubble time:
+iterations). A copy holds what a restart needs: the master parameters and both moments of a mixed-precision Adam, 12
+bytes per parameter, six times what the paper sends. These give the forward and backward time of each stage
+(workloads.jobs; the last stage has the head), which stages sleep for. Dividing both of the following by SCALE keeps the
+testbed's ratio of transfer time to bubble time:
 
-    link of a node    10 Gb/s / SCALE      bytes of a rank    2 x parameters / ranks / SCALE
+    link of a node    10 Gb/s / SCALE      bytes of a rank    12 x parameters / ranks / SCALE
 
-A rank here sends 12 bytes for each of fewer parameters: the whole state of a float32 Adam. The *whole* mixed-precision
-state at the testbed's size would be six times as much, and take six times as many iterations.
+A rank here has fewer parameters, of the same 12 bytes each: the state of a float32 Adam.
 
 Time can also be stretched (`dilation`): passes take longer and links carry less by the same factor, which keeps the
 ratio of transfer to bubble. What is not emulated (the schedule's Python, messages, SMPs) takes constant processor time,
@@ -50,15 +50,15 @@ from workloads.pipelines.pipeline import Pipeline
 from workloads.pipelines.simulate import PipelineLink, simulate
 
 NODES, RANKS_OF_NODE = 4, 4
-SCALE = 50
-LINK_MBPS = 10_000 // SCALE
-MESSAGE_BYTES = 32 << 10
+SCALE = 300
+LINK_MBPS = 10_000 / SCALE
+MESSAGE_BYTES = 6 << 10
 EMULATED_RANK = Path(emulated_rank.__file__).resolve()  # as a file: the fork server cannot import `workloads`
 PRELOAD = (*megatron_runs.PRELOAD, str(EMULATED_RANK))
 _HIDDEN, _MICRO_BATCH = 64, 8
 _STATE_OF_PARAMETER = 12  # bytes: float32 parameter, two moments
 _PORT = 29750
-_BURST_BYTES, _QUEUE_MS = 64 << 10, 100
+_BURST_BYTES, _QUEUE_MS = 12 << 10, 100
 _START = 120.0  # seconds in addition to the iterations
 
 
@@ -132,7 +132,7 @@ def shapes(batch: int, chunks: int = 1, dilation: int = 1) -> tuple[EmulatedJob,
     jobs = [
         TrainingJob(
             f"d{dp}m{tp}p{pp}", machine, 345e6, 1024, 1024, dp, tp, pp, batch, micro_batch=_MICRO_BATCH, chunks=chunks,
-            vocabulary=50257, state_bytes=2.0,
+            vocabulary=50257, state_bytes=float(_STATE_OF_PARAMETER),
         )
         for dp, tp, pp in PAPER_SHAPES
         if chunks == 1 or batch // dp // _MICRO_BATCH % pp == 0

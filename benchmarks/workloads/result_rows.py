@@ -70,10 +70,10 @@ ROWS = (
               limit=1.0, share=True, how="emulated", needs=_SHAPES),
     ResultRow("bubble_overhead", "filled_share", "of planned windows, what was filled", least=0.95, limit=1.0,
               share=True, how="emulated", needs=_SHAPES),
-    ResultRow("bubble_overhead", "iterations_per_checkpoint_worst", "iterations between two copies of 2 bytes a "
-              "parameter, as the paper sends", most=3.0, limit=1.0, paper="1 to 3", how="emulated", needs=_SHAPES),
-    ResultRow("bubble_overhead", "iterations_full_state_worst", "planned for the state of mixed precision, six times "
-              "that", how="computed", needs=_SHAPES),
+    ResultRow("bubble_overhead", "iterations_per_checkpoint_worst", "iterations between two copies of the state of "
+              "mixed precision, 12 bytes a parameter", limit=1.0, how="emulated", needs=_SHAPES),
+    ResultRow("bubble_overhead", "iterations_parameters_only_worst", "planned for 2 bytes a parameter, as the paper "
+              "sends", most=3.0, limit=1.0, paper="1 to 3", how="computed", needs=_SHAPES),
     *(ResultRow("bubble_overhead", f"{how}_{figure}", f"{meaning} {under}", most=most, share=share, how="emulated",
                 needs=(Need(f"{how}_pairs", 10.0, "{} pairs of at least 10"),), since=since)
       for how, under in (("slow", "on links that carry a tenth after the first plan"),

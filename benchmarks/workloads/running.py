@@ -76,7 +76,7 @@ BENCHMARKS = {
     "watch_cost": Benchmark(180, 50),
     "parity": Benchmark(180, 50),
     "recovery": Benchmark(800, 170),
-    "bubble_overhead": Benchmark(9000, 175, links=True),
+    "bubble_overhead": Benchmark(6500, 175, links=True),
     "simulate": Benchmark(60, 20),
     "sync_overhead": Benchmark(840, 160, links=True),
     "sdc": Benchmark(1300, 170, _DIGITS),
