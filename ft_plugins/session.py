@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from .base import faults
+from .base.files import words_in
 from .config import Config, LaunchContext, launch_context
 from .errors import ConfigError, FencedError, FtError, LoopError, ProtectionError, ResumeError, StateChangedError
 from .events import Events, catalogue, file_sink, log_sink, say
@@ -27,6 +28,7 @@ from .model.observation import ObservedHost
 from .model.progress import FollowedHost, WorkPhase
 from .model.timeline import SenderFacts
 from .snapshot.segment.header import AT_END, EARLY, UNKNOWN
+from .snapshot.segment.paths import REHEARSED_FILE
 from .systems.followed import Disconnection, ProgressReport
 from .systems.iteration_ledger import IterationLedger, learning_rate_of
 from .systems.reft.capture_times import DEGRADED, PeerDegraded
@@ -63,7 +65,8 @@ class Session:
         faults.arm(config.faults, rank=host.rank, restart=context.restart)
         self._reft: Reft | None = None
         self._pending: dict[str, Any] | None = None  # small state whose data position and RNG are still to be restored
-        self._lineage = self._restored = 0  # that the last `resume` opened, and the version that it restored
+        # that the last `resume` opened, the version that it restored, and the iteration at which the state was then
+        self._lineage = self._restored = self._at = 0
         self._degraded: Reft | None = None  # no longer captures, but still records completed iterations
         self._loss = LossRecord(context, config.max_unprotected_steps)
         self._disconnection = Disconnection()
@@ -72,6 +75,8 @@ class Session:
         self._first = host.rank == 0 and context.restart == 0  # prints what is printed once per job
         if self._first:
             say(config.table(all_keys=False), who="")
+            if context.run_dir is not None and (rehearsed := words_in(context.run_dir / REHEARSED_FILE)):
+                say(rehearsed)
         self.measured: Measurement | None = None
         if config.baft is not None or profiling is not None:
             self.measured = self._measurement(profiling)
@@ -151,10 +156,10 @@ class Session:
         """
         self._carrying.restored_state = None
         done = self._restore(loaded)
-        if self._config.stop_after is not None and done >= self._config.stop_after:
+        if self._config.stop_after is not None and self._restored >= self._config.stop_after:
             raise ConfigError(
-                f"--ftp-stop-after {self._config.stop_after}: the job is at iteration {done} already: give a later "
-                "one, or start without the checkpoint that it loads"
+                f"--ftp-stop-after {self._config.stop_after}: the job is at iteration {self._restored} already: give a "
+                "later one, or start without the checkpoint that it loads"
             )
         if self._start is not None:
             self._start.restored(self._lineage)
@@ -174,26 +179,26 @@ class Session:
             reft.record_ending(self._ending)
 
     def _restore(self, loaded: int) -> int:
-        """Returns the version that was restored, `loaded` if none was."""
+        """Returns the iteration at which the restored state is, `loaded` if none was restored."""
         if self._reft is None:
             mode = self._config.resume
             if self._config.capture is not None and mode.startswith(("memory", "before:")):  # no rank is protected
                 message = f"--ftp-resume {mode} was asked for, but the job is not protected"
                 raise ResumeError(message, echo=self._host.rank != 0)
             return loaded
-        plan, self._pending = self._reft.resume(self._config.resume, loaded)
+        plan, at, self._pending = self._reft.resume(self._config.resume, loaded)
         self._lineage = plan.lineage
         if self._transcript is not None:
             self._transcript.lineage = plan.lineage
         if self._loss.clear() and not plan.fresh:  # an earlier incarnation lost protection
             self._events.emit(catalogue.PROTECTION_RESTORED, reason="snapshots are taken again")
         if self._host.rank == 0:
-            say(plan.table())
+            say(plan.table(at))
         exchange = self._reft.exchange
         if self.measured is not None and exchange.copies is not None:
             self.measured.use_gate(self._reft.gate, exchange.copies, exchange.links)
-        self._restored = plan.version.iteration if plan.version else loaded
-        return self._restored
+        self._restored, self._at = plan.version.iteration if plan.version else loaded, at
+        return at
 
     def restore_position(self) -> None:
         """Restore data position and generators, if that has not been done; the first iteration does."""
@@ -201,7 +206,7 @@ class Session:
             self._carrying.restore_position(self._pending)
             self._pending = None
             if self._transcript is not None:
-                self._transcript.restored(self._restored)
+                self._transcript.restored(self._at)
 
     def _continues(self, step: int, last: int) -> bool:
         return step < last if self._sync is None else self._sync.continues(step, last)
@@ -266,8 +271,7 @@ class Session:
             self._host.before_fence(step)
         self._fenced = step
         if self._reft is not None:
-            self._guarded(lambda reft: reft.before_update(step, self._version(step)))
-            self.ledger.fence(self._rate())
+            self._guarded(lambda reft: reft.before_update(step, self._version(step), self._rate()))
         if (sync := self._sync) is not None:
             self._synchronize(sync, lambda sync: sync.before_update(step))
             if self._reft is not None and (version := self._version(step - 1)):  # it is sealed, its verdict known

@@ -66,6 +66,15 @@ def write(path: Path, content: bytes | str, *, durable: bool = False, shared: bo
         write_all(descriptor, content.encode() if isinstance(content, str) else content)
 
 
+def words_in(path: Path, most: int = 4096) -> str:
+    """The first characters of a text file; '' if it cannot be read."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read(most)
+    except OSError:
+        return ""
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` to `path` as JSON; not durable."""
     write(path, json.dumps(value))

@@ -13,7 +13,7 @@ import typer
 
 from ..report.goodput import goodput
 from ..report.html_page import html_page
-from ..report.recovery_phases import phase_lines, recovery_phases
+from ..report.recovery_phases import phase_lines, proof_lines, recovery_phases
 from .job_events import EventsOption, JobArgument, job_events
 from .trace_command import write_text
 
@@ -38,5 +38,7 @@ def report(
             print(json.dumps({"goodput": time.block()}))
         return
     print("\n".join(phase_lines(found)) if found else "no restart has completed an iteration yet")
+    if proofs := proof_lines(known):
+        print("\n".join(["", *proofs]))
     if time:
         print("\n".join(["", *time.lines()]))

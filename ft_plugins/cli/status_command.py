@@ -54,12 +54,15 @@ lines:
   training    the last iteration that all ranks of this node have completed;
               restarts; time without training, from the failure of a process
               of this node until all of its ranks have completed an iteration
+  last restore  whether an iteration that was computed again after the last
+              restore came out the same, or why that is not known
   slow        ranks that compute for much longer than the others, if there are
   in memory   the newest version that all ranks of this node hold
   other nodes the newest version from which a lost node would be rebuilt
   storage     the newest complete checkpoint
   nodes       the other nodes of the job, as their SMPs answer; only where
               nodes protect each other
+  rehearsal   whether this command was rehearsed, or how it is
   metrics     why --ftp-metrics are not served, and what to do"""
 _LABEL = 15  # columns of a label, with the indentation
 _NARROWEST = 60  # columns
@@ -265,6 +268,8 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "to do", facts["remedy"]
     if facts["iteration"] or facts["smp_answers"]:
         yield "training", "; ".join(_training(facts))
+    if facts["proof"]:
+        yield "last restore", facts["proof"]
     if facts["slow"]:
         factors = ", ".join(f"rank {rank} {factor:g} times" for rank, factor in facts["slow"])
         yield "slow", f"{factors} as long as the others"
@@ -277,6 +282,8 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     for number, words in enumerate(_elsewhere(facts.get("others") or ())):
         yield "" if number else "nodes", words
     yield "processes", _processes(facts)
+    if facts["rehearsed"]:
+        yield "rehearsal", facts["rehearsed"]
     for label, error, action in (
         ("metrics", facts["metrics_error"], catalogue.METRICS_FAILED.action), ("error", facts["smp_error"], ""),
     ):  # fmt: skip

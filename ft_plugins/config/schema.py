@@ -62,6 +62,12 @@ class Config(Block):
         "shows that the loop did not continue, else give an alarm (auto); always end it (stop); never (warn)",
         json_schema_extra=more(needs_system=True),
     )
+    prove: Literal["on", "off"] = Field(
+        "on",
+        description="after a restore from memory, compute the last completed iteration once more and compare every "
+        "captured byte with what it was; costs one iteration a failure",
+        json_schema_extra=more(needs_system=True),
+    )
     require_protection: bool = Field(
         False,
         description="end the job if it cannot be protected, instead of training on",

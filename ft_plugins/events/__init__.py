@@ -2,9 +2,35 @@
 
 from . import catalogue
 from .declaration import EventType, Severity
-from .stream import SUMMED, Damage, Event, Events, Sink, file_sink, log_sink, read, recent_of, say, standing_alarm
+from .stream import (
+    SUMMED,
+    Damage,
+    Event,
+    Events,
+    Sink,
+    file_sink,
+    log_sink,
+    newest_proof,
+    read,
+    recent_of,
+    say,
+    standing_alarm,
+)
 
 __all__ = [
-    "SUMMED", "Damage", "Event", "EventType", "Events", "Severity", "Sink", "catalogue", "file_sink", "log_sink",
-    "read", "recent_of", "say", "standing_alarm",
-]  # fmt: skip
+    "SUMMED",
+    "Damage",
+    "Event",
+    "EventType",
+    "Events",
+    "Severity",
+    "Sink",
+    "catalogue",
+    "file_sink",
+    "log_sink",
+    "newest_proof",
+    "read",
+    "recent_of",
+    "say",
+    "standing_alarm",
+]

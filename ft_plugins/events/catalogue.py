@@ -491,11 +491,16 @@ RESUME_DIFFERED = EventType(
     iteration=_ITERATION, parts=Field("list", "what differs"),
     ending=Field("bool", "the job ends, because the loop did not continue"), reason=_REASON,
 )  # fmt: skip
-RESUME_CONFIRMED = EventType(
-    "resume.confirmed", NOTICE,
-    "On this rank iterations that were computed again after a restore have computed what they had before.",
-    iterations=Field("int", "how many were compared, with what they computed", "iterations"),
-    parts=Field("list", "what of them was compared, and is equal"), reason=_REASON,
+RESUME_PROVEN = EventType(
+    "resume.proven", NOTICE,
+    "After a restore, what had been completed before was computed again, and came out the same, every captured byte.",
+    iteration=Field("int", "the last one that was computed again"), reason=_REASON,
+)  # fmt: skip
+RESUME_UNPROVEN = EventType(
+    "resume.unproven", NOTICE,
+    "Whether the loop goes on from a restored state as it would have was not seen, or cannot be; or it does not, as "
+    "resume.differed says.",
+    iteration=Field("int", "the restored one, or the last one that was computed again"), reason=_REASON,
 )  # fmt: skip
 STATE_RESHARDED = EventType(
     "state.resharded", NOTICE, "State of a job of another size was distributed to the ranks of this one.",
@@ -517,7 +522,7 @@ SPARE_RELEASED = EventType(
     "spare.released", NOTICE, "The job needs nothing of this node any more; its snapshots were removed.",
     segments=_SEGMENTS, lineage=_LINEAGE,
 )  # fmt: skip
-  # fmt: skip
+# fmt: skip
 
 # ---- checkpoints in storage ----
 

@@ -291,6 +291,17 @@ def standing_alarm(path: Path) -> Event | None:
     return None
 
 
+def newest_proof(path: Path) -> Event | None:
+    """What the incarnation that began last has shown of its restore; None for nothing yet. Reads from the end."""
+    for line in _backwards(path):
+        kind = catalogue.EVENTS.get(name_in(line))
+        if kind is catalogue.INCARNATION_FENCED:
+            return None
+        if kind in (catalogue.RESUME_PROVEN, catalogue.RESUME_UNPROVEN) and (event := event_of(line)) is not None:
+            return event
+    return None
+
+
 def _backwards(path: Path) -> Iterator[bytes]:
     """The lines of a file, the last one first, without one that was cut short."""
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:

@@ -27,12 +27,14 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
+from ..base import files
 from ..base.intake import shown
 from ..config import Config, add_flags, deepspeed_json, keys, merge, protects, run_directory, sources
 from ..errors import EXIT_REFUSED, ConfigError, FtError
 from ..events import Damage, catalogue, read
+from ..snapshot.segment.paths import REHEARSED_FILE
 from ..transport.network_devices import ifnames_of, interfaces_differ, network_devices
-from . import job_identity, slurm
+from . import job_identity, rehearsed, slurm
 from .agent.watcher import Job
 from .agent.why import why
 from .node_launch import Outcome, launch
@@ -59,6 +61,7 @@ class Plan:
     node: str
     bounded: bool
     from_slurm: str = ""  # the flags that Slurm gave
+    digest: str = ""  # of the command, as rehearsals remember it
     words: tuple[str, ...] = ()  # of the command line, with all that says which job it is and how large
 
     @property
@@ -85,6 +88,7 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str, environment: Map
     config, words = Config.from_flags(argv, whole=False)
     options = parser().parse_args(words)
     _refuse_misspelt(options, Path(folder))
+    digest = rehearsed.digest_of(config, options)
     config = _with_deepspeed(config, options, Path(folder))
     if config.given() and not config.systems:
         remedy = _hint(options) or "add --reft or drop it"
@@ -112,6 +116,7 @@ def plan(argv: Sequence[str], uid: int, folder: str, host: str, environment: Map
         node=config.node_name or job_identity.safe_name(host),
         bounded=options.max_restarts is not _UNSET or not config.systems,
         from_slurm=" ".join(taken),
+        digest=digest,
         words=(*_left_out(options, job, argv), *argv),
     )
 
@@ -189,6 +194,9 @@ def execute(plan: Plan) -> Outcome:
     if plan.protected:
         again = wait_report.command([sys.argv[0], *plan.words])
         job = Job(plan.config, plan.job, plan.node, run_directory(plan.job, plan.node), again)
+        if plan.config.transcript_dir is None:  # else it is a rehearsal
+            with suppress(OSError):
+                files.write(job.run_dir / REHEARSED_FILE, rehearsed.said(plan.digest))
     else:
         remedy = _hint(options) or "Add --reft."
         print(f"ft-run: no system is on, nothing is protected: running as torchrun. {remedy}", file=sys.stderr)

@@ -19,7 +19,8 @@ from ..snapshot.segment.slots import Mark, Slot, SlotState, Version, marks_of
 @dataclass(frozen=True)
 class RankFacts:
     """A rank's segment before recovery. `damaged` names the records of its header that failed their digest. `run`: the
-    identity of the run that opened its lineage, '' if unknown; `drawn`: one for a run that begins now."""
+    identity of the run that opened its lineage, '' if unknown; `drawn`: one for a run that begins now. `proving`,
+    `varies`: see `Header`; `condemned`: see `Ledger`."""
 
     rank: int
     slots: tuple[Slot, ...]
@@ -32,6 +33,9 @@ class RankFacts:
     doubted: tuple[int, int] | None = None
     run: str = ""
     drawn: str = ""
+    proving: int = 0
+    varies: bool = False
+    condemned: bool = False
 
     def restorable(self) -> dict[Version, int]:
         """The versions that can be restored, and their slots."""

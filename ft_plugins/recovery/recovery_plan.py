@@ -104,15 +104,17 @@ class RecoveryPlan:
         """Whether training starts from the beginning and nothing is lost by that."""
         return self.tier == "none" and not self.completed
 
-    def table(self) -> str:
+    def table(self, at: int | None = None) -> str:
         """A message for people. Frameworks log an iteration before it ends: one that not every rank completed may be in
-        their log and is computed again, which the message says."""
-        next_one = 1 + (self.version.iteration if self.version is not None else self.loaded)
+        their log and is computed again, which the message says. `at`: the iteration at which the restored state is, if
+        it is before the restored version."""
+        restored = self.version.iteration if self.version is not None else self.loaded
         least = "at least " if self.at_least else ""
-        rest = (
-            f"every rank had completed {least}{self.completed}, {least}{self.lost} lost; iteration {next_one} is "
-            f"computed next, again if it was logged before; lineage {self.lineage}"
-        )
+        rest = f"every rank had completed {least}{self.completed}, {least}{self.lost} lost; "
+        if at is not None and at < restored:
+            rest += f"iteration {restored} is computed once more first, to be compared; lineage {self.lineage}"
+        else:
+            rest += f"iteration {restored + 1} is computed next, again if it was logged before; lineage {self.lineage}"
         if self.version is not None:
             reason = f" ({self.reason})" if self.tier == "storage" else ""
             reason += f", {self.mark.word}" if self.mark else ""

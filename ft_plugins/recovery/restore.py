@@ -24,6 +24,7 @@ from ..base import faults
 from ..base.intake import RunIdentity, typed
 from ..collective import Collective
 from ..errors import CorruptHeaderError, CorruptSlotError, FtError, ProtocolError, SegmentError
+from ..redundancy.node_kinds import runs, shortened
 from ..snapshot.capture.copiers import flat_bytes
 from ..snapshot.capture.layout import Layout, ReplicaStream
 from ..snapshot.segment.header import COMPLETED
@@ -31,6 +32,7 @@ from ..snapshot.segment.segment import Segment
 from ..snapshot.segment.slots import Mark, Slot, SlotState, Version
 from .facts import RankFacts
 from .nodes import SeenNodes
+from .proof_plan import ProofPlan, plan_proof
 from .recovery_plan import RecoveryPlan, Way, plan_recovery
 
 _RUN: TypeAdapter[str] = TypeAdapter(RunIdentity)
@@ -101,22 +103,47 @@ def _verify_or_rebuild(
     return b"corrupt" if own else b"failed"
 
 
+def agree_on_proof(
+    plan: RecoveryPlan, segment: Segment, collective: Collective, report: Callable[[FtError], None], refused: str = ""
+) -> ProofPlan:
+    """How the plan's version is proven, with what is loaded for that verified. `refused`: why the job does without, ''
+    if it does not. Every rank of the job calls."""
+    if refused or plan.version is None:
+        return plan_proof(plan, (), refused)
+    facts = [_read_facts(rank, payload) for rank, payload in enumerate(collective.gather(_facts(segment)))]
+    proof = plan_proof(plan, facts)
+    if proof.start is None:
+        return proof
+    whole = b"1"
+    try:
+        segment.verify(facts[collective.rank].restorable()[proof.start])
+    except FtError as error:
+        report(error)
+        whole = b""
+    corrupt = [rank for rank, result in enumerate(collective.gather(whole)) if not result]
+    words = (
+        f"iteration {proof.start.iteration} does not match its digests on ranks {', '.join(shortened(runs(corrupt)))}"
+    )
+    return ProofPlan(reason=words) if corrupt else proof
+
+
 def load_tensors(
-    plan: RecoveryPlan, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor], collective: Collective
-) -> bytes | None:
-    """Copy the plan's version into `tensors`, in place. Returns its encoded small state, None if nothing is restored.
+    version: Version | None, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor],
+    collective: Collective,
+) -> bytes | None:  # fmt: skip
+    """Copy `version` into `tensors`, in place. Returns its encoded small state, None if nothing is restored.
 
     Every rank of the job calls. Raises CorruptSlotError.
     """
-    if plan.version is None:
+    if version is None:
         return None
-    index = next((s.index for s in segment.slots() if s.version == plan.version and s.state is SlotState.CLEAN), None)
+    index = segment.sealed_in(version)
     if index is None:
-        raise CorruptSlotError(f"rank {segment.rank}: version {plan.version} is no longer in memory; restart the job")
+        raise CorruptSlotError(f"rank {segment.rank}: version {version} is no longer in memory; restart the job")
     data = segment.data(index)
     with collective.transfers() as transfers:
         for number, stream in enumerate(layout.streams):
-            faults.reach("restore.tensors", iteration=plan.version.iteration, stream=number)
+            faults.reach("restore.tensors", iteration=version.iteration, stream=number)
             own = stream.share_of(layout.rank)
             share = data[stream.slot_offset : stream.slot_offset + own.stop - own.start]
             flat = {item.name: flat_bytes(item.name, tensors[item.name]) for item in stream.items}
@@ -173,7 +200,8 @@ def _facts(segment: Segment) -> bytes:
     ]
     completed = None if COMPLETED in segment.damaged else header.completed
     facts = [segment.rank, slots, opened.lineage, completed, opened.from_nothing, segment.damaged, opened.lost]
-    facts += [header.agreed, header.doubted, opened.run, secrets.token_hex(16)]
+    facts += [header.agreed, header.doubted, opened.run, secrets.token_hex(16), header.proving, header.varies]
+    facts += [segment.ledger.condemned]
     return bytes(msgpack.packb(facts))
 
 
@@ -182,14 +210,15 @@ def _read_facts(rank: int, payload: bytes) -> RankFacts:
     try:
         if len(payload) > _FACTS_BYTES:
             raise ValueError(f"{len(payload)} bytes; expected at most {_FACTS_BYTES}")
-        owner, slots, lineage, completed, from_nothing, damaged, lost, agreed, doubted, *runs = msgpack.unpackb(payload)
+        owner, slots, lineage, completed, from_nothing, damaged, lost, agreed, doubted, *more = msgpack.unpackb(payload)
+        *runs, proving, varies, condemned = more
         run, drawn = (typed(_RUN, run) for run in runs)
         first, last = (None, None) if doubted is None else map(_number, doubted)
         facts = RankFacts(
             _number(owner), tuple(_read_slot(*slot) for slot in slots), _number(lineage),
             None if completed is None else _number(completed), bool(from_nothing), tuple(map(str, damaged)), bool(lost),
             None if agreed is None else _number(agreed), None if first is None or last is None else (first, last),
-            run, drawn,
+            run, drawn, _number(proving), bool(varies), bool(condemned),
         )  # fmt: skip
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"rank {rank}: its report on its segment cannot be read ({error})") from error

@@ -31,6 +31,7 @@ from ..config import Config, deepspeed_json
 from ..errors import ConfigError
 from ..events import catalogue
 from ..launcher.command import parser
+from ..launcher.rehearsed import OURS, SAVES, STORAGE, digest_of, remember
 from ..systems.transcript import transcript_path
 from .display import Display
 from .driver import DriveError, DrivenJob, DrivePhase
@@ -46,13 +47,7 @@ from .transcripts import (
 
 RUN = "{run}"  # in the command: a folder of each run
 _NODES = 2
-_OURS = ("--ftp-job", "--ftp-node-name", "--ftp-resume", "--ftp-transcript-dir", "--ftp-stop-after")  # set here
 _SET_HERE = {("job",), ("node_name",), ("resume",), ("faults",), ("reft", "checkpoint_dir")}
-_STORAGE = "--reft-checkpoint-dir"
-# flags by which scripts name a folder to save to
-_SAVES = re.compile(
-    r"--(save|(save|output|out|ckpt|checkpoints?)[-_](dir|path|folder)|(save|checkpoint)[-_]to)"
-).fullmatch
 # what ft_plugins says of state that a restart does not put back, or refuses
 _NAMES_LOST = re.compile(
     r"ft_plugins: (?!training starts|recovery: ).*(captured|compared|tracked|refused|protected|no version has|"
@@ -72,6 +67,7 @@ class RehearsalPlan:
     kills: tuple[int, ...] | None  # None: chosen once the unfailed run is known
     nodes: int
     patience: float  # seconds without progress after which a run is considered hung
+    digest: str  # of the command
 
 
 @dataclass(frozen=True)
@@ -102,12 +98,12 @@ def plan_rehearsal(
     if not words:
         raise ConfigError("rehearse: expected a command after `--`, such as: ft-run --nproc-per-node 8 train.py --reft")
     config, rest = Config.from_flags(words, whole=False)
-    flags = [flag for flag in config.flags() if flag.partition("=")[0] not in _OURS]
-    flags = [f"{_STORAGE}={RUN}/reft-checkpoints" if flag.startswith(f"{_STORAGE}=") else flag for flag in flags]
+    flags = [flag for flag in config.flags() if flag.partition("=")[0] not in OURS]
+    flags = [f"{STORAGE}={RUN}/reft-checkpoints" if flag.startswith(f"{STORAGE}=") else flag for flag in flags]
     if config.faults:
         raise ConfigError("--ftp-faults: a rehearsal injects its own; drop it")
-    arguments = parser().parse_args(rest).training_script_args
-    for path in deepspeed_json.from_arguments(arguments, Path.cwd()).given():
+    options = parser().parse_args(rest)
+    for path in deepspeed_json.from_arguments(options.training_script_args, Path.cwd()).given():
         if path in _SET_HERE:
             raise ConfigError(
                 f"ft_plugins.{'.'.join(path)} in the DeepSpeed configuration: a rehearsal sets it itself; rehearse "
@@ -120,14 +116,15 @@ def plan_rehearsal(
         raise ConfigError(f"--iterations {iterations}: expected at least 4: two kills, and iterations after them")
     for word, following in zip(rest, [*rest[1:], ""], strict=True):
         name, _, value = word.partition("=")
-        if _SAVES(name) and RUN not in (value or following):
+        if SAVES(name) and RUN not in (value or following):
             raise ConfigError(
                 f"{name}: both runs would save there, and the second would find what the first has saved: give "
                 f"{name} {RUN}/checkpoints, which is a folder of each run"
             )
+    digest = digest_of(config, options)
     if nodes == _NODES:
         rest = _halved(rest)
-    return RehearsalPlan((*flags, *rest), folder, iterations, tuple(kills) or None, nodes, patience)
+    return RehearsalPlan((*flags, *rest), folder, iterations, tuple(kills) or None, nodes, patience, digest)
 
 
 def _halved(words: Sequence[str]) -> list[str]:
@@ -195,6 +192,8 @@ def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
     except DriveError as error:
         return Rehearsal(None, kills, (), str(error), _notices(plan.folder))
     comparison = compare_transcripts(failed, unfailed, restores=len(kills))
+    if comparison.exact:
+        remember(plan.digest, comparison.sentence.splitlines()[0].partition(";")[0])
     return Rehearsal(comparison, kills, tuple(not_exercised(failed)), notices=_notices(plan.folder))
 
 

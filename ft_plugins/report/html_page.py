@@ -15,7 +15,7 @@ from time import gmtime, strftime
 from ..errors import printable
 from ..events import Event, Severity, catalogue
 from .goodput import PARTS, Goodput, goodput, trained, words_of
-from .recovery_phases import WORDS, RecoveryPhases, recovery_phases
+from .recovery_phases import WORDS, RecoveryPhases, proof_lines, recovery_phases
 
 _COLOURS = dict(zip(PARTS, (
     "#0b6fb8", "#d98e04", "#c0508f", "#c8322b", "#b5651d", "#8a5ab3", "#5d3a8e", "#e0574f", "#a03a63", "#8c6d1f",
@@ -61,6 +61,7 @@ def _page(title: str, events: Sequence[Event]) -> Iterator[str]:
     yield from _goodput(time)
     yield from _timeline(events)
     yield from _restarts(recoveries)
+    yield from (f"<p>{_text(line)}</p>" for line in proof_lines(events))
     yield from _captures(events)
     yield from _others(events)
     yield from _failures(events)

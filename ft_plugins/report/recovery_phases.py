@@ -168,5 +168,12 @@ def phase_lines(recoveries: Sequence[RecoveryPhases]) -> list[str]:
     return [f"{words:<24}{''.join(f'{value:>11}' for value in values)}" for words, values in rows]
 
 
+def proof_lines(events: Iterable[Event]) -> list[str]:
+    """What the newest restores have shown, each once, however many nodes have said it."""
+    proofs = [event for event in events if event.type in (catalogue.RESUME_PROVEN, catalogue.RESUME_UNPROVEN)]
+    said = dict.fromkeys((str(event.fields.get("iteration")), str(event.fields.get("reason"))) for event in proofs)
+    return [f"iteration {iteration}: {reason}" for iteration, reason in said][-_SHOWN:]
+
+
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"

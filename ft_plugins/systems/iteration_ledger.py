@@ -17,7 +17,7 @@ In: observations of the host, small state, digests of sealed versions. Out: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from ..errors import LoopError, UnsupportedError
 from ..events import Events, catalogue, say
 from ..model.digest import WALL_TIMES
 from ..model.host import Host, ReplicaOperations
-from ..recovery.recomputed import LoopDifference, judge
+from ..recovery.recomputed import judge
 from ..snapshot.segment.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
 
 _READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what differed before
@@ -38,6 +38,10 @@ _KEPT_BITS = 0xFFFFFFFF  # of a digest
 _ADVICE = (
     "make the loop begin at the restored iteration, with its data (each batch read in the iteration that trains on "
     "it), schedules and counters, or start with --ftp-resume fresh; --ftp-on-difference warn trains on"
+)
+_BESIDE = (
+    "nothing newer was captured: 'ft-plugins rehearse' shows where it begins; register it as a buffer of the model, or "
+    "hand it to the host, or start with --ftp-on-difference warn, which trains on"
 )
 _RERUN = "rerun_state_machine"  # among Megatron's counters: the largest losses so far
 _PART_OF = {
@@ -85,24 +89,29 @@ class IterationLedger:
         self._applied: float | None = None  # the learning rate of the present iteration
         self._numbers: dict[LedgerPart, float] = {}
         self._sealed: list[tuple[int, int]] = []  # iteration and digest, not yet compared
+        # of iterations that are computed again: until all of them are, what was recorded before stays
+        self._again: list[tuple[int, LedgerPart, float]] = []
 
-    def open(self, ledger: Ledger, base: int | None, condemned: Collection[int] = ()) -> None:
-        """Record from now on. `base`: the restored iteration; None if what was recorded is not computed again.
+    def open(
+        self, ledger: Ledger, base: int | None, condemned: Collection[int] = (), proven: int | None = None
+    ) -> None:
+        """Record from now on. `base`: the iteration after which the restored state is; None if what was recorded is not
+        computed again. `proven`: the last iteration that is computed again to prove the restore.
 
         `condemned`: the ranks that ended the last incarnation, because its loop did not continue. What other ranks have
-        recorded of it is wrong; those ranks recorded nothing that differed.
+        recorded of it is wrong; those ranks recorded nothing that differed. What was recorded before it stays.
         """
         if base is None or not self._keeps:
             ledger.clear()
         elif condemned and self._rank not in condemned:
-            ledger.forget(after=base)
+            ledger.forget(after=base if proven is None else proven)
         ledger.condemned = False
         self._sealed = []
         self._ledger = ledger if self._keeps else None
         self._known = ledger.entries()
         later = [iteration for iteration in self._known if base is not None and iteration > base]
         self._last = max(later, default=0)
-        self._compared, self._differed = {}, {}
+        self._compared, self._differed, self._again = {}, {}, []
 
     def close(self) -> None:
         self._ledger = None
@@ -155,15 +164,17 @@ class IterationLedger:
         """Forwards until the next iteration compute this one again, as a repair of replicas does."""
         self._reading = False
 
-    def fence(self, rate: float | None) -> None:
-        """All forwards of the iteration are done, and captures are sealed. `rate`: of the update. Raises LoopError."""
+    def fence(self, rate: float | None, judged: Callable[[], None] = lambda: None) -> None:
+        """All forwards of the iteration are done, and captures are sealed. `rate`: of the update. `judged` is called
+        when those are compared, and before anything of this iteration is recorded. Raises LoopError."""
         if self._ledger is None:
-            return
+            return judged()
         sealed, self._sealed = self._sealed, []
         for iteration, digest in sealed:
             self._compare_and_record(iteration, {LedgerPart.STATE: digest}, {})
+        judged()
         if self._last and self._step > self._last:
-            self._confirm()
+            self._settle()
         self._drawn, self._applied = drawn(), rate
         parts = {LedgerPart.DRAWN: self._drawn}
         parts |= {} if self._graded is None else {LedgerPart.GRADIENTS: self._graded}
@@ -178,7 +189,9 @@ class IterationLedger:
         self._compare_and_record(step, {} if small is None else small_digests(small), numbers)
 
     def _record(self, iteration: int, part: LedgerPart, value: float) -> None:
-        if self._ledger is not None:
+        if iteration <= self._last:
+            self._again.append((iteration, part, value))
+        elif self._ledger is not None:
             self._ledger.record(iteration, part, value)
 
     def _compare_and_record(
@@ -201,22 +214,22 @@ class IterationLedger:
         fresh = [part for part in difference.parts if part not in self._differed]
         self._differed |= dict.fromkeys(fresh, now.iteration)
         if difference.ends or (fresh and (len(fresh) == len(self._differed) or _READ & set(fresh))):
-            self._report(difference)
-        if difference.ends:
+            self._report(now.iteration, difference.parts, difference.sentence, _ADVICE if difference.ends else "")
+
+    def _report(self, iteration: int, parts: Iterable[LedgerPart], sentence: str, advice: str) -> None:
+        """`advice`: if the job ends. Raises LoopError then."""
+        self._events.emit(
+            catalogue.RESUME_DIFFERED, iteration=iteration, parts=[part.words for part in parts], ending=bool(advice),
+            reason=sentence,
+        )  # fmt: skip
+        if advice:
             if self._ledger is not None:
                 self._ledger.condemned = True
-            raise LoopError(f"rank {self._rank}: {difference.sentence}; {_ADVICE}")
-
-    def _report(self, difference: LoopDifference) -> None:
-        self._events.emit(
-            catalogue.RESUME_DIFFERED, iteration=difference.iteration,
-            parts=[part.words for part in difference.parts], ending=difference.ends,
-            reason=difference.sentence,
-        )  # fmt: skip
+            raise LoopError(f"rank {self._rank}: {sentence}; {advice}")
 
     def summarize(self) -> None:
-        """At the end of training, say what was compared, or once more that it was not exact."""
-        self._confirm()
+        """At the end of training, say once more that it was not exact."""
+        self._settle()
         if self._differed:
             first = min(self._differed.values())
             say(
@@ -225,21 +238,23 @@ class IterationLedger:
                 alarm=True,
             )
 
-    def _confirm(self) -> None:
-        """Everything that was lost is computed again, and its captured bytes are compared."""
-        self._last = 0
-        whole = {iteration: parts for iteration, parts in self._compared.items() if parts & _COMPUTED}
-        if whole and not self._differed:
-            counts = {
-                part.words: sum(part in one for one in whole.values())
-                for part in sorted(set().union(*whole.values()) - {LedgerPart.FIRST_READ})
-            }
-            self._events.emit(
-                catalogue.RESUME_CONFIRMED, iterations=len(whole), parts=list(counts),
-                reason=f"iterations {min(whole)} to {max(whole)} were computed again; how often each part of them "
-                f"was compared, and is equal: {', '.join(f'{words} {count}' for words, count in counts.items())}",
-            )  # fmt: skip
-        self._compared = {}
+    def _settle(self) -> None:
+        """Everything that was lost is computed again: iterations are compared with what they were now from here on."""
+        self._last, again = 0, self._again
+        self._again = []
+        for iteration, part, value in again:
+            self._record(iteration, part, value)
+
+    def compared(self, iteration: int) -> tuple[set[LedgerPart], set[LedgerPart]]:
+        """The parts of an iteration that was computed again which were compared, and those that differ since the
+        restore."""
+        return self._compared.get(iteration, set()), {part for part, at in self._differed.items() if at <= iteration}
+
+    def differs(self, iteration: int, sentence: str, ends: bool) -> None:
+        """The state after an iteration that was computed again is not what it was. Raises LoopError if the job
+        `ends`."""
+        self._differed.setdefault(LedgerPart.STATE, iteration)
+        self._report(iteration, [LedgerPart.STATE], sentence, _BESIDE if ends else "")
 
 
 # ---- digests of small state ----

@@ -41,6 +41,16 @@ def restored(job: RunningJob) -> list[int]:
     return [fields["iteration"] for fields in restores(job)]
 
 
+def assert_proven(job: RunningJob, *reasons: str) -> None:
+    """Iterations that a node computed again after a restore came out the same. `reasons`: why a restore of it may be
+    unproven; without one, each is proven."""
+    assert not job.events(catalogue.RESUME_DIFFERED.name), job.events(catalogue.RESUME_DIFFERED.name)
+    for event in job.events(catalogue.RESUME_UNPROVEN.name):
+        assert any(reason in event.fields["reason"] for reason in reasons), event
+    said = len(job.events(catalogue.RESUME_PROVEN.name)) + len(job.events(catalogue.RESUME_UNPROVEN.name))
+    assert 1 <= said <= len(restores(job)), job.tail()
+
+
 def assert_restored(job: RunningJob, tier: str, least: int, most: int | None = None) -> None:
     """All ranks of a node restored one version in its last incarnation, from this tier, of `least` to `most`."""
     last = job.events(catalogue.STATE_RESTORED.name)[-job.spec.nproc :]

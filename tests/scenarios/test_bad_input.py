@@ -54,13 +54,14 @@ def refused(job: RunningJob) -> str:
 
 
 def resumed(server: ForkServer, spec: JobSpec) -> int:
-    """The iteration from which the job goes on; it must end in order."""
+    """The iteration that the job restores; it must end in order."""
     before = len(entries(Path(spec.argv[3])))
     job = server.start(spec)
     assert job.wait(BOUND)["status"] == "succeeded", job.tail()
     found = entries(Path(spec.argv[3]))[before:]
     assert all(entry["torn"] == [] for entry in found)
-    return int(found[0]["restored"])
+    (restored,) = job.events("state.restored")[-1:]
+    return int(restored.fields["iteration"])
 
 
 def test_too_little_shared_memory_is_refused_before_the_first_step_with_mount_and_bytes(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness import megatron_runs
-from harness.claims import restored
+from harness.claims import assert_proven, restored
 from harness.forkserver import RunningJob
 from harness.golden import assert_identical, loss_differences, losses, state_differences
 from harness.job_control import wait_for, wait_until_stopped
@@ -91,7 +91,12 @@ def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run
     assert outcome["restarts"] == 2
     first, second = resumed(job)
     assert first in (2, 3) and second == 6, "in the update, every rank is past the fence of the version before"
+    assert_proven(job, *UNSEALED)
     assert_identical(run, whole, RANKS)
+
+
+# a rank was killed before it had sealed the version that all had completed, and no other rank knows what it held
+UNSEALED = ("unproven: no rank knows captured bytes",)
 
 
 @dataclass(frozen=True)
@@ -103,20 +108,24 @@ class Story:
     restarts: int = 1
     last_killed: int = 0  # the rank of the last kill
     restores: int = 1  # that this rank has ended
+    unproven: tuple[str, ...] = ()  # why a restore may be
 
 
 STORIES = {
     "first-forward": Story("iteration.forward@iteration=1,rank=0,restart=0:kill", (), restores=0),
     "fence": Story("update.begin@iteration=4,rank=1,restart=0:kill", (3,), last_killed=1),
     "after-update": Story("update.end@iteration=4,rank=6,restart=0:kill", (3,), last_killed=6),
-    "mid-capture": Story("capture.bucket.end@iteration=4,bucket=0,rank=3,restart=0:kill", (3,), last_killed=3),
-    "before-seal": Story("capture.seal.before@iteration=4,rank=7,restart=0:kill", (3,), last_killed=7),
+    "mid-capture": Story("capture.bucket.end@iteration=4,bucket=0,rank=3,restart=0:kill", (3,), last_killed=3,
+                         unproven=UNSEALED),
+    "before-seal": Story("capture.seal.before@iteration=4,rank=7,restart=0:kill", (3,), last_killed=7,
+                         unproven=UNSEALED),
     "twice-in-a-row": Story(
         "iteration.forward@iteration=5,rank=0,restart=0:kill;iteration.forward@hit=1,rank=4,restart=1:kill",
-        (3, 4), restarts=2, last_killed=4, restores=2),
+        (3, 4), restarts=2, last_killed=4, restores=2, unproven=("the job failed while iteration", *UNSEALED)),
     "in-restore": Story(
         "update.middle@iteration=5,rank=0,restart=0:kill;restore.tensors@rank=2,restart=1:kill;"
-        "restore.end@rank=3,restart=2:kill", (4,), restarts=3, last_killed=3),
+        "restore.end@rank=3,restart=2:kill", (4,), restarts=3, last_killed=3,
+        unproven=("the job failed while iteration 4 was proven",)),
     "lineage-half-opened": Story(
         "update.middle@iteration=5,rank=0,restart=0:kill;restore.opened@rank=6,restart=1:kill",
         (4,), restarts=2, last_killed=6),
@@ -140,6 +149,8 @@ def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(golden: Goldens, jobs
         begun = [*job.events("training.started"), *job.events("state.lost")]
         assert len(begun) == 2 * RANKS, "it started from the beginning, and said so"
         assert "from the beginning" in job.log.read_text()
+    else:
+        assert_proven(job, *story.unproven)
     assert_identical(run, golden(unfailed(HARDEST)), RANKS)
 
 

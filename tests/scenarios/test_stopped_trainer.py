@@ -142,5 +142,6 @@ def test_a_trainer_that_stays_stopped_is_lost_and_the_job_goes_on(
     assert declared.fields["lost"] == ["rank 1"]
     found = entries(journal)
     assert all(entry["torn"] == [] for entry in found)
-    assert sorted(entry["restored"] for entry in found if entry.get("restart") == 1) == [4, 4]
+    assert sorted(entry["restored"] for entry in found if entry.get("restart") == 1) == [3, 3]
+    assert [event.fields["iteration"] for event in job.events("resume.proven")] == [4]
     assert [entry["ended"] for entry in found if "ended" in entry] == [9, 9]

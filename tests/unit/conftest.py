@@ -26,6 +26,7 @@ from ft_plugins.smp.serve.client import Client, ensure
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import header, segment, segment_file, slot_header
 from ft_plugins.snapshot.segment.paths import SHM, path_of
+from ft_plugins.systems.reft import reft
 from harness.gang import gang
 from harness.job_control import wait_until_gone
 
@@ -42,6 +43,16 @@ def disarmed() -> Iterator[None]:
     """Disarm all faults after a test."""
     yield
     faults.arm("")
+
+
+@pytest.fixture(autouse=True)
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores are proven only where a test says so: it computes an iteration once more, and most tests here count
+    iterations. Whole jobs prove them."""
+    real = reft.unproven
+    monkeypatch.setattr(
+        reft, "unproven", lambda config: real(config) if ("prove",) in config.given() else "by this test"
+    )
 
 
 @pytest.fixture

@@ -224,7 +224,8 @@ FACTS: dict[str, Any] = {
     "signal": "UNHEALTHY", "smp_answers": True, "smp_pid": 4194303, "smp_error": "the SMP did not answer", "token": 12,
     "ft_run_alive": True, "ranks": 8, "world_size": 16384, "nodes": 2048, "memory_bytes": 123 << 30,
     "iteration": 1234567, "iteration_age_seconds": 7300.0, "restarts": 11, "downtime_seconds": 4000.4,
-    "down_for_seconds": 61.0, "slow": [[7, 1.52], [9, 2.0]],
+    "down_for_seconds": 61.0, "slow": [[7, 1.52], [9, 2.0]], "proof": "proven: iteration 7 computed again, identical",
+    "rehearsed": "rehearsed 2026-11-30, exact over 12 iterations",
     "protection": {"redundancy": "RAIM5", "losses": 1, "pace": "every 4 iterations"},
     "newest": {
         "process": {"lineage": 3, "iteration": 1234566, "age_seconds": 59.6, "mark": "certified"},
@@ -250,11 +251,13 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
         "600000, iteration 700000",
         "now rank 3 is stopped by a signal; the others wait to do continue it continue it",
         "ft-run is running; SMP pid 4194303; incarnation 12",
+        "last restore proven: iteration 7 computed again, identical",
+        "rehearsal rehearsed 2026-11-30, exact over 12 iterations",
         "slow rank 7 1.52 times, rank 9 2 times as long as the others",
         f"metrics 10.0.0.1, port 9400: Address already in use. {catalogue.METRICS_FAILED.action}",
     ):
         assert part in words, text
-    assert len(status_command.text_of([FACTS], 0).splitlines()) == 12, "a pipe gets whole lines"
+    assert len(status_command.text_of([FACTS], 0).splitlines()) == 14, "a pipe gets whole lines"
     first = status_command.text_of([FACTS | {"downtime_seconds": 61.4}], 80)
     assert "11 restarts; down for 61 s\n" in first
     assert "at least iteration 1234567" in status_command.text_of([FACTS | {"smp_answers": False}], 80)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ft_plugins.__file__).parent
 OWN = PACKAGE / "events"
 DECLARED = {name: each for name, each in vars(catalogue).items() if isinstance(each, EventType)}
-IRREGULAR = {"hung", "kept", "lost", "rebuilt", "sent", "waiting"}  # that do not end with -ed
+IRREGULAR = {"hung", "kept", "lost", "proven", "rebuilt", "sent", "unproven", "waiting"}  # that do not end with -ed
 
 
 @cache

@@ -75,11 +75,11 @@ def continued(node: Node, ranks: Ranks) -> Callable[..., dict[str, Any]]:
 REST = list(range(DIES_IN, LAST + 1))
 
 
-def test_a_loop_that_continues_is_confirmed(node: Node, continued: Callable[..., dict[str, Any]]) -> None:
-    assert continued("continues") == {"done": REST, "error": ""}
-    (confirmed,) = node.events("resume.confirmed")
-    assert confirmed.fields["iterations"] == 1
-    assert {"batch", "gradients", "random numbers drawn", "learning rate"} <= set(confirmed.fields["parts"])
+def test_a_loop_that_continues_is_proven(node: Node, continued: Callable[..., dict[str, Any]]) -> None:
+    assert continued("continues", prove="on") == {"done": [DIES_IN - 1, *REST], "error": ""}
+    (proven,) = node.events("resume.proven")
+    assert proven.fields["iteration"] == DIES_IN - 1
+    assert proven.fields["reason"] == "proven: iteration 5 computed again, identical on 1 rank, 4 items"
     assert not node.events("resume.differed")
 
 
@@ -111,7 +111,7 @@ def test_other_differences_are_an_alarm_and_training_goes_on(
     assert continued(case, on_difference=on_difference) == {"done": REST, "error": ""}
     (alarm,) = node.events("resume.differed")
     assert alarm.fields["iteration"] == DIES_IN and not alarm.fields["ending"]
-    assert not node.events("resume.confirmed")
+    assert not node.events("resume.proven")
 
 
 def test_any_difference_ends_the_job_if_the_user_wants_that(

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from ft_plugins.launcher.agent import restarts
 from ft_plugins.launcher.rounds import round_machine, rounds
 from ft_plugins.launcher.rounds.node_service import NodeService
-from ft_plugins.recovery import recovery_plan, restore
-from ft_plugins.smp.tree import agreement
+from ft_plugins.recovery import proof_plan, recovery_plan, restore
+from ft_plugins.smp.tree import agreement, pinned, tree_state
 from ft_plugins.snapshot.checkpoint import checkpoint
-from ft_plugins.snapshot.segment import segment
-from ft_plugins.snapshot.segment.slots import SlotState
+from ft_plugins.snapshot.segment import claims, segment
+from ft_plugins.snapshot.segment.slots import Pin, SlotState
 
 from . import memory, rank
 from .scenario import Fault, Scenario, draw
@@ -170,6 +170,49 @@ def idle_leader():
     round_machine.RoundMachine._choose = lambda self, now: self.roster.round or real(self, now)
 
 
+def dropped_pins():
+    """A capture overwrites the committed version."""
+    real = segment.Segment.slot_to_capture
+
+    def chosen(self, version):
+        pinned = [one.index for one in self.slots() if one.pins & Pin.NODE]
+        return pinned[0] if pinned else real(self, version)
+
+    segment.Segment.slot_to_capture = chosen
+
+
+def newest_parity_gives_way():
+    """What a node stores of the newest version gives way to the next one."""
+    memory.choose = lambda slots: max(slots, key=lambda one: (one.version is not None, one.version)).index
+
+
+def few_slots():
+    """One slot less is free than is needed."""
+    real = segment.Segment.slot_to_capture
+    segment.Segment.slot_to_capture = lambda self, version: real(self, version) if version.iteration % 9 else None
+    claims.SlotClaims._claim = lambda self: False
+
+
+def early_commits():
+    """What is announced is committed."""
+    real = agreement.decide
+
+    def decide(epoch, before, summary):
+        decision = real(epoch, before, summary)
+        return replace(decision, committed=decision.exchange or decision.committed)
+
+    def commit(self, version):
+        self.committed = version
+        return True
+
+    tree_state.decide, pinned.PinnedVersions.commit = decide, commit
+
+
+def older_before():
+    """A restore is proven from another version than the one before."""
+    proof_plan._before = lambda rank, version: min(rank.restorable())
+
+
 @dataclass(frozen=True)
 class Bug:
     """`finds`: what it violates, '' for anything. `job`: the seed, or the scenario, of a job in which it does."""
@@ -214,4 +257,9 @@ BUGS = {
     "hasty verdicts": Bug(hasty_verdicts, 1, "ended without a cause"),
     "forgotten run": Bug(forgotten_run, 1, "another job's"),
     "idle leader": Bug(idle_leader, 1, "liveness"),
+    "dropped pins": Bug(dropped_pins, 1, "dropped"),
+    "newest parity gives way": Bug(newest_parity_gives_way, 1, "not whole"),
+    "few slots": Bug(few_slots, 1, "left out"),
+    "early commits": Bug(early_commits, 1, "committed what no rank completed"),
+    "older before": Bug(older_before, 1, "unproven"),
 }

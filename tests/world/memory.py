@@ -9,6 +9,8 @@ stores in memory.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from ft_plugins.errors import BudgetError, CorruptSlotError, ResumeError, SegmentError
 from ft_plugins.snapshot.segment.claims import slot_to_rebuild
 from ft_plugins.snapshot.segment.header import OpenedLineage
@@ -42,6 +44,7 @@ class Header:
         self.token, self.attached, self.owner = 0, False, (0, 0)
         self.opened = OpenedLineage(lost=lost)
         self.completed = self.held = self.held_at = self.ending = self.exchanged_ms = self.stored_ms = 0
+        self.proving, self.varies = 0, False
         self.chosen = self.agreed = self.doubted = self.awaited = None
         self.short = False
 
@@ -104,6 +107,7 @@ class WorldSegment(Segment):
     damaged = ()
     ranges = ((0, 64),)
     fingerprint = {}
+    ledger = SimpleNamespace(condemned=False)  # loops go on as they were
     seen = None  # all slots, until something changes
 
     def __init__(self, path, shape, rank, world_size=0, lost=False):

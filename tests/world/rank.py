@@ -3,8 +3,8 @@
 The state after an iteration follows from the state before it, the iteration, and the incarnation that computed it. So a
 version that is mixed from two incarnations, or is another iteration's, is another number, and is found.
 
-Of the product: `agree_on_version`, `JobNodes`, `SlotClaims`, the segment. Of the world: the reduction of gradients, and
-the collective by which ranks agree.
+Of the product: `agree_on_version`, `agree_on_proof`, `JobNodes`, `SlotClaims`, the segment. Of the world: the reduction
+of gradients, and the collective by which ranks agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from ft_plugins import errors
 from ft_plugins.errors import FencedError, FtError, ProtocolError
 from ft_plugins.recovery.nodes import JobNodes, NodeTierConfig
-from ft_plugins.recovery.restore import agree_on_version
+from ft_plugins.recovery.restore import agree_on_proof, agree_on_version
 from ft_plugins.recovery.source_choice import choose_source
 from ft_plugins.recovery.storage import StorageTier
 from ft_plugins.snapshot.segment.claims import CaptureOwner, SlotClaims
@@ -148,14 +148,20 @@ class Rank:
             world.broken("mixed", f"version {plan.version} of rank {self.rank} is not that of all ranks")
         if tier is not None:
             tier.take(plan)
+        refused = "" if plan.tier != "storage" else "restored from storage"
+        proof = agree_on_proof(plan, segment, collective, lambda error: hub.note(str(error)), refused)
+        self.proved = None if proof.start is None else plan.version
+        at = iteration if proof.start is None else proof.start.iteration
+        before = state if proof.start is None else segment.content(proof.start)
         collective.barrier()
         world.resumed(self.rank, plan, state, self.gang)
         client.open_lineage(self.rank, self.token, plan.lineage, plan.version, 0, plan.run)
         collective.barrier()
         nodes.protect(plan.lineage, plan.version)
-        if plan.version is not None and not segment.has_parity(plan.version):
-            self._encode(plan.version)
-        self._train(collective, plan, state, iteration)
+        segment.header.proving = iteration if self.proved else segment.header.proving
+        if plan.version is not None and not self.proved:
+            self._restore_parity(plan.version)
+        self._train(collective, plan, before, at)
         collective.barrier()
         client.shutdown(self.rank, self.token)
         self.process.end(0)
@@ -182,6 +188,13 @@ class Rank:
                 raise self.failure
             if iteration == world.poison:
                 raise FtError(f"rank {self.rank}: what the version leads to")
+            if self.proved is not None and iteration == self.proved.iteration:
+                state = following(state, iteration, world.salts[self.proved.lineage, iteration])
+                if state != segment.content(self.proved):
+                    world.broken("unproven", f"rank {self.rank}: {self.proved} does not follow from what was before it")
+                segment.header.completed, segment.header.proving, self.idle = iteration, 0, Signal(hub)
+                self.process.spawn(self._compared, "capture")
+                continue
             state = following(state, iteration, salt)
             claims.make_room(Version(lineage, iteration))
             segment.header.completed = iteration
@@ -213,6 +226,14 @@ class Rank:
             self.failure = error
         finally:
             self.idle.set()
+
+    def _compared(self):
+        self._restore_parity(self.proved)
+        self.idle.set()
+
+    def _restore_parity(self, version):
+        if not self.segment.has_parity(version):
+            self._encode(version)
 
     def _encode(self, version):
         """As `Capture._encode`, where the rank computes parity."""

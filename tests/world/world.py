@@ -77,6 +77,7 @@ class World:
         self.endpoints = [node.name for node in self.all[:3]]
         self.outcome = Outcome(scenario)
         self.gangs, self.places, self.lineages, self.truth, self.done_by = {}, {}, {}, {}, {}
+        self.salts = {}  # of what was completed, by version
         self.sealed_by, self.sealed_all, self.committed = {}, None, None
         self.survivable, self.finished = True, False
         self.newest_gang = None
@@ -374,6 +375,7 @@ class World:
         if self.truth.setdefault(key, state) != state:
             self.broken("split", f"rank {rank} completed {key} with {state}, others with {self.truth[key]}")
         done = self.done_by.setdefault(key, set())
+        self.salts[key] = gang.number
         if rank in done:
             self.broken("a version twice", f"rank {rank} completed {key} again")
         done.add(rank)

@@ -62,6 +62,7 @@ class Account:
     advice: str
     drained: bool = False  # the node left as it was asked: no failure
     refused: str = ""  # which later start, and why
+    proof: str = ""  # what the restore after it has shown
 
     def lines(self, width: int = 0) -> list[str]:
         """For people, in lines of at most `width` columns; 0: of any length."""
@@ -75,7 +76,7 @@ class Account:
             ("NCCL", self.record),
             ("others", self.others),
             ("again", f"the same cause ended the last {self.same} incarnations" if self.same > 1 else ""),
-            ("since then", "iterations were completed again" if self.recovered else ""),
+            ("since then", f"iterations were completed again; {self.proof}".rstrip("; ") if self.recovered else ""),
             ("to do", self.advice),
             ("refused", self.refused),
         ]
@@ -92,14 +93,18 @@ class Account:
 
 def why(events: Iterable[Event]) -> Account | None:
     """The account of the newest outage."""
-    outages, resumed, refused = _outages(sorted(events, key=lambda event: event.time))
+    events = sorted(events, key=lambda event: event.time)
+    outages, resumed, refused = _outages(events)
     own = sorted(outages.keys() - refused or outages, key=lambda key: outages[key][0].time)
     if not own:
         return None
     account = _account([outages[key] for key in own], own[-1] in resumed)
     later = (_account([outages[key]], False) for key in refused - {*own})
     said = {one.time: f"{one.lines()[0][_LABEL:]}: {one.words}" for one in later if one.time > account.time}
-    return replace(account, refused=f"a later start under this name: {said[max(said)]}" if said else "")
+    proofs = (e for e in events if e.type in (catalogue.RESUME_PROVEN, catalogue.RESUME_UNPROVEN))
+    proof = [str(event.fields.get("reason", "")) for event in proofs if event.time > account.time][-1:]
+    later_start = f"a later start under this name: {said[max(said)]}" if said else ""
+    return replace(account, refused=later_start, proof="".join(proof))
 
 
 def _outages(events: Iterable[Event]) -> tuple[dict[_Incarnation, list[Event]], set[_Incarnation], set[_Incarnation]]:

@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...events import standing_alarm
+from ...base.files import words_in
+from ...events import newest_proof, standing_alarm
 from ...snapshot.segment import paths
 from ...snapshot.segment.slots import Mark
 from ..exchange.pace import pace_text
@@ -103,6 +104,8 @@ def facts_of(
         "protection": _protection(tier) if nodes else None,
         "storage": {key: reply["storage"][key] for key in ("path", "failed", "kept")} if reply.get("storage") else None,
         "alarm": alarm,
+        "proof": proof.fields.get("reason") if (proof := newest_proof(run_dir / "events.jsonl")) else None,
+        "rehearsed": words_in(run_dir / paths.REHEARSED_FILE) or None,
         "metrics_error": reply.get("metrics_error") or None,
         "details": reply or None,
     }

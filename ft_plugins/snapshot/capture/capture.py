@@ -40,6 +40,7 @@ from ...errors import CorruptSlotError, FencedError, InventoryError, StateChange
 from ..segment.claims import CaptureOwner, SlotClaims
 from ..segment.segment import NOT_COMPUTED, Segment
 from ..segment.slots import Commit, SlotState, Version, choose_parity
+from .comparison import ItemDifferences
 from .copiers import Copier, Encoder, as_words, copier_for, flat_bytes
 from .layout import CaptureBucket, Layout
 from .samples import CopySamples, FrozenItems, changed_meanwhile
@@ -119,22 +120,8 @@ class Capture:
         The version is left out if no slot is free. Raises the error of the previous capture, FencedError if superseded,
         InventoryError if a tensor moved.
         """
-        self.wait()
-        self._called.wait()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
         started = time.perf_counter()
-        live = self._tensors()
-        for name, flat in self._flat.items():
-            if live[name].data_ptr() != flat.data_ptr():
-                raise InventoryError(
-                    f"rank {self._layout.rank}: item '{name}' has moved to other memory since the start; "
-                    "expected it in place"
-                )
-        self._check_token()
-        for copier in self._copiers.values():
-            copier.ready()
+        self._version_point()
         index = self._claims.slot_for(version)
         if index is None:
             self._owner.left_out(version)
@@ -159,6 +146,64 @@ class Capture:
             self._require_none(self._frozen.changed_words() & copied, version)
         self._samples.take()
         self._run_behind(lambda: self._owner.sealed(self._background(index, version, started, before, early)))
+
+    def compare(self, version: Version, kept: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Begin to compare the live state with `version`, which is sealed, in place of capturing it: in the same order,
+        by the same rules. The owner's `compared` gets what differs; if nothing does, the parity of `version` is
+        computed, unless it is here. `kept` as for `start`. Raises what `start` raises; another error only ends the
+        comparison."""
+        self._version_point()
+        sources = self._flat | {name: flat_bytes(name, one) for name, one in (kept or {}).items()}
+        if kept is None:
+            self._frozen.take()
+        self._samples.take()
+        try:
+            index = self._segment.sealed_in(version)
+            if index is None:
+                raise CorruptSlotError(f"rank {self._layout.rank}: version {version} is no longer in memory")
+            differences = ItemDifferences(self._segment, self._layout, index, self._copiers)
+            for bucket in self._layout.synchronous:
+                differences.compare(bucket, sources)
+            for bucket, frozen in zip(self._layout.background, self._frozen_in, strict=True):
+                if frozen:
+                    differences.compare(bucket, self._flat)
+        except Exception as error:
+            self._owner.compared(None, f"{type(error).__name__}: {error}")
+            return
+        self._run_behind(lambda: self._compare(version, differences))
+
+    def _compare(self, version: Version, differences: ItemDifferences) -> None:
+        try:
+            for number, (bucket, frozen) in enumerate(zip(self._layout.background, self._frozen_in, strict=True)):
+                if not frozen:
+                    differences.compare(bucket, self._flat)
+                    self._samples.require_unchanged(number, None, self._layout.rank, version.iteration)
+        except StateChangedError:
+            raise
+        except Exception as error:
+            self._owner.compared(None, f"{type(error).__name__}: {error}")
+            return
+        if self._owner.compared(differences.found) and self._layout.parity:
+            self._restore_parity(version)
+
+    def _version_point(self) -> None:
+        """Wait until the previous capture is over. Raises its error, FencedError if superseded, InventoryError if a
+        tensor moved."""
+        self.wait()
+        self._called.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        live = self._tensors()
+        for name, flat in self._flat.items():
+            if live[name].data_ptr() != flat.data_ptr():
+                raise InventoryError(
+                    f"rank {self._layout.rank}: item '{name}' has moved to other memory since the start; "
+                    "expected it in place"
+                )
+        self._check_token()
+        for copier in self._copiers.values():
+            copier.ready()
 
     def hold(self) -> None:
         """The version point of a version that `start` captures later, with copies that are kept from here."""

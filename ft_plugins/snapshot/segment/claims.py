@@ -10,7 +10,7 @@ In: a segment, the version to capture. Out: its slot.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,11 @@ class CaptureOwner:
 
     def sealed(self, commit: Commit) -> None:
         """A version is sealed, and the fence opens next: must be quick."""
+
+    def compared(self, found: Mapping[str, tuple[int, float]] | None, error: str = "") -> bool:
+        """The live state was compared with a version: the items that differ, in how many elements, by how much at most
+        (nan: they are no numbers); None if an `error` came between. Returns whether each replica is that version."""
+        return found == {}
 
     def updated(self) -> None:
         """After each `run_after_update`; may be slow."""

@@ -47,6 +47,7 @@ _RECORDS = _SEAL + 5
 # zeros: none
 _HELD_AT, _HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (5, 4, 3, 2, 1))
 _ENDING, _EXCHANGED_MS, _STORED_MS = (GATE // 8 - place for place in (8, 7, 6))
+_PROVING, _VARIES = (_FINGERPRINT // 8 - place for place in (2, 1))
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -342,6 +343,25 @@ class Header:
     @completed.setter
     def completed(self, value: int) -> None:
         self._page[_COMPLETED] = guarded_word(value, _COMPLETED)
+
+    @property
+    def proving(self) -> int:
+        """The iteration of the restored version, if it was to be computed again to prove that the loop goes on from it,
+        and was not yet found equal; else 0."""
+        return self._value(_PROVING) or 0
+
+    @proving.setter
+    def proving(self, value: int) -> None:
+        self._page[_PROVING] = guarded_word(value, _PROVING)
+
+    @property
+    def varies(self) -> bool:
+        """Whether an iteration that was computed again has shown that kernels vary: then no restore is proven."""
+        return bool(self._value(_VARIES))
+
+    @varies.setter
+    def varies(self, value: bool) -> None:
+        self._page[_VARIES] = guarded_word(int(value), _VARIES)
 
     @property
     def agreed(self) -> int | None:

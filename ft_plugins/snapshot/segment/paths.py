@@ -30,6 +30,7 @@ _NAME = re.compile(r"ftp-(?P<job>[^@]+)@(?P<node>[^@]+)@(?P<uid>[0-9]+)(?P<rest>
 _SEGMENT, _PREVIOUS = re.compile(r"-r(0|[1-9][0-9]{0,9})"), re.compile(r"-r[0-9]{1,10}of[0-9]{1,10}")
 _ANY = re.compile(r"(-r[0-9]{1,10}(of[0-9]{1,10})?|-parity)(\.new)?|\.lock")
 STAMP_FILE = "alive.json"  # in a run directory: when its SMP last lived, by a clock that does not jump
+REHEARSED_FILE = "rehearsed"  # in the run directory: whether the job's command was
 PATIENCE_FILE = "orphan_seconds"  # in a run directory: how long segments outlive the job, in seconds
 SHM = Path("/dev/shm")
 MEMINFO = Path("/proc/meminfo")

@@ -132,6 +132,11 @@ class Segment(SegmentFile):
     def slots(self) -> tuple[Slot, ...]:
         return tuple(self.slot(index) for index in range(self.shape.slots))
 
+    def sealed_in(self, version: Version) -> int | None:
+        """The slot of `version`; None if it is not here."""
+        slots = (slot for slot in self.slots() if slot.state is SlotState.CLEAN and slot.version == version)
+        return next((slot.index for slot in slots), None)
+
     def parity_slots(self) -> tuple[Slot, ...]:
         return tuple(self.slot(index) for index in self.shape.parity_indices)
 

@@ -28,6 +28,7 @@ from ...errors import BudgetError, ConfigError, FtError
 from ...events import Events
 from ...model.host import Host
 from ...model.timeline import SenderFacts
+from ...recovery.proof_plan import ProofPlan
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.source_choice import iteration_bound
 from ...smp.serve.client import Client
@@ -46,6 +47,7 @@ from ..iteration_ledger import IterationLedger
 from .capture_times import DEGRADED, CaptureTimes, PeerDegraded
 from .captured_groups import naming_parameters
 from .failure_domains import JobNodeNames
+from .proof import Judging, RestoreProof
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_recovery import ExchangeRole, ReftRecovery
@@ -55,6 +57,14 @@ UNJUDGED = (1 << 32) - 1  # `agreed` of a job that lost protection: what its fra
 HOLD_SECONDS = 300.0  # maximum for which a rank is held: less than a collective of the others waits for it
 _HELD_SECONDS = 0.005  # between two looks whether it still is
 _ASK_SECONDS = 1.0  # timeout of a request to the SMP by a rank that has lost protection
+
+
+def unproven(config: Config) -> str:
+    """Why no restore of a job is proven; '' if they are."""
+    if config.prove == "off":
+        return "--ftp-prove off"
+    own_pace = config.sync is not None and config.sync.policy == "a_edit"
+    return "replicas train at their own pace" if own_pace else ""
 
 
 class Reft(CaptureOwner):
@@ -76,13 +86,15 @@ class Reft(CaptureOwner):
         self._times = CaptureTimes(self.plan.schedule, config.capture, self.nodes.choosing, collective, events)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
         self._recovery = ReftRecovery(
-            host, collective, self.plan, self.nodes, run_dir, token, self._reports, config.transcript_dir is not None
+            host, collective, self.plan, self.nodes, run_dir, token, self._reports, config.transcript_dir is not None,
+            unproven(config),
         )  # fmt: skip
         job, node = run_dir.parent.name, run_dir.name  # a run directory is job / node
         self._path = path_of(job, node, host.rank)
         here = [rank for rank, name in enumerate(names.nodes) if name == names.nodes[host.rank]]
         self._paths = [path_of(job, node, rank) for rank in here]  # the segments of all ranks of this node
-        self._ledger = ledger
+        self._ledger, self._events, self._mode = ledger, events, config.on_difference
+        self._proof: RestoreProof | None = None
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -137,36 +149,64 @@ class Reft(CaptureOwner):
 
     # ---- recovery ----
 
-    def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, dict[str, Any] | None]:
+    def resume(self, mode: str, loaded: int) -> tuple[RecoveryPlan, int, dict[str, Any] | None]:
         """Restore the newest version that all ranks can have, subject to `mode` (`--ftp-resume`) and `loaded`.
         `loaded` is the iteration of the framework's own checkpoint, 0 for none. Every rank has opened the new lineage
-        before any captures. Returns the plan and the small state, None if nothing was restored. Raises ResumeError, on
-        all ranks and before any version becomes void.
+        before any captures. Returns the plan, the iteration at which the live state is now, which is the one before the
+        plan's if its restore is proven, and the small state, None if nothing was restored. Raises ResumeError, on all
+        ranks and before any version becomes void.
         """
         started, segment = time.perf_counter(), self._mapped()
         self._end_capture()  # called again, before any capture: the framework has loaded a checkpoint
+        if self._proof is not None and self._proof.iteration:  # this incarnation's own
+            segment.header.proving = 0
+        if self._deterministic():
+            segment.header.varies = False
         recovered = self._recovery.run(segment, mode, loaded)
-        plan = recovered.plan
+        plan, proof = recovered.plan, recovered.proof
         self.exchange = self._recovery.protect(recovered, first=not self._lineage)
         self._times.resume(segment.header, plan.version.iteration if plan.version else None)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
+        at = plan.loaded if plan.version is None else (proof.start or plan.version).iteration
         again = plan.version is not None and iteration_bound(mode) is None  # else the user wants another course
         ended = self._collective.gather(b"1" if segment.ledger.condemned else b"")
         condemned = [rank for rank, ending in enumerate(ended) if ending]
-        self._ledger.open(segment.ledger, plan.version.iteration if again and plan.version else None, condemned)
+        proven = None if proof.start is None or plan.version is None else plan.version.iteration
+        self._ledger.open(segment.ledger, at if again else None, condemned, proven)
         if self._audits:
             segment.header.agreed = plan.loaded if plan.version is None else plan.version.iteration
         self._capture = Capture(segment, self.plan.layout, self._host.tensors, self._token, self)
-        if plan.version is not None:  # exchanged first; the SMPs have settled by now which parity has to stay
+        restored = plan.loaded if plan.version is None else plan.version.iteration
+        self._proof = None if plan.tier == "none" else self._proof_of(proof, restored)
+        if plan.version is not None and proof.start is None:
+            # exchanged first; the SMPs have settled by now which parity has to stay
             self._capture.add_parity(plan.version)
         self._reports.restored(
             plan, seconds=time.perf_counter() - started, verify_seconds=recovered.verify_seconds,
             load_seconds=recovered.load_seconds,
         )  # fmt: skip
-        return plan, recovered.small
+        return plan, at, recovered.small
+
+    def _proof_of(self, plan: ProofPlan, base: int) -> RestoreProof:
+        items = {piece.item for bucket in self.plan.layout.buckets for piece in bucket.pieces}
+        judging = Judging(len(items), self._deterministic(), self._mode, self.nodes.leads)
+        header = self._mapped().header
+        return RestoreProof(plan, base, judging, header, self._ledger, self._collective, self._events)
+
+    @staticmethod
+    def _deterministic() -> bool:
+        """Whether kernels give the same each time: those of a CPU do."""
+        on_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return not on_device or torch.are_deterministic_algorithms_enabled()
 
     # ---- events of the capture ----
+
+    def compared(self, found: Mapping[str, tuple[int, float]] | None, error: str = "") -> bool:
+        if self._proof is None:
+            return False
+        self._proof.compared(found, error)
+        return found == {} and self._deterministic()  # else another rank's share may not be what it was
 
     def sealed(self, commit: Commit) -> None:
         if commit.version == self._agreed:
@@ -206,6 +246,11 @@ class Reft(CaptureOwner):
         self.record_completed(step)
         if self._collective.announced(DEGRADED):
             raise PeerDegraded()
+        if self._capture is not None and self._proves(step):
+            assert self._base is not None
+            self._ledger.end(step, self._host.small_state())
+            self._capture.compare(self._base, kept)
+            return
         if last and not self._times.captures(step):
             self._collective.barrier()  # each rank has passed its fence, as after a whole interval
         if self._capture is not None and (last or self._times.captures(step)):
@@ -217,6 +262,10 @@ class Reft(CaptureOwner):
             self._times.captured(step)
         else:
             self._ledger.end(step, None)
+
+    def _proves(self, step: int) -> bool:
+        """Whether version `step` is the restored one, which is compared in place of being captured."""
+        return self._proof is not None and self._proof.iteration == step != 0
 
     def defer(self, step: int) -> None:
         """The version point of one that is captured later: `iteration_end` with what was `kept`."""
@@ -242,15 +291,18 @@ class Reft(CaptureOwner):
         """Record for ft-run whether training is at its own end: see `Header.ending`."""
         self._mapped().header.ending = ending
 
-    def before_update(self, step: int, following: int) -> float:
+    def before_update(self, step: int, following: int, rate: float | None = None) -> float:
         """The fence: the running capture is sealed when this returns. `following`: the version after this update, 0 if
-        there is none, or if that is not known yet. Returns the seconds waited."""
+        there is none, or if that is not known yet. `rate`: its learning rate, None if that is not known. Returns the
+        seconds waited. Raises LoopError."""
         waited = self._capture.wait() if self._capture else 0.0
         if self._capture is not None:
             waited += self._times.fence(step, waited)
         self._reports.record_wait(step, waited)
+        proof = self._proof
+        self._ledger.fence(rate, lambda: proof.fence(step) if proof is not None else None)
         if self._capture is not None:
-            captured = self._times.captures(following)
+            captured = self._times.captures(following) and not self._proves(following)
             self._capture.run_after_update(Version(self._lineage, following) if captured else None)
         return waited
 
@@ -269,7 +321,8 @@ class Reft(CaptureOwner):
         The restored version keeps its mark: its replicas are identical because they were restored from the same parts.
         """
         if self._audits and mark is Mark.CERTIFIED:
-            self._mapped().header.agreed = step
+            restored = 0 if self._base is None else self._base.iteration  # its proof passes the one before
+            self._mapped().header.agreed = max(step, restored)
         if self._base is None or step > self._base.iteration:
             self._mapped().mark(Version(self._lineage, step), mark)
 
@@ -304,6 +357,8 @@ class Reft(CaptureOwner):
         it stays mapped, so that `record_completed` still works."""
         try:
             self.wait_for_capture()
+            if self._proof is not None and in_order:
+                self._proof.close(self._mapped().header.completed)
         finally:
             self._end_capture()
             self._ledger.close()

@@ -20,8 +20,9 @@ from ...errors import ResumeError
 from ...events import say
 from ...model.host import Host, Lacking
 from ...recovery.nodes import JobNodes, SeenNodes
+from ...recovery.proof_plan import ProofPlan
 from ...recovery.recovery_plan import RecoveryPlan
-from ...recovery.restore import agree_on_version, load_tensors
+from ...recovery.restore import agree_on_proof, agree_on_version, load_tensors
 from ...recovery.source_choice import choose_source, iteration_bound
 from ...recovery.storage import StorageTier
 from ...redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
@@ -29,6 +30,7 @@ from ...smp.serve.client import Client
 from ...snapshot.capture import codec, manifest
 from ...snapshot.checkpoint import checkpoint
 from ...snapshot.segment.segment import Segment
+from ...snapshot.segment.slots import Version
 from ..transcript import disturb
 from .captured_groups import require_same_groups
 from .reft_nodes import ReftNodes
@@ -38,10 +40,11 @@ from .reft_reports import ReftReports, protection_table
 
 @dataclass(frozen=True)
 class Recovered:
-    """`small` is the small state of the restored version, None if nothing was restored. `verify_seconds` is also for
-    taking over a previous size, reaching the nodes and rebuilding."""
+    """`small` is the small state of the version that was loaded, None if none was; by `proof` that may be the one
+    before the plan's. `verify_seconds` is also for taking over a previous size, reaching the nodes and rebuilding."""
 
     plan: RecoveryPlan
+    proof: ProofPlan
     small: dict[str, Any] | None
     nodes: SeenNodes
     verify_seconds: float
@@ -63,10 +66,11 @@ class ReftRecovery:
 
     def __init__(
         self, host: Host, collective: Collective, capture: CapturePlan, nodes: ReftNodes, run_dir: Path, token: int,
-        reports: ReftReports, rehearses: bool = False,
+        reports: ReftReports, rehearses: bool = False, unproven: str = "",
     ) -> None:  # fmt: skip
-        """`rehearses`: state is overwritten before a restore, so that what is not restored shows."""
-        self._rehearses = rehearses
+        """`rehearses`: state is overwritten before a restore, so that what is not restored shows. `unproven`: why no
+        restore of this job is proven, '' if they are."""
+        self._rehearses, self._unproven = rehearses, unproven
         self._host = host
         self._collective = collective
         self._capture_plan = capture
@@ -87,8 +91,14 @@ class ReftRecovery:
         self._nodes.restore_previous_size(segment, self._capture_plan.manifest)
         nodes = self._nodes.of_job(segment.shape, self._capture_plan.layout)
         plan = self._agree_on_plan(segment, nodes, mode, loaded)
+        unproven = f"--ftp-resume {mode}" if iteration_bound(mode) is not None else self._unproven
+        if plan.tier == "storage":
+            unproven = "restored from storage" if plan.version else "restored from the framework's own checkpoint"
+        elif plan.version is not None and loaded >= plan.version.iteration - 1 > 0:  # the script may go on from that
+            unproven = f"the framework has loaded its own checkpoint of iteration {loaded}"
+        proof = agree_on_proof(plan, segment, self._collective, self._reports.damage, unproven)
         verified = time.perf_counter()
-        small = self._load(segment, plan)
+        small = self._load(segment, plan, proof.start or plan.version)
         seconds = time.perf_counter() - verified
         if self._storage is not None:
             self._storage.take(plan)
@@ -96,7 +106,7 @@ class ReftRecovery:
         if plan.refused:  # also at later restarts, at which the framework loads it again
             segment.header.doubt(plan.agreed or 0, max(plan.completed, plan.refused))
         self._open_lineage(plan)
-        return Recovered(plan, small, nodes, verified - started, seconds)
+        return Recovered(plan, proof, small, nodes, verified - started, seconds)
 
     def _agree_on_plan(self, segment: Segment, nodes: SeenNodes, mode: str, loaded: int) -> RecoveryPlan:
         """The plan, with its version verified in a slot of every rank; one from storage was written there first. Raises
@@ -119,15 +129,15 @@ class ReftRecovery:
             error.echo = self._host.rank != 0  # all ranks raise the same error: rank 0 prints it
             raise
 
-    def _load(self, segment: Segment, plan: RecoveryPlan) -> dict[str, Any] | None:
-        """Copy the plan's version into the host. Returns its small state, None if nothing is restored."""
+    def _load(self, segment: Segment, plan: RecoveryPlan, version: Version | None) -> dict[str, Any] | None:
+        """Copy `version` into the host. Returns its small state, None if nothing is restored."""
         if self._rehearses and plan.version is not None:
             disturb(self._host, plan.lineage)
         layout, tensors = self._capture_plan.layout, self._host.tensors
-        encoded = load_tensors(plan, segment, layout, tensors(), self._collective)
+        encoded = load_tensors(version, segment, layout, tensors(), self._collective)
         small: dict[str, Any] | None = None
         if encoded is not None:
-            small = codec.decode(manifest.split(encoded, f"rank {self._host.rank}, version {plan.version}")[1])
+            small = codec.decode(manifest.split(encoded, f"rank {self._host.rank}, version {version}")[1])
             with self._collective.agreement():
                 require_same_groups(self._host, small)
             self._host.restore(small)

@@ -654,7 +654,7 @@ def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
     def is_said() -> bool:
         nonlocal said
         said += capfd.readouterr().err
-        return bool(said)
+        return said.endswith("\n")
 
     wait_until(is_said, WAIT, lambda: "nothing was said")
     assert said.startswith("ft-run: waiting for a node in the place of b (for ")

@@ -111,7 +111,7 @@ def _capture_then_restore(
     reported: list[CorruptSlotError] = []
     collective = Collective()
     plan = agree_on_version(segment, collective, reported.append)
-    small = load_tensors(plan, segment, layout, fresh, collective)
+    small = load_tensors(plan.version, segment, layout, fresh, collective)
     iteration = plan.version.iteration if plan.version else 0
     expected = (
         contents(tensors_of(rank, world, iteration)[0])
@@ -175,6 +175,6 @@ def test_a_rank_that_lost_its_segment_sends_all_to_the_beginning(cleaned: str) -
     plan = agree_on_version(segment, Collective(), lambda error: None)
     assert plan.version is None and plan.reason == "no version was captured before" and plan.lineage == 1
     live = tensors_of(0, 1, 3)[0]
-    assert load_tensors(plan, segment, layout, live, Collective()) is None
+    assert load_tensors(plan.version, segment, layout, live, Collective()) is None
     assert contents(live) == contents(tensors_of(0, 1, 3)[0])
     assert [slot.state for slot in segment.slots()] == [SlotState.EMPTY] * 3

@@ -23,7 +23,6 @@ class Rank:
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.words = rank, Ledger(np.zeros(LEDGER_ROOM // 8, dtype=np.uint64))
         self.said: list[str] = []
-        self.fields: dict[str, Any] = {}  # of the last event
 
     def begin(self, base: int | None, mode: str = "auto", condemned: tuple[int, ...] = ()) -> IterationLedger:
         """An incarnation that continues after `base`."""
@@ -35,7 +34,6 @@ class Rank:
 
     def _hear(self, event: Event) -> None:
         self.said.append(event.name)
-        self.fields = event.fields
 
 
 def iterate(ledger: IterationLedger, step: int, reads: int | None = None, until: str = "", **small: Any) -> None:
@@ -74,34 +72,27 @@ def test_a_loop_that_begins_again_is_ended_also_in_its_third_incarnation(until: 
     continues = rank.begin(5)
     iterate(continues, 6)
     iterate(continues, 7)
-    assert rank.said == [*["resume.differed"] * 3, *(["resume.confirmed"] if until == "fence" else [])]
+    assert rank.said == ["resume.differed"] * 3
 
 
-@pytest.mark.parametrize("until", ["read", "fence"])
-def test_a_resume_is_confirmed_only_by_what_iterations_computed_and_says_what_that_was(until: str) -> None:
+def test_what_was_recorded_stays_until_everything_lost_is_computed_again_and_what_was_compared_is_known() -> None:
     rank = Rank()
     first = rank.begin(None)
     for number in range(1, 8):
         iterate(first, number)
-    iterate(first, 8, until=until)
+    iterate(first, 8, until="fence")
+    before = rank.words.entries()
+    iterate(rank.begin(5), 6, reads=1000)  # not what it was, then dies
+    assert rank.words.entries() == before
     again = rank.begin(5)
-    for number in range(6, 11):
+    for number in range(6, 9):
         iterate(again, number)
-    assert rank.said == ["resume.confirmed"]
-    whole = 3 if until == "fence" else 2
-    assert rank.fields["iterations"] == whole
-    assert f"batch {whole}, random numbers drawn {whole}, schedules 2" in rank.fields["reason"]
-    assert {"gradients", "learning rate"} <= set(rank.fields["parts"])
-    assert "captured state" not in rank.fields["parts"], "nothing was sealed"
-
-
-def test_one_input_that_is_equal_confirms_nothing() -> None:
-    rank = died_in(6, "read")
-    again = rank.begin(5)
-    iterate(again, 6)
-    iterate(again, 7)
-    again.summarize()
-    assert rank.said == []
+    compared, differing = again.compared(7)
+    assert not differing and {LedgerPart.INPUT, LedgerPart.GRADIENTS, LedgerPart.SCHEDULE} <= compared
+    assert LedgerPart.STATE not in compared, "nothing was sealed"
+    assert LedgerPart.SCHEDULE not in again.compared(8)[0]
+    iterate(again, 9)
+    assert rank.said == ["resume.differed"] and 9 in rank.words.entries()
 
 
 @pytest.mark.parametrize(("condemned", "said"), [((), ["resume.differed"]), ((0,), [])])
@@ -126,7 +117,8 @@ def test_the_rank_that_ended_a_loop_says_so_to_the_next_incarnation_once() -> No
     again = rank.begin(5, condemned=(0,))
     iterate(again, 6)
     again.summarize()
-    assert not rank.words.condemned and rank.said[-1] == "resume.confirmed"
+    assert not rank.words.condemned and rank.said == ["resume.differed"]
+    assert LedgerPart.GRADIENTS in again.compared(6)[0]
 
 
 def test_a_generator_of_which_a_logger_may_draw_ends_nothing() -> None:
@@ -154,7 +146,8 @@ def test_captured_bytes_are_compared_at_the_next_fence() -> None:
     again.sealed(7, 1)
     assert rank.said == []
     iterate(again, 8)
-    assert rank.said == ["resume.differed"]
+    assert rank.said == ["resume.differed"] and again.compared(7)[1] == {LedgerPart.STATE}
+    iterate(again, 9)
     entry = rank.words.entries().get(7)
     assert entry is not None and entry.digests[LedgerPart.STATE] == 1
 
