@@ -20,7 +20,7 @@ from ..snapshot.segment.slots import Mark, Slot, SlotState, Version, marks_of
 class RankFacts:
     """A rank's segment before recovery. `damaged` names the records of its header that failed their digest. `run`: the
     identity of the run that opened its lineage, '' if unknown; `drawn`: one for a run that begins now. `proving`,
-    `varies`: see `Header`; `condemned`: see `Ledger`."""
+    `varies`, `ended`: see `Header`; `condemned`: see `Ledger`."""
 
     rank: int
     slots: tuple[Slot, ...]
@@ -36,6 +36,7 @@ class RankFacts:
     proving: int = 0
     varies: bool = False
     condemned: bool = False
+    ended: int = 0
 
     def restorable(self) -> dict[Version, int]:
         """The versions that can be restored, and their slots."""

@@ -58,6 +58,8 @@ def plan_proof(plan: RecoveryPlan, facts: Sequence[RankFacts], refused: str = ""
     proving = any(rank.proving == version.iteration for rank in facts)
     if proving and not any(rank.condemned for rank in facts):  # else a difference ended it
         return ProofPlan(reason=f"the job failed while iteration {version.iteration} was proven")
+    if any(rank.ended == version.iteration for rank in facts):  # a script that ends there would end there again
+        return ProofPlan(reason=f"training had ended in order after iteration {version.iteration}")
     if any(rank.varies for rank in facts):
         return ProofPlan(reason="not provable: kernels vary")
     earlier = version.iteration - 1

@@ -201,7 +201,7 @@ def _facts(segment: Segment) -> bytes:
     completed = None if COMPLETED in segment.damaged else header.completed
     facts = [segment.rank, slots, opened.lineage, completed, opened.from_nothing, segment.damaged, opened.lost]
     facts += [header.agreed, header.doubted, opened.run, secrets.token_hex(16), header.proving, header.varies]
-    facts += [segment.ledger.condemned]
+    facts += [segment.ledger.condemned, header.ended]
     return bytes(msgpack.packb(facts))
 
 
@@ -211,7 +211,7 @@ def _read_facts(rank: int, payload: bytes) -> RankFacts:
         if len(payload) > _FACTS_BYTES:
             raise ValueError(f"{len(payload)} bytes; expected at most {_FACTS_BYTES}")
         owner, slots, lineage, completed, from_nothing, damaged, lost, agreed, doubted, *more = msgpack.unpackb(payload)
-        *runs, proving, varies, condemned = more
+        *runs, proving, varies, condemned, ended = more
         run, drawn = (typed(_RUN, run) for run in runs)
         first, last = (None, None) if doubted is None else map(_number, doubted)
         facts = RankFacts(
@@ -219,6 +219,7 @@ def _read_facts(rank: int, payload: bytes) -> RankFacts:
             None if completed is None else _number(completed), bool(from_nothing), tuple(map(str, damaged)), bool(lost),
             None if agreed is None else _number(agreed), None if first is None or last is None else (first, last),
             run, drawn, _number(proving), bool(varies), bool(condemned),
+            _number(ended),
         )  # fmt: skip
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"rank {rank}: its report on its segment cannot be read ({error})") from error

@@ -143,7 +143,8 @@ def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Pat
     restored = [event for event in map(json.loads, told) if event["name"] == "state.restored"]
     assert [event["iteration"] for event in restored] == [3, 3]
     logged = [json.loads(line)["iteration"] for line in run.loss_log.read_text().splitlines()]
-    assert logged == [1, 2, 3, 4, 5, 6]
+    assert logged == [1, 2, 3, 3, 4, 5, 6], "the last completed one was computed again"
+    assert [event["iteration"] for event in map(json.loads, told) if event["name"] == "resume.proven"] == [3]
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 

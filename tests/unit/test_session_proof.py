@@ -73,6 +73,9 @@ def _life(
             scheduler.step()
             found["done"].append(step)
             found["digest"] = sum(one.double().sum().item() for one in model.parameters())
+            if case == "ends in order" and step == until:
+                session.complete(step)
+                session.shutdown()
             if step == until:
                 return found
     except FtError as error:
@@ -155,6 +158,18 @@ def test_a_failure_within_the_proof_is_not_answered_by_another_one(
     ]
     lives("continues")
     assert [event.fields["iteration"] for event in node.events("resume.proven")] == [LIVED + 1]
+
+
+def test_a_script_that_ends_in_order_at_an_iteration_does_not_end_there_again(
+    node: Node, lives: Callable[..., dict[str, Any]]
+) -> None:
+    lives("ends in order", LIVED)
+    assert lives("ends in order", LIVED + 1)["done"] == [LIVED + 1]
+    third = lives("continues", LIVED + 1)  # the same end, so that nothing else differs
+    assert third["done"] == [*range(LIVED + 2, LAST + 1)], third
+    assert {event.fields["reason"] for event in node.events("resume.unproven")} == {
+        f"unproven: training had ended in order after iteration {last}" for last in (LIVED, LIVED + 1)
+    }
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Header:
         self.token, self.attached, self.owner = 0, False, (0, 0)
         self.opened = OpenedLineage(lost=lost)
         self.completed = self.held = self.held_at = self.ending = self.exchanged_ms = self.stored_ms = 0
-        self.proving, self.varies = 0, False
+        self.proving, self.varies, self.ended = 0, False, 0
         self.chosen = self.agreed = self.doubted = self.awaited = None
         self.short = False
 

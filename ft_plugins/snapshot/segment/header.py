@@ -47,7 +47,7 @@ _RECORDS = _SEAL + 5
 # zeros: none
 _HELD_AT, _HELD, _AGREED, _DOUBTED_FIRST, _DOUBTED_LAST = (GATE // 8 - place for place in (5, 4, 3, 2, 1))
 _ENDING, _EXCHANGED_MS, _STORED_MS = (GATE // 8 - place for place in (8, 7, 6))
-_PROVING, _VARIES = (_FINGERPRINT // 8 - place for place in (2, 1))
+_ENDED, _PROVING, _VARIES = (_FINGERPRINT // 8 - place for place in (3, 2, 1))
 _LIMIT = 1 << 32  # values that share a word with their digest are smaller
 _READS = 8  # attempts: a reader may catch the writer first in one copy, then in the other
 
@@ -343,6 +343,15 @@ class Header:
     @completed.setter
     def completed(self, value: int) -> None:
         self._page[_COMPLETED] = guarded_word(value, _COMPLETED)
+
+    @property
+    def ended(self) -> int:
+        """The iteration after which training ended in order last; 0 if it has not."""
+        return self._value(_ENDED) or 0
+
+    @ended.setter
+    def ended(self, value: int) -> None:
+        self._page[_ENDED] = guarded_word(value, _ENDED)
 
     @property
     def proving(self) -> int:

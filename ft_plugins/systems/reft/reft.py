@@ -357,6 +357,8 @@ class Reft(CaptureOwner):
         it stays mapped, so that `record_completed` still works."""
         try:
             self.wait_for_capture()
+            if in_order:
+                self._mapped().header.ended = self._mapped().header.completed
             if self._proof is not None and in_order:
                 self._proof.close(self._mapped().header.completed)
         finally:

@@ -45,6 +45,7 @@ def test_the_iteration_is_computed_again_from_the_version_before_which_every_ran
         (replace(PLAN, tier="node"), [rank(0)], "parts of it came from other nodes"),
         (PLAN, [rank(0), rank(1, {V: Mark.NONE, Version(2, 41): Mark.NONE})], "ranks 0-1 do not hold iteration 41"),
         (PLAN, [rank(0), rank(1, proving=42)], "the job failed while iteration 42 was proven"),
+        (PLAN, [rank(0, ended=42), rank(1)], "training had ended in order after iteration 42"),
         (PLAN, [rank(0, varies=True), rank(1)], "not provable: kernels vary"),
         (replace(PLAN, at_least=True), [rank(0)], "which iterations were completed is not known"),
         (PLAN, [rank(0, {V: Mark.NONE, BEFORE: Mark.MISMATCHED})], "of iteration 41 it is not known"),
