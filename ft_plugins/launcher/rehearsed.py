@@ -11,6 +11,7 @@ In: a parsed command line. Out: one file among this user's run directories; a se
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import re
 import time
 from contextlib import suppress
@@ -19,7 +20,6 @@ from pathlib import Path
 import xxhash
 from pydantic import TypeAdapter
 
-from .. import __version__
 from ..base import files
 from ..base.intake import Text, read_json
 from ..config import Config, run_root
@@ -47,7 +47,8 @@ def digest_of(config: Config, options: argparse.Namespace) -> str:
     with suppress(OSError):  # a module
         content = Path(options.training_script).read_bytes()
     script = Path(options.training_script).name
-    digest = xxhash.xxh3_64(repr((__version__, script, words, flags)).encode(errors="surrogateescape"))
+    version = importlib.metadata.version("ft_plugins")
+    digest = xxhash.xxh3_64(repr((version, script, words, flags)).encode(errors="surrogateescape"))
     digest.update(content)
     return digest.hexdigest()
 
