@@ -26,6 +26,7 @@ from ..snapshot.segment.ledger import LedgerPart
 from ..snapshot.segment.slots import Mark, Version
 from .facts import RankFacts
 from .recovery_plan import RecoveryPlan
+from .source_choice import iteration_bound
 
 _PACKED = struct.Struct("<BIIId")  # the fields of a `RankVerdict`
 # what an iteration computes: kernels may vary it, all else is the loop's
@@ -77,6 +78,18 @@ def plan_proof(plan: RecoveryPlan, facts: Sequence[RankFacts], refused: str = ""
     if Mark.MISMATCHED in marks or plan.mark.preferred and not any(mark.preferred for mark in marks):
         return ProofPlan(reason=f"of iteration {earlier} it is not known that replicas agree")
     return ProofPlan(start, version.iteration)
+
+
+def refused_proof(plan: RecoveryPlan, mode: str, loaded: int) -> str:
+    """Why the restore by `plan` is not to be proven; '' if it is. `mode`: --ftp-resume; `loaded`: the iteration of the
+    framework's own checkpoint, 0 for none."""
+    if iteration_bound(mode) is not None:
+        return f"--ftp-resume {mode}"
+    if plan.tier == "storage":
+        return "restored from storage" if plan.version else "restored from the framework's own checkpoint"
+    if plan.version is not None and loaded >= plan.version.iteration - 1 > 0:  # the script may go on from that
+        return f"the framework has loaded its own checkpoint of iteration {loaded}"
+    return ""
 
 
 def _before(rank: RankFacts, version: Version) -> Version | None:

@@ -32,8 +32,6 @@ from ..recovery.recomputed import judge
 from ..snapshot.segment.ledger import Ledger, LedgerEntry, LedgerPart, digest_of
 
 _READ = {LedgerPart.FIRST_READ, LedgerPart.INPUT}  # never a consequence of what differed before
-# what an iteration has computed; that it read the same input, or drew the same numbers, confirms nothing of it
-_COMPUTED = {LedgerPart.STATE, LedgerPart.GRADIENTS, LedgerPart.LOSS, LedgerPart.NORM}
 _KEPT_BITS = 0xFFFFFFFF  # of a digest
 _ADVICE = (
     "make the loop begin at the restored iteration, with its data (each batch read in the iteration that trains on "
@@ -239,7 +237,7 @@ class IterationLedger:
             )
 
     def _settle(self) -> None:
-        """Everything that was lost is computed again: iterations are compared with what they were now from here on."""
+        """Everything that was lost is computed again: record what it was this time, for the next restore."""
         self._last, again = 0, self._again
         self._again = []
         for iteration, part, value in again:

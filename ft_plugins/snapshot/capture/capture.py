@@ -134,7 +134,7 @@ class Capture:
         sources = {**self._flat, **{name: flat_bytes(name, one) for name, one in kept.items()}} if kept else None
         for number, bucket in enumerate(self._layout.synchronous):
             self._copy(index, number, bucket, version, sources)
-        before = self._slot_before(index)
+        before = None if self._before is None else self._segment.sealed_in(self._before)
         if kept is None:
             self._changed = self._frozen.take()
         self._changed, self._missed = self._changed | self._missed, set()
@@ -287,11 +287,6 @@ class Capture:
                             self._called.set()
             elif self._closing:
                 return
-
-    def _slot_before(self, index: int) -> int | None:
-        """The slot of the last sealed version, while `index` is written; None if it is gone."""
-        slots = (one for one in self._segment.slots() if one.state is SlotState.CLEAN and one.index != index)
-        return next((one.index for one in slots if self._before is not None and one.version == self._before), None)
 
     def _copied_early(self, index: int, before: int | None) -> list[int]:
         """The background buckets that are copied at once: the version in slot `before` does not have their frozen items

@@ -20,7 +20,7 @@ from ...errors import ResumeError
 from ...events import say
 from ...model.host import Host, Lacking
 from ...recovery.nodes import JobNodes, SeenNodes
-from ...recovery.proof_plan import ProofPlan
+from ...recovery.proof_plan import ProofPlan, refused_proof
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.restore import agree_on_proof, agree_on_version, load_tensors
 from ...recovery.source_choice import choose_source, iteration_bound
@@ -91,12 +91,8 @@ class ReftRecovery:
         self._nodes.restore_previous_size(segment, self._capture_plan.manifest)
         nodes = self._nodes.of_job(segment.shape, self._capture_plan.layout)
         plan = self._agree_on_plan(segment, nodes, mode, loaded)
-        unproven = f"--ftp-resume {mode}" if iteration_bound(mode) is not None else self._unproven
-        if plan.tier == "storage":
-            unproven = "restored from storage" if plan.version else "restored from the framework's own checkpoint"
-        elif plan.version is not None and loaded >= plan.version.iteration - 1 > 0:  # the script may go on from that
-            unproven = f"the framework has loaded its own checkpoint of iteration {loaded}"
-        proof = agree_on_proof(plan, segment, self._collective, self._reports.damage, unproven)
+        refused = self._unproven or refused_proof(plan, mode, loaded)
+        proof = agree_on_proof(plan, segment, self._collective, self._reports.damage, refused)
         verified = time.perf_counter()
         small = self._load(segment, plan, proof.start or plan.version)
         seconds = time.perf_counter() - verified

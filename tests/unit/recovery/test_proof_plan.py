@@ -16,6 +16,7 @@ from ft_plugins.recovery.proof_plan import (
     judge_parts,
     judge_state,
     plan_proof,
+    refused_proof,
     verdict_of_job,
 )
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
@@ -56,6 +57,20 @@ def test_the_iteration_is_computed_again_from_the_version_before_which_every_ran
 def test_what_cannot_be_computed_again_says_why(plan: RecoveryPlan, facts: list[RankFacts], reason: str) -> None:
     proof = plan_proof(plan, facts)
     assert proof.start is None and not proof.until and reason in proof.reason
+
+
+@pytest.mark.parametrize(
+    ("plan", "mode", "loaded", "refused"),
+    [
+        (PLAN, "auto", 40, ""),
+        (PLAN, "before:50", 0, "--ftp-resume before:50"),
+        (replace(PLAN, tier="storage"), "auto", 0, "restored from storage"),
+        (replace(PLAN, tier="storage", version=None), "auto", 42, "restored from the framework's own checkpoint"),
+        (PLAN, "auto", 41, "the framework has loaded its own checkpoint of iteration 41"),
+    ],
+)
+def test_what_is_restored_otherwise_is_not_proven(plan: RecoveryPlan, mode: str, loaded: int, refused: str) -> None:
+    assert refused_proof(plan, mode, loaded) == refused
 
 
 def test_iterations_that_were_completed_after_the_restored_one_are_computed_again_anyway() -> None:
