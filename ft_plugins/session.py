@@ -203,10 +203,27 @@ class Session:
     def restore_position(self) -> None:
         """Restore data position and generators, if that has not been done; the first iteration does."""
         if self._pending is not None:
-            self._carrying.restore_position(self._pending)
+            self._carrying.restore_position(self._pending, self._proves)
             self._pending = None
             if self._transcript is not None:
                 self._transcript.restored(self._at)
+            self._say_begun_again()
+
+    @property
+    def _proves(self) -> bool:
+        """Whether the restored iteration is computed again."""
+        return self._at < self._restored
+
+    def _say_begun_again(self) -> None:
+        """Name what has begun again and is not restored, on one of the ranks that run the same modules."""
+        observed, host = self._carrying.observed, self._host
+        if observed is None or not (words := observed.said()):
+            return
+        self._events.emit(catalogue.VALUES_RESTARTED, iteration=self._at, reason=words)
+        topology = host.topology()
+        if host.rank == topology.replicas(host.rank)[0] and not topology.coords(host.rank).tp:
+            words = f"rank {host.rank}: begun again after the restore, since nothing restores it: {words}"
+            say(words, alarm=not self._proves)
 
     def _continues(self, step: int, last: int) -> bool:
         return step < last if self._sync is None else self._sync.continues(step, last)
@@ -245,6 +262,8 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         if not self.iteration and isinstance(self._host, Looping):
             self._host.loop_begins()
+        if not self.iteration and self._carrying.observed is not None:
+            self._carrying.observed.begin()
         if (
             (reft := self._reft or self._degraded)
             and not self._deferred
@@ -303,14 +322,17 @@ class Session:
     def iteration_end(self, step: int, ends: bool = False) -> None:
         """The version point. `ends`: training ends here on all ranks, be it at its own end or before."""
         self._come_to(step)
+        self._carrying.completed = step
         self._stops = self._stops or self._collective.announced(f"stop after {step}")
         self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:
             self.measured.bubbles_end()
         if self._transcript is not None:
             deferred = self._sync is not None and self._sync.defers(step)
+            deferred = deferred or (self._proves and step == self._restored)  # is compared, not captured
             self._transcript.completed(step, self.ledger.seen(), self.progress.words.long_phases, deferred)
         self._version_point(step, (ends or self._stops) and self._ending != AT_END)
+        self._say_begun_again()
         if self.measured is not None:
             self.measured.iteration_end(step)
         if self._start is not None:

@@ -62,9 +62,6 @@ class FrameworkHost(Generic[R]):
     def inventory(self) -> Inventory:
         return Inventory.of(self.rank, (one.item for one in self._state_items))
 
-    def item_names(self) -> set[str]:
-        return {one.item.name for one in self._state_items}
-
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {one.item.name: one.read() for one in self._state_items}
 

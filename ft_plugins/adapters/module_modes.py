@@ -10,23 +10,21 @@ In: the module of a host. Out: plain values, and back."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from ..errors import InventoryError, ResumeError, UnsupportedError
+from ..errors import ResumeError, UnsupportedError
 from ..events import say
 from ..snapshot.capture import codec
 from .data.loader_values import assign
 from .data.loaders import set_state_of
-from .module_parts import CONTAINERS, ENCODED, GENERATOR, MOST, ModulePart, ModuleParts, generators_in, parts_of
-from .script.loop_values import is_a
+from .module_parts import ENCODED, GENERATOR, ModuleParts, Values, generators_in, parts_of
+from .value_text import is_a
 
-_SHOWN = 8  # names in a message
 _ABSENT: Any = object()
-_Differences = tuple[dict[str, dict[str, Any]], list[str], list[str]]
 
 
 class ModuleNumbers:
@@ -35,79 +33,43 @@ class ModuleNumbers:
     Not of a module that has come to keep another tensor in an attribute since: such numbers describe a cache, which is
     not captured."""
 
-    def __init__(self, module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        self._module, self.parts = module, ModuleParts(module, optimizers)
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self.parts = module, ModuleParts(module)
         self.present = self._first = self.parts.read()  # as it was read last, and first
         self._caches = {name: _tensors(part) for name, part in parts_of(module)}
-        self._said: set[str] = set()
-        self._differing: tuple[Any, _Differences] = (self.present, ({}, [], []))  # what is present, and its differences
+        self._changed: tuple[Any, dict[str, dict[str, Any]]] = (self.present, {})  # what is present, and has changed
 
-    def _built(self, name: str) -> Mapping[str, Any]:
-        return self._first[name].values if name in self._first else {}
-
-    def read(self) -> Mapping[str, ModulePart]:
+    def read(self) -> Mapping[str, Values]:
         self.present = self.parts.read()
         return self.present
 
-    def captured(self, speaks: bool) -> dict[str, dict[str, Any]]:
-        """What has changed, by module and attribute. What is not captured is said once, on the rank that `speaks`."""
-        changed, unread, cached = self._differences()
-        large = f"they hold more than {MOST} plain values, or others"
-        for names, reason in ((unread, large), (cached, "their modules have come to keep other tensors in attributes")):
-            new = [one for one in names if one not in self._said] if speaks else []
-            self._said.update(new)
-            if new:
-                more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
-                say(
-                    f"not captured, because {reason}: attributes of modules: {', '.join(new[:_SHOWN])}{more}; if "
-                    "training depends on one, make it a buffer, or return it from get_extra_state"
-                )
-        return changed
-
-    def _differences(self) -> _Differences:
-        """What has changed. The lists, tuples and dicts that could be captured when this was built, and no longer can:
-        what they hold now is not plain, or too much. What has changed in a module with a cache."""
-        changed: dict[str, dict[str, Any]] = {}
-        unread: list[str] = []
-        cached: list[str] = []
+    def captured(self) -> dict[str, dict[str, Any]]:
+        """What has changed, by module and attribute."""
         present = self.read()
-        if present is self._differing[0]:
-            return self._differing[1]
-        for name, one in present.items():
-            built, now = self._built(name), one.values
-            if built is now or built == now:
-                continue
-            part = self._module.get_submodule(name)
-            lost = [key for key in built.keys() - now.keys() if _is_unread(part, key, built[key], key in one.shape)]
-            unread += [_path(name, key) for key in lost]
+        if present is self._changed[0]:
+            return self._changed[1]
+        changed: dict[str, dict[str, Any]] = {}
+        for name, now in present.items():
+            built = self._first.get(name, {})
             different = {key: value for key, value in now.items() if key not in built or built[key] != value}
-            if different and _tensors(part) == self._caches.get(name):
+            if different and _tensors(self._module.get_submodule(name)) == self._caches.get(name):
                 changed[name] = different
-            else:
-                cached += [_path(name, key) for key in different]
-        self._differing = present, (changed, unread, cached)
-        return self._differing[1]
+        self._changed = present, changed
+        return changed
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Lists, dicts and objects are changed in place: the script may hold them, too."""
         present = self.read()
         for name, part in parts_of(self._module):
             if _tensors(part) == self._caches.get(name):
-                now, changed = present[name].values, saved.get(name, {})
-                captured = {**self._built(name), **changed}
+                now, changed = present[name], saved.get(name, {})
+                captured = {**self._first.get(name, {}), **changed}
                 for key in [key for key in captured if key in changed or key in now]:  # else it cannot be read
                     _set(part, name, key, now.get(key), captured[key])
 
 
 def _path(name: str, key: str) -> str:
     return f"{name}.{key}".lstrip(".")
-
-
-def _is_unread(part: torch.nn.Module, key: str, built: Any, compared: bool) -> bool:
-    """Whether the module still has what was `built`, or a container, in place of what could be read."""
-    present = vars(part).get(key, _ABSENT)
-    was_encoded = type(built) is tuple and built[:1] in ((ENCODED,), (GENERATOR,))
-    return type(present) in CONTAINERS or (was_encoded and present is not _ABSENT and not compared)
 
 
 def _set(part: torch.nn.Module, name: str, key: str, now: Any, captured: Any) -> None:
@@ -183,13 +145,9 @@ def write_modes(module: torch.nn.Module, saved: Mapping[str, Any], training: boo
 def require_encodable_modes(module: torch.nn.Module, rank: int) -> None:
     """Raises UnsupportedError, naming the module whose extra state cannot be captured."""
     for name, part in _with_extra_state(parts_of(module)):
-        try:
-            codec.encode(part.get_extra_state())
-        except InventoryError as error:
-            raise UnsupportedError(
-                f"rank {rank}: the extra state of '{name}' ({type(part).__name__}) cannot be captured: {error}; return "
-                "plain values and tensors from get_extra_state"
-            ) from error
+        what = f"rank {rank}: the extra state of '{name}' ({type(part).__name__}) cannot be captured: "
+        remedy = "; return plain values and tensors from get_extra_state"
+        codec.require_encodable(part.get_extra_state(), UnsupportedError, what, remedy)
 
 
 def _parameters(parts: Sequence[tuple[str, torch.nn.Module]]) -> list[torch.nn.Parameter]:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..errors import InventoryError, ResumeError, StateChangedError, UnsupportedError
+from ..errors import ResumeError, StateChangedError, UnsupportedError
 from ..snapshot.capture import codec
 from .script.script_names import named, namespaces
 
 _PLAIN = (bool, int, float, str, type(None))
+_ENCODABLE = "state_dict() must contain only plain values, tensors and arrays: "
 _PASS = "or pass a scheduler to deepspeed.initialize(lr_scheduler=...)"
 DIFFICULTY = "current_difficulty"  # of a curriculum's state
 
@@ -97,13 +98,8 @@ def own_schedulers(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any
                 )
             name = names[id(one)].name
             kind = f"{kind} '{name.expression}' ({name.place})"
-        try:
-            codec.encode(one.state_dict())
-        except InventoryError as error:
-            raise StateChangedError(
-                f"rank {rank}: the script's own scheduler {kind} cannot be captured: its state_dict() must contain "
-                f"only plain values, tensors and arrays ({error}): change that, {_PASS}"
-            ) from error
+        what = f"rank {rank}: the script's own scheduler {kind} cannot be captured: its {_ENCODABLE}"
+        codec.require_encodable(one.state_dict(), StateChangedError, what, f"; change that, {_PASS}")
         own[kind] = one
     return own
 
@@ -130,15 +126,9 @@ def restore_own(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], rank
 
 def require_encodable_scheduler(scheduler: Any, rank: int) -> None:
     """Raises UnsupportedError for a learning rate scheduler whose state the codec cannot encode."""
-    if scheduler is None:
-        return
-    try:
-        codec.encode(scheduler.state_dict())
-    except InventoryError as error:
-        raise UnsupportedError(
-            f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: its state_dict() "
-            f"must contain only plain values, tensors and arrays ({error})"
-        ) from error
+    if scheduler is not None:
+        what = f"rank {rank}: the learning rate scheduler {type(scheduler).__name__} cannot be captured: its "
+        codec.require_encodable(scheduler.state_dict(), UnsupportedError, what + _ENCODABLE)
 
 
 def schedules(engine: Any) -> dict[str, Any]:

@@ -502,6 +502,12 @@ RESUME_UNPROVEN = EventType(
     "resume.differed says.",
     iteration=Field("int", "the restored one, or the last one that was computed again"), reason=_REASON,
 )  # fmt: skip
+VALUES_RESTARTED = EventType(
+    "values.restarted", NOTICE,
+    "After a restore, values that training changes are at their first value again, since nothing restores them: if "
+    "training depends on one, results differ, which resume.proven excludes for the iteration that it is about.",
+    iteration=Field("int", "the restored one"), reason=Field("str", "the values by path, with what they were"),
+)  # fmt: skip
 STATE_RESHARDED = EventType(
     "state.resharded", NOTICE, "State of a job of another size was distributed to the ranks of this one.",
     ranks=Field("int", "previous size of the job", "ranks"), **_VERSION, bytes=_BYTES, seconds=_SECONDS,

@@ -208,6 +208,35 @@ class Looping(Protocol):
         """The first iteration of an incarnation begins. Called once, before `restore_position`."""
 
 
+class ObservedValues(Protocol):
+    """The values that training keeps and a host does not capture."""
+
+    differing: tuple[str, ...]  # after `recomputed`: what was not what it was
+
+    def begin(self) -> None:
+        """Before the first iteration of a process, and before `restore_position`."""
+
+    def captured(self, iteration: int) -> dict[str, Any]:
+        """At the version point after `iteration`: what a version has of them; 0: as large as that may become."""
+
+    def restored(self, saved: Mapping[str, Any] | None, proves: bool) -> None:
+        """After `restore_position`: compare with what the restored version has; None: it has nothing. `proves`:
+        `recomputed` will be called."""
+
+    def recomputed(self, saved: Mapping[str, Any]) -> None:
+        """The version point of an iteration that was computed again, before `captured`; its version has `saved`."""
+
+    def said(self) -> str:
+        """What has begun again since this was asked last, in words; '' for nothing."""
+
+
+@runtime_checkable
+class Observing(Protocol):
+    """Implemented by a host that observes values which it does not capture."""
+
+    observed: ObservedValues
+
+
 @runtime_checkable
 class Grouped(Protocol):
     """What a host offers in addition, if it restores values of parameter groups by the number of the group."""

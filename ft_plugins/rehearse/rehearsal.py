@@ -51,8 +51,10 @@ _SET_HERE = {("job",), ("node_name",), ("resume",), ("faults",), ("reft", "check
 # what ft_plugins says of state that a restart does not put back, or refuses
 _NAMES_LOST = re.compile(
     r"ft_plugins: (?!training starts|recovery: ).*(captured|compared|tracked|refused|protected|no version has|"
-    r"no snapshot|begins? again|starts from the beginning|depends? on (it|one)|differ|results are not|trains on other)"
+    r"no snapshot|beg[iu]ns? again|starts from the beginning|depends? on (it|one)|differ|results are not|"
+    r"trains on other)"
 ).match
+_ON_DIFFERENCE = "--ftp-on-difference"
 _POLL_SECONDS = 0.2
 _POINT = "update.end"  # after an update, before its version point
 
@@ -103,7 +105,10 @@ def plan_rehearsal(
     if config.faults:
         raise ConfigError("--ftp-faults: a rehearsal injects its own; drop it")
     options = parser().parse_args(rest)
-    for path in deepspeed_json.from_arguments(options.training_script_args, Path.cwd()).given():
+    in_json = [*deepspeed_json.from_arguments(options.training_script_args, Path.cwd()).given()]
+    if not (("on_difference",) in in_json or any(flag.startswith(_ON_DIFFERENCE) for flag in flags)):
+        flags.append(f"{_ON_DIFFERENCE}=warn")  # to the end, so that all that differs is seen
+    for path in in_json:
         if path in _SET_HERE:
             raise ConfigError(
                 f"ft_plugins.{'.'.join(path)} in the DeepSpeed configuration: a rehearsal sets it itself; rehearse "
@@ -276,6 +281,9 @@ def report(outcome: Rehearsal) -> str:
             "GradScaler, a generator of its own); data read from the loop's beginning, or ahead; random numbers of the "
             "loader's workers; counters and lists in variables of the script, which begin again"
         )
+    if compared is not None and compared.uncaptured:
+        lines.append("not captured, and other values than in the unfailed run:")
+        lines += [f"  {path}" for path in compared.uncaptured]
     if outcome.notices:
         lines.append("the job itself said:")
         lines += [f"  {line}" for line in outcome.notices]

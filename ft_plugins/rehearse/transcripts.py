@@ -30,13 +30,13 @@ TRANSCRIPT = "transcript"  # folder of a run's transcripts
 _LONGEST = 256 << 20  # bytes of one line
 _POSITION = "position"
 _GENERATORS = ("python", "numpy", "torch", "cuda", "tracker")
-_SCHEDULE = ("counters", "scheduler", "groups", "shape")
-_NOT_COMPARED = (_POSITION, "pace", "silent", "loop", "suspended", "rng", *_GENERATORS)
-_SHAPE = "/shape/"  # of modules, which may get attributes in the first forward: compared at the end of each iteration
+_SCHEDULE = ("counters", "scheduler", "groups")
+_NOT_COMPARED = (_POSITION, "pace", "silent", "observed", "rng", *_GENERATORS)
 # the kinds of places, causes first
 READS, RATE, DRAWN, SMALL, LOSS, STATE = "the batch", "learning rate", "random numbers", "small state", "loss", "state"
 _NORM = "gradient norm"
 _TRAJECTORY = (LOSS, _NORM, STATE)
+_RESTORED = (DRAWN, SMALL, STATE)  # what a version has as soon as it is restored
 _ABSENT = "nothing"
 _SKIPPED = ("inf", "nan", "-inf")  # norms of gradients of which no update is made
 
@@ -60,7 +60,7 @@ class TranscriptError(FtError):
 @dataclass(frozen=True)
 class TranscriptEntry:
     """One line. `seen` is empty for a restored version. `lineage` counts the incarnations of the job. `deferred`: the
-    version is captured later, when a synchronisation has changed it."""
+    version is not captured here: later, when a synchronisation has changed it, or it was before, and is proven."""
 
     rank: int
     kind: str
@@ -110,7 +110,8 @@ class FirstDifference:
 @dataclass(frozen=True)
 class Comparison:
     """`irreproducible`: the first place in which two unfailed runs differ, `left_out` all of them, without iterations.
-    `restored`: the iterations that were restored, in order. `unproven`: why this is no proof."""
+    `restored`: the iterations that were restored, in order. `unproven`: why this is no proof. `uncaptured`: values that
+    are not captured, and differ."""
 
     iterations: int
     ranks: int
@@ -121,6 +122,7 @@ class Comparison:
     left_out: tuple[str, ...] = ()
     trajectory: bool = True
     unproven: tuple[str, ...] = ()
+    uncaptured: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -145,12 +147,12 @@ class Comparison:
                 f"{self.ranks} ranks every batch, schedule and random number, and every restored byte (iterations {at})"
             )
         elif self.exact:
+            but = f", but for what is not captured ({len(self.uncaptured)} listed)," if self.uncaptured else ""
             lines.append(
-                f"exact over {self.iterations} iterations, {self.parts} parts of the state of {self.ranks} ranks; "
+                f"exact{but} over {self.iterations} iterations, {self.parts} parts of the state of {self.ranks} ranks; "
                 f"restored after iterations {at}"
             )
-        elsewhere = (*_TRAJECTORY, f"{SMALL} {_SHAPE}")
-        others = [name for name in self.left_out if not name.startswith(elsewhere) and name != READS]
+        others = [name for name in self.left_out if not name.startswith(_TRAJECTORY) and name != READS]
         if others:
             lines.append(f"not reproducible, so compared at restores only: {', '.join(others)}")
         return "\n".join(lines)
@@ -205,7 +207,18 @@ def compare_transcripts(
         sum(len(entry.places) for entry in golden.values() if entry.iteration == last), tuple(versions.values()),
         _first(telling) or _first(before), _first(found), tuple(sorted({_name(*place) for place in varies})),
         trajectory, tuple(_unproven(failed, unfailed, golden, restored, restores, trajectory)),
+        _uncaptured(computed, golden, first),
     )  # fmt: skip
+
+
+def _uncaptured(computed: Iterable[TranscriptEntry], golden: Golden, first: int) -> tuple[str, ...]:
+    """The values that are not captured and differ after the lineage `first`, but in no iteration of it."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for entry in computed:
+        other = golden.get((entry.rank, entry.iteration))
+        ours, theirs = ({} if one is None else one.small.get("observed", {}).get("last", {}) for one in (entry, other))
+        found[entry.lineage == first] |= {path for path in ours.keys() & theirs.keys() if ours[path] != theirs[path]}
+    return tuple(sorted(found[False] - found[True]))
 
 
 def _name(kind: str, place: str) -> str:
@@ -291,17 +304,9 @@ def _differences(
         for place in places
         if ours.get(place, _ABSENT) != theirs.get(place, _ABSENT)
         and place not in left_out
-        and (both or _is_restored(place))
+        and (both or place[0] in _RESTORED)
         and (trajectory or _is_scheduled(place))
     }
-
-
-def _is_restored(place: Place) -> bool:
-    """Whether a version has a value as soon as it is restored."""
-    kind, path = place
-    if kind == SMALL:
-        return not path.removeprefix("/caller").startswith(_SHAPE)
-    return kind in (DRAWN, STATE)
 
 
 def _is_scheduled(place: Place) -> bool:

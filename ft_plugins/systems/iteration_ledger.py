@@ -50,7 +50,7 @@ _PART_OF = {
     **dict.fromkeys(("scalars", "scalers", "scaler", "scheduler", "own_schedulers", _RERUN), LedgerPart.SCHEDULE),
 }
 # how the loop reads, what the restore itself sets, and what it has compared
-_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members", "loop", "suspended"}
+_NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members", "observed"}
 MANY = 64  # entries
 _RNG = "rng"  # the generators, in the small state of Megatron and DeepSpeed
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch

@@ -18,7 +18,8 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -102,8 +103,7 @@ def _inside(part: Any, packages: bool) -> Iterator[tuple[str, Any]]:
     kind: Any = type(part)
     match part:
         case FunctionType():
-            cells = zip(part.__code__.co_freevars, part.__closure__ or (), strict=True)
-            yield from ((name, cell.cell_contents) for name, cell in cells if is_filled(cell))
+            yield from cells(part)
             yield from (("default", one) for one in (part.__defaults__, part.__kwdefaults__) if one)
             yield from _global_generators(part)
         case MethodType():
@@ -147,12 +147,12 @@ def _attributes(part: Any) -> Mapping[str, Any]:
     return dict(getattr(part, "__dict__", None) or {})
 
 
-def is_filled(cell: Any) -> bool:
-    """Whether a cell of a closure holds something."""
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+def cells(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """The variables of the functions around it that a function refers to."""
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=False):
+        with suppress(ValueError):  # empty
+            yield name, cell.cell_contents
 
 
 @cache

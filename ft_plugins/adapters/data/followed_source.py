@@ -17,10 +17,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ...errors import ConfigError, ResumeError
-from ...events import say
-from ..script.loop_counters import loop_counters
-from .left_passes import LONGER, LeftPasses, require_rest
-from .loader_order import PassNumbers, hook_iteration
+from .left_passes import LeftPasses
+from .loader_order import hook_iteration
 from .loader_reads import LoopReads
 from .loader_values import LoaderValues
 from .loaders import (
@@ -35,10 +33,6 @@ from .loaders import (
 )
 from .worker_draws import watched
 
-_SET_BACK = (
-    "to what it was in the first pass, and it was something else when that version was captured: if samples depend on "
-    "it they differ; derive it from the iteration that the loop runs over, or from what get_state returns"
-)
 _NEW_PASS = (StopIteration, NameError, AttributeError, TypeError)  # handled where a loop lacks an iterator
 _OVER = (
     "the job resumed after the last batch of a pass over the loader, so that the pass that was begun now has no more: "
@@ -60,10 +54,7 @@ class FollowedSource:
         self._values = LoaderValues(source if isinstance(source, DataLoader) else None)
         self._generators = OwnGenerators(source)
         self._began: dict[str, bytes] = {}  # values that had changed when the pass began
-        self._at_first: dict[str, bytes] | None = None  # when the job's first one did
-        self._numbers = PassNumbers()
         self._ended = True  # no pass is under way, or the last one was read to its end
-        self._cut: Mapping[str, int] = {}  # by what the script ends the pass, counted from where it begins
         self._lengths = LeftPasses()
         self._hooked = hook_iteration(source, self._begin)
         reads.within.append(lambda: self._passes.inside)
@@ -81,14 +72,11 @@ class FollowedSource:
             saved = None  # the script lacks an iterator where one had ended
             self._discard()
         self._reads.required = True
-        self._cut = loop_counters().cut
         if saved is None:
             self._begin_anew()
         else:
             self._require_continued(saved)
         before, present = generator_states(self._source), self._values.changed()  # also what the loop has set since
-        if saved is not None:
-            self._say_set_back(present, saved["values"])
         begun = LoaderPass(source, self._beginning(original), self._passes)
         self._current = weakref.ref(begun)
         if saved is not None:
@@ -101,13 +89,9 @@ class FollowedSource:
         return watched(original) if isinstance(self._source, DataLoader) else original
 
     def _begin_anew(self) -> None:
-        if self._lengths.begin():
-            say(LONGER, alarm=True)
+        self._lengths.begin()
         self._ended = False
-        self._numbers.begin(self._values.numbers())
         self._began = self._values.changed()
-        if self._at_first is None:
-            self._at_first = self._began
         self._reads.boundary()
 
     def _require_continued(self, saved: Mapping[str, Any]) -> None:
@@ -117,15 +101,6 @@ class FollowedSource:
                 f"the sampler's epoch was set to {epoch}, but epoch {captured} was captured: start the loop over "
                 "epochs at `sampler.epoch`, which is restored before the first iteration"
             )
-        self._numbers.require_restored(self._values.numbers(), saved["numbers"]["now"])
-
-    def _say_set_back(self, present: Mapping[str, bytes], saved: Mapping[str, Any]) -> None:
-        """Name what the script has set since the restore as it was in the first pass of the job, and had changed."""
-        first, now = saved["first"] or {}, saved["now"]
-        known = now.keys() | present.keys()
-        paths = sorted(one for one in known if first.get(one) == present.get(one) != now.get(one))
-        if paths:
-            say(f"after the restore the script has set the loader's {', '.join(paths)} {_SET_BACK}", alarm=True)
 
     def _reading(self, source: LoaderPass) -> None:
         self._reads.reading(source)
@@ -138,14 +113,12 @@ class FollowedSource:
             self._unplaced = lambda: None
             self._begin_anew()
             source.begin()
-        if self._lengths.reading():
-            say(LONGER, alarm=True)
+        self._lengths.reading()
 
     def _finished(self, source: LoaderPass, was_read: bool) -> None:
         self._reads.boundary()
         self._ended = True
-        if self._lengths.ended():
-            say(LONGER, alarm=True)
+        self._lengths.ended()
         over, self._over = self._over(), lambda: None
         if source is over:
             raise StopIteration(_OVER)
@@ -170,13 +143,12 @@ class FollowedSource:
             "epoch": sampler_epoch(self._source),
             "own": self._generators.states(),
             "usual": self._reads.usual,
-            "cut": dict(self._cut),
             "left": self._lengths.left,
             "values": {
-                **{"began": self._began, "now": values, "first": self._at_first},
-                "reserve": bytes(3 * self._values.size() * first),
+                **{"began": self._began, "now": values},
+                "reserve": bytes(2 * self._values.size() * first),
             },
-            "numbers": {**self._numbers.plain(), "now": self._values.numbers(), "built": self._values.built()},
+            "numbers": {"built": self._values.built()},
             **self._place(first),
         }
 
@@ -196,9 +168,8 @@ class FollowedSource:
             set_epoch(self._source, saved["epoch"])
         set_source_generators(self._source, saved["own"])
         self._values.put(saved["values"]["now"])
-        self._numbers = PassNumbers.restored(saved["numbers"])
         self._reads.usual = saved["usual"]
-        self._began, self._at_first = dict(saved["values"]["began"]), saved["values"]["first"]
+        self._began = dict(saved["values"]["began"])
         self._load(saved)
         current = self._current()
         if saved["pass"] is None:
@@ -210,10 +181,7 @@ class FollowedSource:
             self._pending = saved
 
     def _continue(self, begun: LoaderPass, saved: Mapping[str, Any], made_before: bool) -> None:
-        if saved["pass"]["read"]:
-            require_rest(saved["cut"], self._cut)
         self._move(begun, saved, made_before)
-        self._cut = saved["cut"]
         self._lengths.restored(saved["left"], saved["pass"]["read"])
         if saved["pass"]["over"]:
             self._over = weakref.ref(begun)

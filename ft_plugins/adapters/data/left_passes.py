@@ -1,19 +1,17 @@
 """After how many batches a script leaves its passes over a loader: of a pass that a restore gave the rest of, too.
 
 A script that ends its passes by a count (`if enough(i): break` in `enumerate(loader)`) begins that count again after a
-restore, and so takes more of the restored pass than of any other. A count that its code shows is refused before
-(`require_rest`); any other shows by the lengths.
+restore, and so takes more of the restored pass than of any other: that shows by the lengths.
 
-In: reads, passes that begin, and that end by themselves. Out: whether the restored pass was longer than its neighbours.
+In: reads, passes that begin, and that end by themselves. Out: whether the restored pass was longer than its neighbours,
+and a line that says so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-from ...errors import ResumeError
-from ..script.loop_counters import rest_ends_as_a_whole
+from ...events import say
 
 _LEAVING = (
     "end a pass behind the training on its last batch, and by what a restart knows: the iteration that the loop runs "
@@ -40,22 +38,23 @@ class LeftPasses:
     def reading(self) -> bool:
         """A batch is read. Returns whether the restored pass gets longer than the one before."""
         self._taken += 1
-        return self._is_rest and 0 < self.left == self._taken - 1
+        return _said(self._is_rest and 0 < self.left == self._taken - 1)
 
     def ended(self) -> bool:
         """The pass under way has found its end. Returns the same."""
         self._taken = 0
-        return self._is_rest and self.left > 0
+        return _said(self._is_rest and self.left > 0)
 
     def begin(self) -> bool:
         """Another pass begins. Returns whether the last one was shorter than the restored one before it."""
         self.left, self._taken = self._taken, 0
         shorter = self._after_rest and 0 < self.left < (self._rest or math.inf)
         self._after_rest, self._rest, self._is_rest = self._is_rest, self.left, False
-        return shorter
+        return _said(shorter)
 
 
-def require_rest(captured: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Raises ResumeError if the script ends a pass, of which only the rest comes, by the same count as a whole one."""
-    if captured and now == captured:
-        raise ResumeError(rest_ends_as_a_whole(now, _LEAVING))
+def _said(longer: bool) -> bool:
+    if longer:
+        say(LONGER, alarm=True)
+    return longer
+

@@ -1,33 +1,24 @@
-"""Whether the order of a loader's data can be drawn again, and whether passes go on where the captured ones ended.
+"""Whether the order of a loader's data can be drawn again.
 
 Invariant: a resumed pass draws the order of its samples again from the states with which it began. A custom sampler
 that draws from the process's generators later in a pass is refused by name: other draws come in between, so its order
 would be another one.
 
-A loop that counts its epochs from 0 again would repeat them. In the first pass that begins after a resume an epoch must
-therefore rise as it did before, and other numbers that rose or fell by the same amount must not turn back.
-
-In: samplers; numbers at the begin of each pass. Out: errors.
+In: samplers. Out: errors.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from ...errors import ConfigError, ResumeError
+from ...errors import ConfigError
 from ..rng import numbers_drawn
 from .data_parts import parts
 from .loaders import is_sampled, is_stateful
-
-_COUNT = "count from the restored number (`epoch = sampler.epoch` in the first iteration, then `epoch += 1`)"
-
-
-# ---- drawing ----
 
 
 def require_repeatable(loader: Any) -> None:
@@ -102,67 +93,3 @@ def _watched(name: str, drawn: Any) -> Iterator[Any]:
             )
         yield one
         before = numbers_drawn(device=False)
-
-
-# ---- passes ----
-
-
-@dataclass
-class PassNumbers:
-    """Numbers of samplers at the begin of the last pass, and by how much each rises from pass to pass.
-
-    `steps` has with each number how often it rose so; of other numbers than epochs once may be chance. `resumed`: no
-    pass has begun since the restore but the restored one.
-    """
-
-    last: dict[str, int] | None = None
-    steps: dict[str, tuple[int, int]] = field(default_factory=dict)
-    irregular: list[str] = field(default_factory=list)
-    resumed: bool = False
-
-    def begin(self, now: Mapping[str, int]) -> None:
-        """A pass begins with the numbers `now`. Raises ResumeError."""
-        if self.last is not None:
-            for path, last in self.last.items():
-                if path in now:
-                    self._compare(path, last, now[path])
-        self.last, self.resumed = dict(now), False
-
-    def _compare(self, path: str, last: int, now: int) -> None:
-        step, times = self.steps.get(path, (0, 0))
-        epoch = path.rpartition(".")[2] == "epoch"
-        if epoch:
-            wrong = now - last != step if step else now < last
-        else:
-            wrong = times > 1 and (now - last) * step < 0  # it may stay, or rise by less: a window that is full
-        if self.resumed and wrong:
-            raise ResumeError(
-                f"the sampler's {path.rpartition('.')[2]} was set to {now} for the pass after that in which the job "
-                f"resumed, which had {last}: data would be trained on again; expected "
-                f"{last + (step or 1)}: {_COUNT}"
-            )
-        if now - last == step or not times:
-            if path not in self.irregular:
-                self.steps[path] = now - last, times + 1
-        else:
-            del self.steps[path]
-            self.irregular.append(path)
-
-    def require_restored(self, now: Mapping[str, int], restored: Mapping[str, int]) -> None:
-        """The restored pass is begun by the script. Raises ResumeError if the script has set a number back."""
-        for path, number in now.items():
-            known = [numbers[path] for numbers in (restored, self.last or {}) if path in numbers]
-            if known and number < min(known):
-                raise ResumeError(
-                    f"the sampler's {path.rpartition('.')[2]} was set to {number}, but {restored.get(path)} was "
-                    f"captured: {_COUNT}"
-                )
-
-    def plain(self) -> dict[str, Any]:
-        return {"last": self.last, "steps": self.steps, "irregular": self.irregular}
-
-    @classmethod
-    def restored(cls, saved: Mapping[str, Any]) -> PassNumbers:
-        """The captured numbers, after a resume."""
-        last = saved["last"]
-        return cls(None if last is None else dict(last), dict(saved["steps"]), list(saved["irregular"]), resumed=True)

@@ -15,8 +15,6 @@ In: reads, as they happen. Out: errors at the update.
 
 from __future__ import annotations
 
-import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -66,11 +64,6 @@ class LoopReads:
                 "read it in the iteration that trains on it (next(batches) in `for step in session.iterations(...)`)"
             )
         self._turn()
-        if self._first is None and not self._count and _is_cycled(source):
-            raise ConfigError(
-                "itertools.cycle reads the loader once and then repeats what it has stored, in one order, which a "
-                f"restart cannot continue: {_ENDLESS}"
-            )
         self._count += 1
 
     def boundary(self) -> None:
@@ -120,11 +113,6 @@ class LoopReads:
     def _turn(self) -> None:
         if self._present != self.iteration():
             self._present, self._count, self._boundary, self._other = self.iteration(), 0, False, ""
-
-
-def _is_cycled(source: Any) -> bool:
-    """Slow: visits all objects of the process."""
-    return any(type(one) is itertools.cycle for one in gc.get_referrers(source))
 
 
 def _observing(original: Callable[..., Any], iterator: Any) -> Any:

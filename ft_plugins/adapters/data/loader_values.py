@@ -16,7 +16,7 @@ In: a loader. Out: encoded values by attribute path, and back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from types import ModuleType
 from typing import Any
@@ -26,15 +26,13 @@ import torch
 import xxhash
 
 from ...errors import InventoryError, ResumeError, StateChangedError
-from ...events import say
 from ...snapshot.capture import codec
 from .data_parts import data_parts, is_generator, parts
-from .loaders import is_stateful, sampler_epoch
+from .loaders import is_stateful
 
 GROWTH = 16 << 10  # bytes by which the values of a loader may grow
 _SAMPLER_LIMIT, _DATA_LIMIT = 1 << 20, 1 << 16  # bytes of a value that is captured
 _SAMPLE = 256  # elements of a watched value that are compared
-_NESTED = 128  # objects that are marked with one that refers to them
 _PLAIN = (int, float, bool, str, bytes, type(None))
 _ITEM = 9  # bytes of an encoded number, at most
 _REMEDY = (
@@ -52,12 +50,11 @@ class LoaderValues:
         self._marks: dict[str, Any] = {}
         self._known = {path for path, _ in self._owners()}  # objects that a restart has, too, when it is restored
         self._stateful = [path for path, part in data_parts(loader) if is_stateful(part)]
-        self._named: set[str] = set()  # values of data sets that are not captured, and were named
         for path, (owner, name) in self._places().items():
             value = vars(owner)[name]
             encoded = encoding(value, _limit(path))
             if encoded is None:
-                self._marks[path] = mark_of(value)
+                self._marks[path] = mark_of(value) if _is_sampler(path) else None
             else:
                 self._encoded[path] = encoded
 
@@ -71,18 +68,16 @@ class LoaderValues:
         places = self._places()
         for path, (owner, name) in places.items():
             value = vars(owner)[name]
-            if path in self._named:
-                continue
+            if path in self._marks and _is_sampler(path) and mark_of(value) != self._marks[path]:
+                self._refuse(path, value)
             if path in self._marks:
-                if mark_of(value) != self._marks[path]:
-                    self._refuse(path, value)
                 continue
             encoded = encoding(value, _limit(path))
             if encoded is None:
                 self._refuse(path, value)
             elif encoded != self._encoded.get(path):
                 changed[path] = encoded
-        settled = (*places, *self._named, *self._stateful)  # captured or named as a whole, or in a state of its own
+        settled = (*places, *self._marks, *self._stateful)  # captured or left as a whole, or in a state of its own
         for path in sorted(self._found.keys() - self._known):
             if vars(self._found[path]) and not path.startswith(settled):
                 self._refuse(path, self._found[path], "was made later, but in no attribute: no version has it")
@@ -96,7 +91,7 @@ class LoaderValues:
         wanted = {**self._encoded, **values}
         places = self._places()
         for path in wanted.keys() | places.keys():
-            if path in self._marks or path in self._named:
+            if path in self._marks:
                 continue
             owner, name = places.get(path) or self._owner(path)
             if is_generator(vars(owner).get(name)):
@@ -106,16 +101,6 @@ class LoaderValues:
                     delattr(owner, name)  # set later
             elif path not in places or encoding(vars(owner)[name], _limit(path)) != wanted[path]:
                 assign(owner, name, codec.decode(wanted[path]))
-
-    def numbers(self) -> dict[str, int]:
-        """The present whole numbers of samplers, and the epochs that others keep."""
-        numbers = {
-            path: value
-            for path, (owner, name) in self._places().items()
-            if type(value := vars(owner)[name]) is int and (_is_sampler(path) or "epoch" in name)
-        }
-        epoch = sampler_epoch(self._loader)
-        return numbers if epoch is None else {**numbers, "epoch": epoch}
 
     def built(self) -> dict[str, int]:
         """Digests of the numbers with which samplers were constructed (a seed)."""
@@ -164,13 +149,12 @@ class LoaderValues:
     def _refuse(
         self, path: str, value: Any, reason: str = "changes, but is not captured, being an object or too large"
     ) -> None:
-        what = f"the loader's {path.rstrip('.')} (a {type(value).__name__}) {reason}"
         if _is_sampler(path):
             raise StateChangedError(
-                f"{what}, so that the order of the data would be another one after a restart: {_REMEDY}"
+                f"the loader's {path.rstrip('.')} (a {type(value).__name__}) {reason}, so that the order of the data "
+                f"would be another one after a restart: {_REMEDY}"
             )
-        self._named.add(path)
-        say(f"{what}; if samples depend on it, {_REMEDY}")
+        self._marks[path] = None  # of a data set: it is observed
 
 
 def _is_sampler(path: str) -> bool:
@@ -217,21 +201,6 @@ def _room_left(value: Any, room: int, depth: int = 8) -> int:
         if room < 0:
             break
     return room
-
-
-def deep_mark(value: Any, known: Collection[int] = ()) -> list[Any]:
-    """`mark_of` an object and of what it refers to, the nearest first, up to a bound. `known`: ids of objects that are
-    left out."""
-    pending, seen = [value], {id(value), *known}
-    for one in pending:
-        opaque = callable(one) or isinstance(one, torch.Tensor | torch.nn.Module | ModuleType)
-        elements = one if isinstance(one, list | tuple | deque) else one.values() if isinstance(one, dict) else ()
-        inside = () if opaque else getattr(one, "__dict__", {}).values()
-        for part in [*islice(chain(inside, elements), _NESTED - len(pending))]:
-            if type(part) not in _PLAIN and id(part) not in seen:
-                seen.add(id(part))
-                pending.append(part)
-    return [mark_of(one) for one in pending]
 
 
 def mark_of(value: Any) -> Any:

@@ -6,7 +6,7 @@ between `deepspeed.initialize` and the first batch: code outside DeepSpeed read 
 repeat iterations and train longer than asked, and end without an error.
 
 The counters are observed by a subclass of the engine's class with properties of their names, which is removed when
-training begins. Who reads one only to print it shows by its own loop's counters (`script.own_counters`).
+training begins. Who reads one only to print it shows by what begins again (`begun_again`), and by the proof.
 
 In: an engine. Out: whether its loop continues; what to say if it does not."""
 
@@ -16,7 +16,6 @@ import sys
 from typing import Any
 
 from ...errors import ResumeError
-from ..script.loop_counters import LEAVING
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps")
 _NOT_THE_SCRIPT = ("accelerate", "deepspeed", "ft_plugins", "torch", "transformers")
@@ -24,15 +23,6 @@ _NAMES = ", ".join(f"engine.{name}" for name in _COUNTERS)
 _LINE = (
     "Write `start = engine.global_steps` after deepspeed.initialize and begin there: `for step in range(start, steps)` "
     "or `for epoch in range(start // steps_per_epoch, epochs)`"
-)
-CARRIED = (
-    "what the script decides by it, or prints of it (an evaluation, its best checkpoint, an average), is not that of "
-    "a run without a failure, and if that draws random numbers, results are not either: compute it from "
-    "engine.global_steps, or save and load it in the script"
-)
-CUT = (
-    "the loop ends its passes over the data by a count from their beginning, so a restart in the middle of one will be "
-    f"refused: {LEAVING}"
 )
 NOTICE = (
     f"the loop read none of {_NAMES} between deepspeed.initialize and its first batch, so a restart will be refused: "
@@ -67,15 +57,6 @@ class CounterReads:
         """Stop observing. Returns whether the script read a counter's present value."""
         self._engine.__class__ = self._kind
         return any(vars(self._engine)[name] == value for name, value in self._values.items())
-
-
-def elsewhere(rank: int, iteration: int, problem: str) -> str:
-    """Why a job restored at `iteration` is refused whose loop has read a counter and begins elsewhere."""
-    return (
-        f"rank {rank}: iteration {iteration} was restored, but the loop does not begin there: {problem}. To read "
-        f"engine.global_steps is not enough. {_LINE}; pass over a counter that need not continue by "
-        "`import ft_plugins.deepspeed; ft_plugins.deepspeed.ignore('its name')`; or start with --ftp-resume fresh"
-    )
 
 
 def require_equal(rank: int, client: str, counted: int, iteration: int) -> None:

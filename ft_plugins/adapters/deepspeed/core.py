@@ -23,16 +23,16 @@ import xxhash
 
 from ...base import faults
 from ...errors import ResumeError
-from ...events import say
 from ...model.host import Edges, Hooks, ScalarWriter
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...snapshot.capture import codec
+from ..begun_again import BegunAgain
 from ..data.observed_inputs import ObservedForwards, digest_of_inputs, plain_number
 from ..forward_edges import Saving, follow_forwards
 from ..host_parts import groups, reach_fault_points, restore_groups
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
-from ..module_shape import ModuleShape
+from ..observed import module_roots
 from ..parameter_groups import numbered, packed, regrouped
 from ..schedulers import (
     SchedulerRestore,
@@ -42,27 +42,20 @@ from ..schedulers import (
     restore_schedules,
     schedules,
 )
-from ..script.own_counters import OwnCounters
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
-from ..script.undeclared_search import Given, UndeclaredSearch
+from ..script.undeclared_search import Given, UndeclaredSearch, ignored_names
 from . import naming, state
 from .clients import EngineClient
 from .position import Positions
-from .rank import speaks
 from .read_ahead import ReadPace, unproven
 from .reducing import SHARDED
 from .replay import restore_rng, rng_state
 from .shard_groups import ShardGroups
-from .stepping import DeepSpeedStepping, rates
+from .stepping import DeepSpeedStepping
 
 _STAGE3 = 3  # ZeRO stage
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-_OWN_SCHEDULER = (
-    "the learning rate changes, but neither deepspeed.initialize nor the script has a scheduler of torch: a restore "
-    "sets the rate, but what the script computes it from starts from the beginning; compute it from "
-    "engine.global_steps, or pass a scheduler to deepspeed.initialize(lr_scheduler=...)"
-)
 _SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping", "zero_optimization_stage")
 
 
@@ -91,19 +84,17 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._positions = None if client is not None and client.places_data else positions
         self._unsettled: Mapping[str, Any] | None = None  # small state that is restored, but not the client's part
         self.schedule = SchedulerRestore(engine.lr_scheduler)
-        self._rates: list[float] | None = None  # learning rates at the previous version point
-        self._scheduler_reported = False
         self.restored = False  # whether the engine holds a restored version, whose data position comes next
-        self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}", self.rank == 0)
-        if self.checkpoint_lacks:
-            self._undeclared.only_report(lines_to_add)
-        self.counted = OwnCounters()
+        self._undeclared = UndeclaredSearch(self._given, lines_to_add, f"rank {self.rank}")
         self.silent = False  # whether iterations have updates without a forward in training mode
         self.pace: ReadPace | None = None  # of the last iteration, if its reads are followed
         require_encodable_scheduler(engine.lr_scheduler, self.rank)
         require_encodable_modes(engine.module, self.rank)
-        self._numbers = ModuleNumbers(engine.module, state.updating(engine.optimizer))
-        self._shape = ModuleShape(self._numbers, speaks(self._topology, self.rank), self.item_names)
+        self._numbers = ModuleNumbers(engine.module)
+        self.observed = BegunAgain(
+            lambda: module_roots("model", engine.module, state.updating(engine.optimizer)),
+            lambda: (*self.tensors().values(), *engine.module.parameters()), ignored_names,
+        )  # fmt: skip
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
 
@@ -143,7 +134,6 @@ class DeepSpeedHost(DeepSpeedStepping):
         if self._trains:
             self._undeclared.check(self.engine.global_steps)
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
-        self._report_own_scheduler()
         return {
             "groups": groups(state.all_groups(optimizer)),
             "members": self._members,
@@ -157,18 +147,11 @@ class DeepSpeedHost(DeepSpeedStepping):
             "position": {} if self._positions is None else self._positions.read(),
             "rng": rng_state(),
             "silent": self.silent,
-            "numbers": self._numbers.captured(self.rank == 0),
+            "numbers": self._numbers.captured(),
             "modes": read_modes(self._numbers.parts.modules),
-            "shape": self._shape.captured(self.engine.global_steps if self._trains else 0),
-            "loop": None if self.silent or self._client_counts() else self.counted.captured(),
             "client": None if self._client is None else {"name": self._client.name, "state": self._client.state()},
             "pace": None if self.pace is None else vars(self.pace),
-            "lost": self._undeclared.lost(),
         }
-
-    def _client_counts(self) -> bool:
-        """Whether the client says where its loop is, so that nothing else need show it."""
-        return self._trains and self._client is not None and self._client.iteration() is not None
 
     def _given(self) -> Given:
         """What the engine consists of. Modules of other stages are left in a pipeline's list of layers."""
@@ -178,7 +161,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         trained = [one for one in module.parameters() if one.requires_grad]
         optimizer = self.engine.optimizer
         return Given(
-            (*objects, optimizer, *state.updating(optimizer)), (*self.tensors().values(),), tuple(trained), True
+            (*objects, optimizer, *state.updating(optimizer)), (*self.tensors().values(),), tuple(trained)
         )
 
     def _own_schedulers(self) -> dict[str, Any]:
@@ -190,17 +173,6 @@ class DeepSpeedHost(DeepSpeedStepping):
                 return {}
             self._own = own_schedulers(state.inner(self.engine.optimizer), self.rank)
         return self._own
-
-    def _report_own_scheduler(self) -> None:
-        """Say once that something sets rates that is not captured: no optimizer changes its own. A client's is."""
-        captured = self._scheduler_reported or self._client is not None or self._own_schedulers()
-        if self.engine.lr_scheduler is not None or captured:
-            return
-        before, self._rates = self._rates, rates(state.inner(self.engine.optimizer))
-        if before is not None and before != self._rates:
-            self._scheduler_reported = True
-            if self.rank == 0:
-                say(_OWN_SCHEDULER)
 
     def scalars(self) -> bytes:
         """Scalar state of optimizer, loss scaler and scheduler, and the number of skipped updates; no other counters.
@@ -245,10 +217,9 @@ class DeepSpeedHost(DeepSpeedStepping):
     def restore(self, small: Mapping[str, Any]) -> None:
         """Restore all but the item tensors, which are restored already; rebuild derived parameters. A collective."""
         engine, optimizer, self.restored = self.engine, self.engine.optimizer, True
-        if "lost" in small:
-            self._undeclared.require_kept(small["lost"])
         self._require_same_client(small)
-        self.pace = None if small.get("pace") is None else ReadPace(**small["pace"])
+        pace = small.get("pace")  # of an earlier version of ft_plugins with more
+        self.pace = None if pace is None else ReadPace(pace["read"], pace["computed"], pace["proven"])
         problem = None if self.pace is None else unproven(self.pace)
         if problem is not None:
             raise ResumeError(
@@ -260,11 +231,8 @@ class DeepSpeedHost(DeepSpeedStepping):
                 "with the captured job's settings, or start with --ftp-resume fresh"
             )
         self.silent = small.get("silent", False)
-        trained = [one for role, one in small.get("position", {}).items() if role.startswith("train")]
-        self.counted.restored(small.get("loop"), any(one.get("read") for one in trained))
         self._restore_counters(small)
         self._restore_optimizer(small)
-        self._rates = None
         state.rebuild_derived(optimizer)
         self._unsettled = small
 
@@ -306,7 +274,6 @@ class DeepSpeedHost(DeepSpeedStepping):
             self._restore_optimizer(small)
         self._numbers.restore(small["numbers"])
         write_modes(self.engine.module, small["modes"], training=not self.silent)
-        self._shape.restored(small.get("shape"))
         if small["own_schedulers"]:  # which have set the rates, too, when they were made
             self._own = restore_own(state.inner(self.engine.optimizer), small["own_schedulers"], self.rank)
             optimizer = self.engine.optimizer
@@ -357,9 +324,10 @@ class DeepSpeedHost(DeepSpeedStepping):
         else:
             ObservedForwards([engine.module], observer)
 
-    def install(self, hooks: Hooks) -> None:
+    def loop_begins(self) -> None:
         self._undeclared.begin()
-        self._shape.install([self.engine.module])
+
+    def install(self, hooks: Hooks) -> None:
 
         def take_model_step(original: Any, *args: Any, **kwargs: Any) -> Any:
             iteration = self.engine.global_steps + 1

@@ -31,6 +31,7 @@ from typing import Any
 from ...errors import ResumeError, UnsupportedError
 from ...events import say
 from ...snapshot.capture import codec
+from ..data.left_passes import LeftPasses
 from ..data.loaders import (
     LoaderEpoch,
     LoaderPass,
@@ -96,9 +97,14 @@ class Positions:
         self._unplaced: list[LoaderPass] = []
         self._said: set[str] = set()  # roles whose workers were named
         self._newest: tuple[Callable[[], Any], LoaderEpoch] | None = None  # what training read last
+        self._lengths: dict[str, LeftPasses] = {}  # of roles that train
+        self._under_way: dict[str, LoaderEpoch | None] = {}  # the pass that they read last; None: a restored one
 
     def _finished(self, source: LoaderPass, was_read: bool) -> None:
         self._newest = None
+        for role, known in self._sources.items():
+            if role in self._lengths and known() is source:
+                self._lengths[role].ended()
         if was_read:
             self.found_end()
 
@@ -168,6 +174,15 @@ class Positions:
             self._epochs.setdefault(role, LoaderEpoch.of(loader)).reading(loader)
         elif role.startswith("train"):
             self._newest = reference(source), epoch
+            self._count(role, epoch)
+
+    def _count(self, role: str, epoch: LoaderEpoch) -> None:
+        lengths = self._lengths.setdefault(role, LeftPasses())
+        before = self._under_way.get(role, epoch)
+        self._under_way[role] = epoch
+        if before is not None and before is not epoch:
+            lengths.begin()
+        lengths.reading()
 
     def has_left(self) -> bool:
         """Whether the script left the pass that training read last, which did not find its end."""
@@ -272,6 +287,7 @@ class Positions:
         return {
             "kind": "batches" if restart_method(source) is not None else "reads",
             "read": epoch.read,
+            "left": self._lengths[role].left if role in self._lengths else 0,
             "again": epoch.reused_workers,
             "began": epoch.began,
             "first": None if same else first,
@@ -314,6 +330,9 @@ class Positions:
         require_epoch(role, loader, saved["epoch"])
         set_source_generators(loader, saved["own"])
         epoch = LoaderEpoch(saved["began"], saved["first"] or saved["began"], saved["read"], saved["again"])
+        if role.startswith("train"):
+            self._lengths.setdefault(role, LeftPasses()).restored(saved.get("left", 0), epoch.read)
+            self._under_way[role] = None
         again = epoch.read if saved.get("workers") else 0
         started = time.perf_counter()
         with self._passes.within():

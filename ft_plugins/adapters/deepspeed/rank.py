@@ -49,11 +49,6 @@ class DeepSpeedRank(FrameworkHost[DeepSpeedReplay]):
             )
 
 
-def speaks(topology: Topology, rank: int) -> bool:
-    """Whether `rank` is the first of those that run the same modules, and prints what changes of them."""
-    return rank == topology.replicas(rank)[0] and topology.coords(rank).tp == 0
-
-
 def topology(engine: Any, shards: ShardGroups | None = None) -> Topology:
     """The job's topology: that of a PipelineModule, else replicas of a model that may be sharded."""
     grid = getattr(engine.module, "_topo", None)

@@ -7,16 +7,13 @@ as the first one. How many is the script's choice: a batch may be split, or seve
 held one back shows only in the second; until then a version is restored only if it read one batch for each micro-step.
 
 A batch whose pass is left without a micro-step on it (`if i == n: break` at the begin of a loop's body, a look at the
-first one) ends no job, but from then on no version is restored: a restart would read it again, or go on in the pass
-that was left.
+first one) is not counted; what a restart makes of it `data.left_passes` says.
 
 In: reads and micro-steps, as they happen. Out: what is wrong, or None; a `ReadPace` for the version."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-from ..script.loop_counters import LEAVING
 
 ADVICE = (
     "Read each batch after engine.step() of the one before, in the main thread, and train on all of them: a loader of "
@@ -33,22 +30,16 @@ DRAWN = (
     "random numbers only at the forward. Draw them in the data set or the collate function of a torch DataLoader, or "
     "from a generator that is seeded with engine.global_steps"
 )
-LEFT = (
-    "a pass over the data was left with a batch that was read and not trained on (a `break` before training, or a look "
-    "at a batch)"
-)
 OTHER_THREAD = "a thread other than the one that trains has read a batch"
 
 
 @dataclass(frozen=True)
 class ReadPace:
-    """Batches read and micro-steps computed in one iteration. `proven`: no batch is held back at its end. `left`: so
-    far a pass was left with a batch."""
+    """Batches read and micro-steps computed in one iteration. `proven`: no batch is held back at its end."""
 
     read: int = 0
     computed: int = 0
     proven: bool = False
-    left: bool = False
 
 
 class IterationReads:
@@ -95,7 +86,7 @@ class IterationReads:
         now, usual = self._now, self.usual
         without = replace(now, read=now.read - self._left)
         left = self._left > 0 and (usual is None or (not _are_equal(now, usual) and _are_equal(without, usual)))
-        return replace(without if left else now, left=left or (usual is not None and usual.left))
+        return without if left else now
 
 
 def _are_equal(one: ReadPace, other: ReadPace) -> bool:
@@ -104,8 +95,6 @@ def _are_equal(one: ReadPace, other: ReadPace) -> bool:
 
 def unproven(pace: ReadPace) -> str | None:
     """Why a version of this pace cannot be restored; None if it can."""
-    if pace.left:
-        return f"{LEFT}; {LEAVING}; start with --ftp-resume fresh"
     if pace.proven:
         return None
     return (

@@ -36,7 +36,6 @@ from ..rng import numbers_drawn
 from ..scalar_writers import of_engine
 from ..script.script_hooks import is_failing
 from ..script.script_hooks import replace_in_deepspeed as replace
-from ..script.undeclared_search import ignored_names
 from .clients import EngineClient, EngineClients
 from .configuration import (
     configuration_argument,
@@ -44,9 +43,9 @@ from .configuration import (
     resolve,
     settings_of,
 )
-from .continuing import CARRIED, CUT, NOTICE, CounterReads, at_its_own_start, elsewhere, require_equal
+from .continuing import NOTICE, CounterReads, at_its_own_start, require_equal
 from .position import Positions
-from .read_ahead import ADVICE, DRAWN, LEAVING, LEFT, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
+from .read_ahead import ADVICE, DRAWN, NOTHING_READ, OTHER_THREAD, READ_EARLY, IterationReads
 from .shard_groups import ShardGroups, require_known_early
 
 Leave = Callable[[bool], None]  # with whether training ended in order
@@ -239,17 +238,12 @@ class DeepSpeedLoop:
             self._counters.end()
             return
         restored, continues = self.engine.global_steps, self._counters.end()
-        problem = self._host.counted.begin(self._host.restored, ignored_names())
         if not self._host.restored:
-            if self._captured and (not continues or self._host.counted.cuts):
-                self._say_once(CUT if continues else NOTICE)
+            if self._captured and not continues:
+                self._say_once(NOTICE)
         elif not continues and self._loaded != restored:
             raise ResumeError(at_its_own_start(self._host.rank, restored, self._loaded))
-        elif problem is not None:
-            raise ResumeError(elsewhere(self._host.rank, restored, problem))
         self._host.schedule.require_unchanged(self._host.rank)
-        if self._host.counted.remark and self._host.rank == 0:
-            say(f"{self._host.counted.remark}; {CARRIED}", alarm=True)
 
     # PipelineEngine
 
@@ -353,9 +347,7 @@ class DeepSpeedLoop:
         outcome = original(*args, **kwargs)
         if self.engine.global_steps != before:
             self._updated = self.engine.global_steps
-            pace = self._host.pace = self._reads.updated(self._host.silent)
-            if pace is not None and pace.left and self._captured:
-                self._say_once(f"{LEFT}, so a restart will be refused: {LEAVING}")
+            self._host.pace = self._reads.updated(self._host.silent)
             self._drawn = None if self._tracked or self._host.silent else numbers_drawn()
             if self._host.silent:  # whatever comes next belongs to the next iteration
                 self._end()

@@ -2,24 +2,23 @@
 generators.
 
 Invariant: after `write(read())` every plain attribute that was there has its value again; one that was deleted since
-the construction is back. Attributes of other kinds (models, writers, file handles) are left alone; one that a script's
-own class keeps is named once if it changes.
+the construction is back. Attributes of other kinds (models, writers, file handles) are left alone, and the largest
+values where there are too many: they are observed (`begun_again`).
 
 In: objects and classes by name. Out: encoded values by path, and back."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...events import say
 from ...snapshot.capture import codec
 from ..data.data_parts import is_generator
-from ..data.loader_values import assign, deep_mark, encoding
+from ..data.loader_values import assign, encoding
 from ..data.loaders import set_state_of, state_of
 
 LIMIT = 1 << 16  # bytes of a value
@@ -31,9 +30,8 @@ class PlainAttributes:
     """`owners` gives the present objects by name; `ours`: whether an attribute of such a name is captured elsewhere, or
     belongs to the library itself."""
 
-    def __init__(self, owners: Callable[[], Mapping[str, Any]], ours: Callable[[str, str], bool], speaks: bool) -> None:
-        self._owners, self._ours, self._speaks = owners, ours, speaks
-        self._marks: dict[str, Any] = {}
+    def __init__(self, owners: Callable[[], Mapping[str, Any]], ours: Callable[[str, str], bool]) -> None:
+        self._owners, self._ours = owners, ours
         self._built: dict[str, bytes] = {}  # before training begins
         self._built = dict(self._changed())
 
@@ -42,7 +40,7 @@ class PlainAttributes:
         values = dict(self._changed())
         while sum(map(len, values.values())) > _TOGETHER:
             path = max(values, key=lambda path: len(values[path]))
-            self._name(path, codec.decode(values.pop(path)))
+            del values[path]
         return values
 
     def _changed(self) -> Iterator[tuple[str, bytes]]:
@@ -51,13 +49,8 @@ class PlainAttributes:
         for path, value, _ in places:
             elsewhere = id(value) in known and codec.plain_fields(value)  # as a TrainerState
             encoded = encoding(_plain(value), LIMIT) if not (callable(value) or elsewhere) else None
-            if encoded is not None:
-                if self._marks.get(path, ()) is not None:
-                    self._marks[path] = ()
-                if encoded != self._built.get(path):
-                    yield path, encoded
-            elif id(value) not in known:
-                self._watch(path, value, known)
+            if encoded is not None and encoded != self._built.get(path):
+                yield path, encoded
 
     def write(self, values: Mapping[str, bytes]) -> None:
         """Set the captured values, and all others as they were at the construction; of an owner that is gone none."""
@@ -83,22 +76,6 @@ class PlainAttributes:
                 ours = self._ours(owner, name)
                 if not (ours and isinstance(value, torch.nn.Module)):
                     yield f"{owner}.{name}", value, ours
-
-    def _watch(self, path: str, value: Any, known: Collection[int]) -> None:
-        mark = deep_mark(value, known)
-        before = self._marks.setdefault(path, mark)
-        if before is not None and before != mark:
-            self._name(path, value)
-
-    def _name(self, path: str, value: Any) -> None:
-        """Say once that a value is not captured."""
-        if self._marks.get(path) is not None and self._speaks:
-            say(
-                f"{path} (a {type(value).__name__}) changes, but is not captured, being an object or too large: if "
-                "training depends on it, keep it as plain values and tensors in attributes, or let its callback "
-                "be an ExportableState"
-            )
-        self._marks[path] = None
 
 
 def _plain(value: Any) -> Any:

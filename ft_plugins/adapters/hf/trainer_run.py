@@ -29,6 +29,7 @@ import torch
 
 from ...errors import ResumeError
 from ...events import say
+from ...model.digest import WALL_TIMES as NOT_COMPARED
 from ..script.script_hooks import replaced, wrap
 from ..script.script_state import Marks
 from ..script.undeclared_search import ignore_alone
@@ -119,14 +120,15 @@ class TrainerRun:
         if self._progress is None or self._batches is None:
             return {"place": place}
         first = {} if self._progress.begun else {"reserve": bytes(self._progress.expected_bytes())}
-        return {"place": place, "progress": self._progress.read(), "position": self._batches.read(), **first}
+        position = {"position": self._batches.read()}  # what it leads to is compared: the batches
+        return {"place": place, "progress": self._progress.read(), NOT_COMPARED: position, **first}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """The state is restored, except for generators."""
         assert self._progress is not None and self._batches is not None
         self._saved = self._restored = saved
         self._progress.write_state(saved["progress"])
-        self._batches.write(saved["position"])
+        self._batches.write(_position_of(saved))
         vars(self.trainer.args).update(dict.fromkeys(_TO_ENTER, False))  # until `_progress.write`
 
     # ---- the loop ----
@@ -140,7 +142,7 @@ class TrainerRun:
         if self._restored is None:
             return self._begins[0], self._begins[1]
         place = self._restored["place"]
-        at = self._restored["position"]["pass"]
+        at = _position_of(self._restored)["pass"]
         if place["over"]:
             return int(self.trainer.state.num_train_epochs), 0
         return int(place["epoch"]), 0 if at is None else int(at["taken"])
@@ -220,7 +222,7 @@ class TrainerRun:
             ignore_alone(self.trainer, self.trainer.accelerator, self.trainer.lr_scheduler)
         if self._saved is not None and self._progress is not None:
             saved, self._saved = self._saved, None
-            self.loader.write(saved["position"])
+            self.loader.write(_position_of(saved))
             self._progress.write(saved["progress"])
 
     def _report_changed(self) -> None:
@@ -243,3 +245,8 @@ class TrainerRun:
         self._protection.end()
         self._place()
         return original(*args, **kwargs)
+
+
+def _position_of(saved: Mapping[str, Any]) -> Any:
+    """The data position; next to the rest of the state in that of earlier versions of ft_plugins."""
+    return saved.get(NOT_COMPARED, saved)["position"]

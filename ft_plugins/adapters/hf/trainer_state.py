@@ -49,7 +49,7 @@ class TrainerProgress:
         self._names = {name for kind in own for one in vars(kind).values() for name in _names_in(one)}
         self._fields = {one.name for one in fields(trainer.args)}
         self._accumulation = getattr(trainer.args, _ACCUMULATION)
-        self._attributes = PlainAttributes(self._owners, self._is_known, trainer.is_world_process_zero())
+        self._attributes = PlainAttributes(self._owners, self._is_known)
 
     def read(self) -> dict[str, Any]:
         trainer = self._trainer

@@ -19,16 +19,13 @@ parser; a configuration; `ReadArguments`, for the rules. Raises FtError.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import importlib
-import inspect
 import math
 import os
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +41,6 @@ from . import prepare
 
 _BYTES = 18  # that Megatron-LM's own estimate takes for each parameter, if nothing is distributed
 _LINES = 3  # of its own refusal that are shown
-_SHOWN = 60  # characters of an argument with its value
 
 
 def extend(module: ModuleType) -> None:
@@ -114,9 +110,7 @@ def read_arguments(folder: Path, words: Sequence[str], ranks: int = 1) -> ReadAr
         values.world_size = max(ranks, _fewest(values))
         if any(getattr(values, name, False) for name in ("use_torch_fsdp2", "use_megatron_fsdp")):
             os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # which other jobs need to be 1
-        options = [one for one in known._actions if one.option_strings and one.const is not False]
-        spelt = {one.dest: one.option_strings[0] for one in options}
-        problem = _validate(module, values, spelt)
+        problem = _validate(module, values)
     version = str(importlib.import_module("megatron.core").__version__)
     return ReadArguments(version, values, unknown, problem, values.world_size, _parameters(values))
 
@@ -150,42 +144,21 @@ def _as_first_rank(words: Sequence[str], ranks: int) -> Iterator[None]:
         os.environ.update(environment)
 
 
-def _validate(module: ModuleType, values: argparse.Namespace, spelt: Mapping[str, str]) -> str:
-    """Validate in place; returns what is refused. What a version asserts of the machine is refused here too.
-    `spelt`: options by the name of their value."""
+def _validate(module: ModuleType, values: argparse.Namespace) -> str:
+    """Validate in place; returns what is refused. What a version asserts of the machine is refused here too."""
     try:
         with quiet():
             module.validate_args(values, {})
     except (Exception, SystemExit) as error:  # whatever a version raises, the rules still read what was parsed
         lines = [line for line in str(error).splitlines() if line.strip()][:_LINES]
-        return f"{type(error).__name__}: {' '.join(lines) or 'no message'}{_looked_at(error, values, spelt)}"
+        return f"{type(error).__name__}: {' '.join(lines) or 'no message'}{_raised_at(error)}"
     return ""
 
 
-def _looked_at(error: BaseException, values: argparse.Namespace, spelt: Mapping[str, str]) -> str:
-    """The arguments, with their values, that the innermost statement over `values` reads in which `error` was raised;
-    if it reads none, those of the condition around it."""
-    frames = [one for one in traceback.walk_tb(error.__traceback__) if one[0].f_code.co_filename != __file__]
-    frames = [one for one in frames if any(held is values for held in one[0].f_locals.values())]
-    with contextlib.suppress(OSError, SyntaxError, IndexError):  # without its source
-        frame, number = frames[-1]
-        line = number - frame.f_code.co_firstlineno + 1
-        _, *around = [  # from the outermost one, which is the function
-            node
-            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(frame.f_code))))
-            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or line)
-        ]
-        for node in reversed(around):
-            looks = getattr(node, "test", ast.Pass()) if hasattr(node, "body") else node
-            names = {
-                one.attr: f"{spelt.get(one.attr, one.attr)} {getattr(values, one.attr)}"[:_SHOWN]
-                for one in ast.walk(looks)
-                if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and hasattr(values, one.attr)
-                and frame.f_locals.get(one.value.id) is values
-            }  # fmt: skip
-            if names:
-                return f" ({', '.join(names.values())})"
-    return ""
+def _raised_at(error: BaseException) -> str:
+    """The line of Megatron-LM in which `error` was raised, which names the arguments."""
+    line = traceback.extract_tb(error.__traceback__)[-1].line
+    return f" ({line})" if line else ""
 
 
 def _fewest(values: Any) -> int:

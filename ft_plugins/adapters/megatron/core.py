@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -40,15 +40,15 @@ from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.topology import Topology
 from ...snapshot.capture import codec
+from ..begun_again import BegunAgain
 from ..data.observed_inputs import ObservedForwards, plain_number
 from ..forward_edges import follow_forwards
-from ..held_tensors import HeldTensors
 from ..host_parts import groups, local_part, reach_fault_points, restore_groups
-from ..module_parts import parts_of
+from ..observed import Root, module_roots
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
+from ..script.undeclared_search import ignored_names
 from . import fp8_scaling, inner_masters, state
-from .held_values import HeldValues
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
 from .support import is_stub, layer_wise
@@ -109,9 +109,7 @@ class MegatronCoreHost(MegatronReduction):
         self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
-        self._held = HeldTensors()
-        self._values = HeldValues(self.chunks, self._inner())
-        self._began = False  # training, in this process: what a script does before, it does in each start
+        self.observed = BegunAgain(self._modules, lambda: (*self.tensors().values(), *self._copied()), ignored_names)
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED
@@ -153,7 +151,6 @@ class MegatronCoreHost(MegatronReduction):
     def small_state(self) -> dict[str, Any]:
         """All state that is not a tensor. Raises UnsupportedError for state that has appeared and is not captured."""
         fp8_scaling.require_no_other(self.chunks, self.rank)
-        self._report_held()
         return {
             "groups": [groups(inner_masters.counted(optimizer)) for optimizer in self.optimizers],
             "members": self._members,
@@ -166,18 +163,13 @@ class MegatronCoreHost(MegatronReduction):
             **({"fp8_unused": fp8_scaling.unused(self.chunks)} if fp8_scaling.in_use(self.chunks) else {}),
         }
 
-    def _report_held(self) -> None:
-        """Say what modules keep in no item and training changes, on the first rank of those that run the same ones."""
-        first = self.rank == self._topology.replicas(self.rank)[0] and not self._topology.coords(self.rank).tp
-        if self._began and first:
-            names = [(f"chunk{at}.", one) for at, one in enumerate(self.chunks)]
-            modules = (
-                (f"{chunk}{state.unwrapped(f'{name}.')}".rstrip("."), part)
-                for chunk, of in names
-                for name, part in parts_of(of)
-            )
-            self._held.report(self._completed(), modules, self._inner(), self.item_names)
-            self._values.report(self._completed())
+    def _modules(self) -> Iterator[Root]:
+        for at, chunk in enumerate(self.chunks):
+            yield from module_roots(f"chunk{at}", _unwrapped(chunk), () if at else self._inner())
+
+    def _copied(self) -> Iterator[torch.Tensor]:
+        """The parameters that the model computes with."""
+        return (one for chunk in self.chunks for one in chunk.parameters())
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         return [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]
@@ -294,7 +286,6 @@ class MegatronCoreHost(MegatronReduction):
 
     def loop_begins(self) -> None:
         """What a loop of its own has loaded, it has loaded by now, perhaps after a restore."""
-        self._began = True
         now = fp8_scaling.scales_of_casts(self.chunks)
         if self._restored is None or not all(map(torch.equal, now, self._restored)):
             fp8_scaling.note_cast(self.chunks)
@@ -368,3 +359,9 @@ def _plain(value: Any) -> Any:
         case list() | tuple():
             return [_plain(part) for part in value]
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(inner := chunk._modules.get("module"), torch.nn.Module):
+        chunk = inner
+    return chunk

@@ -4,7 +4,7 @@ Invariant: nothing of the script is called except `state_dict` of torch's own cl
 
     tensors_in   the tensors that an object holds directly, in containers, or, if it is torch's, as torch has them
     Marks        contents of tensors at one time: version counters, and a sample of the bytes (changes through `.data`)
-    Returned     what `get_state` returned, and what its code refers to
+    Returned     what `get_state` returned
 
 In: objects of a script. Out: tensors, and answers about them.
 """
@@ -20,8 +20,8 @@ import torch
 
 from ...snapshot.capture.copiers import flat_bytes
 from ...snapshot.capture.samples import digest_of, sample_of
-from ..data.data_parts import global_names, is_filled
 from ..host_parts import local_part
+from ..value_text import Text, text_of
 
 _DEPTH = 3  # of the containers that are searched for tensors
 _MANY = 20_000  # elements: a larger container is one of data, not of weights
@@ -71,40 +71,60 @@ def _contained(value: Any, depth: int) -> Iterator[torch.Tensor]:
                 yield from _contained(part, depth - 1)
 
 
+def kept_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module itself that belong to its state."""
+    left_out = module._non_persistent_buffers_set
+    return {name: one for name, one in module._buffers.items() if one is not None and name not in left_out}
+
+
 class Marks:
     """The contents of tensors when they were marked. Holds no tensor alive."""
 
     def __init__(self) -> None:
         self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._buffers: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 
     def mark(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark tensors that are not marked yet. Waits for devices."""
         for tensor in tensors:
             if not self.marked(tensor):
-                self._marks[id(tensor)] = weakref.ref(tensor), _version(tensor), _digest(tensor, devices=True)
+                self._marks[id(tensor)] = weakref.ref(tensor), _version(tensor), _digest(tensor)
+
+    def mark_buffers(self, modules: Iterable[torch.nn.Module], left_out: Callable[[torch.Tensor], bool]) -> None:
+        """Mark buffers by name: a module may replace them. Waits for devices."""
+        for one in modules:
+            buffers = {name: each for name, each in kept_buffers(one).items() if not left_out(each)}
+            if buffers:
+                self._buffers[one] = {name: _digest(buffer) for name, buffer in buffers.items()}
+
+    def buffer_changed(self, module: torch.nn.Module) -> bool:
+        """Whether a marked buffer of a module, of its own, has other contents. Waits for devices."""
+        now = kept_buffers(module)
+        return any(
+            name in now and _digest(now[name]) != was
+            for name, was in self._buffers.get(module, {}).items()
+        )
 
     def marked(self, tensor: torch.Tensor) -> bool:
         """Whether this very tensor was marked."""
         found = self._marks.get(id(tensor))
         return found is not None and found[0]() is tensor
 
-    def changed(self, tensor: torch.Tensor, devices: bool = True) -> bool:
-        """Whether a marked tensor has changed since. On a device changes through `.data` are seen only if `devices`,
-        which waits for it."""
+    def changed(self, tensor: torch.Tensor) -> bool:
+        """Whether a marked tensor has changed since. Waits for devices."""
         if not self.marked(tensor):
             return False
         _, version, digest = self._marks[id(tensor)]
-        on_host = tensor.device.type == "cpu"
-        return _version(tensor) != version or ((devices or on_host) and _digest(tensor, devices) != digest)
+        return _version(tensor) != version or _digest(tensor) != digest
 
 
 def _version(tensor: torch.Tensor) -> int:
     return tensor._version + local_part(tensor)._version
 
 
-def _digest(tensor: torch.Tensor, devices: bool) -> int:
+def _digest(tensor: torch.Tensor) -> int:
     """The digest of a sample of a tensor; 0 for one whose bytes cannot be read."""
-    if not storage_of(tensor) or not (devices or tensor.device.type == "cpu"):
+    if not storage_of(tensor):
         return 0
     try:
         return digest_of(sample_of(flat_bytes("", local_part(tensor)).cpu().numpy()))
@@ -112,28 +132,27 @@ def _digest(tensor: torch.Tensor, devices: bool) -> int:
         return 0
 
 
-def contents_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """The digest of a sample of each tensor. Waits for devices."""
-    return tuple(_digest(one, devices=True) for one in tensors)
-
-
 class Returned:
-    """What a caller's `get_state` returned. `functions`: it and `set_state`."""
+    """What a caller's `get_state` returned."""
 
-    def __init__(self, value: Any, *functions: Callable[..., Any]) -> None:
-        self._values = list(_nested(value))
-        self._tensors = list(tensors_in(self._values))
-        self.storages = {storage_of(one) for one in self._tensors} - {0}
-        self.storages |= {one.ctypes.data for one in self._values if isinstance(one, np.ndarray)}
-        self.referenced = {id(one) for function in functions for one in _referenced(function)}
+    def __init__(self, value: Any) -> None:
+        values = list(_nested(value))
+        self.storages = {storage_of(one) for one in tensors_in(values)} - {0}
+        self.storages |= {one.ctypes.data for one in values if isinstance(one, np.ndarray)}
+        self._texts = {_text(one) for one in values} - {None}
 
     def has(self, state: Mapping[str, Any]) -> bool:
-        """Whether a mapping in it has all keys of `state`, with equal values."""
-        return bool(state) and any(isinstance(one, Mapping) and _same(state, one) for one in self._values)
+        """Whether all values of `state` are in it."""
+        return bool(state) and all(_text(one) in self._texts for one in _nested(state) if _text(one) is not None)
 
     def has_tensor(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor in it has the same values."""
-        return any(_same(tensor, one) for one in self._tensors)
+        """Whether a tensor in it has the same shape, and the same values in a sample."""
+        return _text(tensor) in self._texts
+
+
+def _text(value: Any) -> Text | None:
+    """Waits for devices."""
+    return text_of(torch.from_numpy(value) if isinstance(value, np.ndarray) else value, devices=True)
 
 
 def _nested(value: Any, depth: int = 2 * _DEPTH) -> Iterator[Any]:
@@ -141,48 +160,3 @@ def _nested(value: Any, depth: int = 2 * _DEPTH) -> Iterator[Any]:
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for part in list(parts) if depth else ():
         yield from _nested(part, depth - 1)
-
-
-def _same(wanted: Any, found: Any) -> bool:
-    """Whether `found` has at least the keys, and equal values."""
-    if isinstance(wanted, Mapping):
-        keys = isinstance(found, Mapping) and wanted.keys() <= found.keys()
-        return keys and all(_same(value, found[key]) for key, value in wanted.items())
-    if isinstance(wanted, list | tuple):
-        sequences = isinstance(found, list | tuple) and len(wanted) == len(found)
-        return sequences and all(map(_same, wanted, found))
-    if isinstance(wanted, torch.Tensor):
-        if isinstance(found, np.ndarray):
-            found = torch.from_numpy(found)
-        equal = isinstance(found, torch.Tensor) and (wanted.shape, wanted.dtype) == (found.shape, found.dtype)
-        return equal and torch.equal(local_part(wanted).detach().cpu(), local_part(found).detach().cpu())
-    try:
-        return bool(wanted == found)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def names_in(function: Any) -> frozenset[str]:
-    """The variables and attributes that a function's code, or that of the method of an object, names."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return frozenset() if code is None else frozenset((*global_names(code), *code.co_freevars))
-
-
-def _referenced(function: Any) -> Iterator[Any]:
-    """The objects that a function's code refers to: closure, globals, attributes of `self`, arguments of a partial."""
-    owner = getattr(function, "__self__", None)
-    yield owner
-    for part in (*getattr(function, "args", ()), getattr(function, "func", None)):  # functools.partial
-        yield part
-        yield from _referenced(part) if callable(part) else ()
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if is_filled(cell)]
-    names = set(global_names(code))
-    used = [value for name, value in function.__globals__.items() if name in names]
-    for one in (*cells, *used, *(function.__defaults__ or ())):
-        yield one
-    for one in (owner, *cells, *used):
-        yield from (value for name, value in getattr(one, "__dict__", {}).items() if name in names)

@@ -1,12 +1,11 @@
-"""Search a script for undeclared training state, once, at its first version point; then watch what seemed frozen.
+"""Search a script for undeclared training state, at version points 1, 2, 4, ... 64, and then at each 64th.
 
-Invariant: one pass over the objects of the process (0.2 s for a million), another one when training begins, and a third
-one only if something was found, after a garbage collection, so that what is dropped is not named. Trained state is an
-error before the first version is captured. Frozen tensors are compared at every later version point; a device is not
-waited for there. What has changed then (a copy of the best weights) is named, and does not end the job: only a restart,
-which would lose it, is refused. Objects of every host of the process are declared.
+Invariant: one pass over the objects of the process (0.2 s for a million) at each, and when training begins; another one
+only if something without a name was found, after a garbage collection, so that what is dropped is not named. Trained
+state is an error before the first version is captured. What changes later (a copy of the best weights) is named, once:
+it ends no job. Objects of every host are declared.
 
-In: what a host was given, what `get_state` returned. Out: StateChangedError, or one line on rank 0; ResumeError.
+In: what a host was given, what `get_state` returned. Out: StateChangedError, or one line.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ...errors import ResumeError, StateChangedError
+from ...errors import StateChangedError
 from ...events import say
-from ...model.digest import WALL_TIMES as NOT_COMPARED
 from ..data.data_parts import generators_of, parts
-from .script_names import Name, named, namespaces
-from .script_state import Marks, Returned, contents_of, storage_of, tensors_in
-from .undeclared import DeclaredState, Sort, Undeclared, sorted_out, tensors_to_mark, undeclared
+from ..observed import is_examined
+from .script_names import named, namespaces
+from .script_state import Marks, Returned, storage_of, tensors_in
+from .undeclared import DeclaredState, Live, Sort, Undeclared, candidates, sorted_out, undeclared
 
 _DEPTH = 3  # of the attributes of declared objects
-_ROOM, _MOST = 4 << 10, 8  # bytes for what is lost, and how many names of it are captured
 _searches: weakref.WeakSet[UndeclaredSearch] = weakref.WeakSet()
 _ignored: list[Any] = []
 _alone: list[weakref.ref[Any]] = []
@@ -65,113 +63,53 @@ class Given:
     objects: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...]
     trained: tuple[torch.Tensor, ...]
-    follows_loaders: bool = False
-
-
-@dataclass(frozen=True)
-class _Frozen:
-    """Tensors that may not change, and what they belong to."""
-
-    who: str
-    expression: str
-    name: Name | None  # of a container
-    tensors: tuple[weakref.ref[torch.Tensor], ...]
-    contents: tuple[int, ...]  # of a container, whose tensors may be replaced
-
-    def changed(self, marks: Marks) -> bool:
-        """Whether a tensor has changed, or a container has got others with other contents."""
-        tensors = [tensor for ref in self.tensors if (tensor := ref()) is not None]
-        if any(marks.changed(tensor, devices=False) for tensor in tensors):
-            return True
-        if len(tensors) == len(self.tensors) or self.name is None:
-            return False
-        now = next((one for one in named(namespaces()).values() if one.name == self.name), None)
-        held = [] if now is None else list(tensors_in(now.value))
-        return len(held) == len(self.tensors) and self.contents != contents_of(held)
 
 
 class UndeclaredSearch:
-    """The search of one host. `remedy` says what to do about trained state; `place` begins every error; `speaks` is
-    whether this rank prints the line."""
+    """The search of one host. `remedy` says what to do about trained state; `place` begins every error."""
 
-    def __init__(
-        self, given: Callable[[], Given], remedy: Callable[[list[Undeclared]], str], place: str, speaks: bool
-    ) -> None:
-        self._given, self._remedy, self._place, self._speaks = given, remedy, place, speaks
+    def __init__(self, given: Callable[[], Given], remedy: Callable[[list[Undeclared]], str], place: str) -> None:
+        self._given, self.remedy, self._place = given, remedy, place
         self._marks = Marks()
-        self._frozen: list[_Frozen] | None = None  # None: not searched yet
-        self._reports = False  # what changes later, and a restart is not refused
-        self._lost: dict[str, str] = {}  # what has changed, by the script's name for it
+        self._points = 0
+        self._said: set[str] = set()
         _searches.add(self)
 
-    def only_report(self, remedy: Callable[[list[Undeclared]], str]) -> None:
-        """What has seemed frozen and changes later refuses no restart. `remedy` replaces the given one."""
-        self._remedy, self._reports = remedy, True
-
     def begin(self) -> None:
-        """Training begins: remember the contents of what could be trained."""
-        names = named(namespaces())
-        self._marks.mark(tensors_to_mark(_live(names.values()), names, self._declared(set())))
+        """Training begins: remember the contents of what could be trained, of which the first version point then shows
+        whether it is. Waits for devices."""
+        names, declared = named(namespaces()), self._declared(set())
+        live = _live(names.values())
+        self._marks.mark(part for _, _, tensors in candidates(live, names, declared) for part in tensors)
+        self._marks.mark_buffers(live[Sort.MODULE], declared.has)
 
-    def check(self, iteration: int, returned: Any = None, *functions: Callable[..., Any]) -> None:
-        """The version point, with what `get_state` returned; `functions` are `get_state` and `set_state`. Raises
-        StateChangedError at the first one."""
-        if self._frozen is not None:
-            for one in [one for one in self._frozen if one.changed(self._marks)]:
-                self._frozen.remove(one)
-                if one.expression not in ignored_names():
-                    self._report(iteration, one)
+    def check(self, iteration: int, returned: Any = None) -> None:
+        """The version point, with what `get_state` returned. Raises StateChangedError at the first one."""
+        self._points += 1
+        if not is_examined(self._points):
             return
-        state = Returned(returned, *functions)
+        state = Returned(returned)
         found = self._search(state)
-        if any(one.name is None for one in found):
+        if any(one.name is None and one.trained for one in found):
             found.clear()  # refers to what may be garbage
             gc.collect()
             found = self._search(state)
-        if trained := [one for one in found if one.why]:
+        trained = [one for one in found if one.trained]
+        self._marks.mark(part for one in found for part in one.tensors)
+        if trained and self._points == 1:
             raise StateChangedError(
                 f"{self._place}: iteration {iteration}: the script has training state that belongs to nothing that is "
-                f"captured, and a restart would lose it: {'; '.join(map(str, trained))}: {self._remedy(trained)}"
+                "captured, training changes it, and a restart would lose that: "
+                f"{'; '.join(map(str, trained))}: {self.remedy(trained)}"
             )
-        if found and self._speaks:
-            say(
-                f"not captured, because nothing that is captured refers to it: {'; '.join(map(str, found))}; "
-                f"if training depends on it: {self._remedy([])}"
-            )
-        self._frozen = [self._watched(one) for one in found]
-
-    def _report(self, iteration: int, changed: _Frozen) -> None:
-        fate = "a restart would lose that"
-        if not self._reports:
-            fate = "a restart, which would lose that, will be refused"
-            if len(self._lost) < _MOST:
-                self._lost[changed.expression[: _ROOM // (4 * _MOST)]] = changed.who[: _ROOM // (4 * _MOST)]
-        say(
-            f"{self._place}: iteration {iteration}: {changed.who} has changed, but belongs to nothing that is "
-            f"captured, and {fate}: {self._remedy([])}",
-            alarm=True,
-        )
-
-    def lost(self) -> dict[str, Any]:
-        """For a version: what has changed and is not captured; room for it before the first one."""
-        return {"names": dict(self._lost), NOT_COMPARED: bytes(_ROOM if self._frozen is None else 0)}
-
-    def require_kept(self, saved: Mapping[str, Any]) -> None:
-        """Raises ResumeError if a version lacks what the script has changed. What is ignored by name is not missed."""
-        missed = {name: who for name, who in saved["names"].items() if name not in ignored_names()}
-        if missed:
-            named = ", ".join(map(repr, missed))
-            raise ResumeError(
-                f"{self._place}: the captured version lacks {', '.join(missed.values())}, which had changed: start "
-                f"with --ftp-resume fresh, and {self._remedy([])}; or go on without it, by ft_plugins.ignore({named})"
-            )
-
-    def _watched(self, found: Undeclared) -> _Frozen:
-        tensors = list(tensors_in(found.value)) if _has_tensors(found.value) else []
-        self._marks.mark(tensors)
-        name = found.name if isinstance(found.value, dict | list) else None
-        contents = contents_of(tensors) if name else ()
-        return _Frozen(found.who, found.expression, name, tuple(map(weakref.ref, tensors)), contents)
+        for one in trained:
+            if one.who not in self._said and one.expression not in ignored_names():
+                self._said.add(one.who)
+                say(
+                    f"{self._place}: iteration {iteration}: {one.who} has changed, but belongs to nothing that is "
+                    f"captured, and a restart would lose that: {self.remedy([])}",
+                    alarm=True,
+                )
 
     def _search(self, returned: Returned) -> list[Undeclared]:
         names = named(namespaces())
@@ -191,16 +129,11 @@ class UndeclaredSearch:
             frozenset(map(id, contents)) | tensors.keys() | {id(one()) for one in _alone},
             frozenset(storages.union(map(storage_of, tensors.values()))) - {0},
             Counter(one.shape for one in self._given().trained),
-            any(one.follows_loaders for one in given),
         )
 
 
-def _live(names: Iterable[Any]) -> Mapping[Sort, list[Any]]:
+def _live(names: Iterable[Any]) -> Live:
     return sorted_out(chain(gc.get_objects(), [one.value for one in names]))
-
-
-def _has_tensors(value: Any) -> bool:
-    return not isinstance(value, DataLoader | torch.Generator)
 
 
 def _contents(objects: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:

@@ -39,24 +39,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...base import faults
 from ...config import launch_context
-from ...errors import ConfigError, StateChangedError
+from ...errors import ConfigError
 from ...events import say
 from ...model.host import Hooks, ScalarWriter
 from ...model.inventory import Inventory, Item, Role
 from ...model.observation import Observer
 from ...model.progress import ProgressReceiver
 from ...model.reduction import ReductionControl
+from ..begun_again import BegunAgain
 from ..host_parts import ANYWHERE, UPDATE, local_part
+from ..observed import Root, module_roots
 from ..optimizers import Optimizers, scheduler_of
 from ..script.undeclared import Undeclared
-from ..script.undeclared_search import Given
+from ..script.undeclared_search import Given, ignored_names
 from .early_update import EarlyUpdate, early_refusal
-from .loop_reports import called_by_loop, report_gradients, report_inputs, report_progress
+from .loop_reports import report_gradients, report_inputs, report_progress
 from .loop_state import LoopState
 from .plain import PlainLoop
 from .torch_module import (
-    missing_scheduler,
-    notices,
+    BUCKETS,
+    COMMUTES,
+    NO_POSITION,
     only_updated,
     require_equal_replicas,
     require_known_parameters,
@@ -106,7 +109,6 @@ class TorchHost(PlainLoop, ReducingHost):
         self._source = sampler
         self._hooks: Hooks | None = None
         self._observer: Observer | None = None
-        self._searched = False  # for schedulers that were not given
         self._updated = 0  # the iteration of the newest update
         self._stepping: torch.optim.Optimizer | None = None  # the optimizer that began it
         self._early: EarlyUpdate | None = None
@@ -117,11 +119,13 @@ class TorchHost(PlainLoop, ReducingHost):
         super().__init__(rank, world)
         self._require_parameters(f"rank {rank}")
         require_known_parameters(self._module, self._optimizers, f"rank {rank}")
-        self._require_scheduler()
         self._state = LoopState(
-            self._module, self._optimizers, self._scheduler, (get_state, set_state), self._ignored, rank,
-            type(self).__name__, self._names, self._given,
+            self._module, self._optimizers, self._scheduler, (get_state, set_state), rank, type(self).__name__,
+            self._names, self._given,
         )  # fmt: skip
+        self.observed = BegunAgain(
+            self._roots, lambda: self._given().tensors, lambda: (*self._ignored, *ignored_names())
+        )
         self._optimizers.create_state()
         self._known = dict(self._present())
         background = only_updated(self._known, self._optimizers)
@@ -196,22 +200,22 @@ class TorchHost(PlainLoop, ReducingHost):
             place = f"rank {self.rank}: iteration {self._iteration}"
             raise changed_since(self._identities, present, place, type(self).__name__)
 
+    def _roots(self) -> Iterator[Root]:
+        yield from module_roots("model", self._module, self._optimizers)
+        yield from (("communication hooks", one._comm_hooks) for one in self._parallels)
+
     def _given(self) -> Given:
         gradients = [one.grad for one in self._module.parameters() if one.grad is not None]
         objects = self._model, *self._optimizers, self._scheduler, self._source, self._ignored
         trained = [self._known[name][1] for name in self._background if self._known[name][0] is Role.PARAMETER]
         return Given(objects, (*gradients, *(one for _, one in self._known.values())), tuple(trained))
 
-    def _require_scheduler(self) -> None:
-        """Raises StateChangedError if a torch scheduler that the host was not given sets the learning rate."""
-        search, self._searched = self._iteration > 0 and not self._searched, self._iteration > 0
-        if missing := missing_scheduler(list(self._optimizers), self._scheduler, search):
-            raise StateChangedError(f"rank {self.rank}: {missing}")
-
     def _say(self, unpositioned: bool) -> None:
         if self.rank == 0 and not launch_context().restart:
-            for notice in notices(self._parallels, self._world_size, unpositioned):
-                say(notice)
+            if self._world_size > COMMUTES and not all(one.find_unused_parameters for one in self._parallels):
+                say(BUCKETS)
+            if unpositioned:
+                say(NO_POSITION)
 
     # ---- small state ----
 
@@ -219,7 +223,6 @@ class TorchHost(PlainLoop, ReducingHost):
         if self._early is not None:
             self._early.require_ended()
         self._require_unchanged()
-        self._require_scheduler()
         if self._iteration > 0:  # before the first iteration only the size is needed
             self._watch.mark(self._iteration)
         return {**self._state.captured(self._iteration), **self.generators()}
@@ -233,10 +236,9 @@ class TorchHost(PlainLoop, ReducingHost):
     def restore_position(self, small: Mapping[str, Any]) -> None:
         self._state.place(small)
         super().restore_position(small)
-        self._state.begin_restored(small)
 
     def loop_begins(self) -> None:
-        self._state.begin()
+        self._state.undeclared.begin()
 
     def scalars(self) -> bytes:
         return self._state.scalars()
@@ -248,16 +250,13 @@ class TorchHost(PlainLoop, ReducingHost):
 
     def of_a_library(self, lacks: str, remedy: Callable[[list[Undeclared]], str]) -> None:
         """A library's loop calls functions of the script, also between a restore and the first iteration: values are
-        set again then. `lacks`: what its own checkpoints lack. `remedy`: of `UndeclaredSearch`, which only reports
-        what changes later."""
+        set again then. `lacks`: what its own checkpoints lack. `remedy`: of `UndeclaredSearch`."""
         self.checkpoint_lacks, self._state.sets_again = lacks, True
-        self._state.undeclared.only_report(remedy)
+        self._state.undeclared.remedy = remedy
 
     def install(self, hooks: Hooks) -> None:
         self._hooks = hooks
         self._watch.install(list(self._optimizers), {name: tensor for name, (_, tensor) in self._known.items()})
-        self._state.undeclared.begin()
-        self._state.shape.install(called_by_loop(self._model))
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(lambda one, *args: self._before_step(one))
             optimizer.register_step_post_hook(lambda *args: self._after_step(hooks))

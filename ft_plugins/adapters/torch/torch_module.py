@@ -6,15 +6,12 @@ captured.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
 import torch
 import xxhash
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
 
 from ...config import Config, launch_context
 from ...errors import ConfigError, InventoryError, UnsupportedError
@@ -26,59 +23,17 @@ from ...systems.reft.claim import join_ranks
 from ..host_parts import local_part
 from ..optimizers import EXPECTED, Optimizers
 
-_SCHEDULED = "_wrapped_by_lr_sched"  # set on `step` by torch's schedulers
-_DEPTH = 3  # of the attributes searched for schedulers
-_COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
-_BUCKETS = (
+COMMUTES = 2  # replicas whose sum does not depend on the order of the summands
+BUCKETS = (
     "DistributedDataParallel reorders its gradient buckets after its first iteration, also after a restore: on more "
     "than 2 ranks the sums of that one iteration may differ in their last bits from those of a run without a failure; "
     "DistributedDataParallel(..., find_unused_parameters=True) keeps the order"
 )
-_NO_POSITION = (
+NO_POSITION = (
     "no sampler was given, so that the data position is not captured: derive the batches from the iteration, or pass "
     "TorchHost the loader"
 )
 _EQUAL = "wrap the model in DistributedDataParallel, or build it from the same seed on all ranks"
-
-
-def notices(parallel: Sequence[DistributedDataParallel], replicas: int, unpositioned: bool) -> Iterator[str]:
-    """What the user of a loop has to know. `unpositioned`: the data position is not captured."""
-    if replicas > _COMMUTES and not all(one.find_unused_parameters for one in parallel):
-        yield _BUCKETS
-    if unpositioned:
-        yield _NO_POSITION
-
-
-def missing_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any, search: bool) -> str:
-    """What is wrong if a torch scheduler of these optimizers is neither `given` nor contained in it; '' if none is.
-
-    `search`: also where `given` is one, which is slow: all objects of the process are visited.
-    """
-    marked = given is None and any(hasattr(one.step, _SCHEDULED) for one in optimizers)
-    other = _other_scheduler(optimizers, given) if search and not marked else None
-    if not marked and other is None:
-        return ""
-    kind, instead = "" if other is None else f" ({type(other).__name__})", "none" if given is None else "another one"
-    return (
-        f"a learning rate scheduler{kind} steps with this optimizer, but TorchHost was given {instead}, so its state "
-        "would be lost; pass it: TorchHost(model, optimizer, scheduler, ...); several in a list"
-    )
-
-
-def _other_scheduler(optimizers: Sequence[torch.optim.Optimizer], given: Any) -> LRScheduler | None:
-    known, ours = {id(one) for one in _contents(given, _DEPTH)}, {id(one) for one in optimizers}
-    for one in gc.get_objects():
-        if issubclass(type(one), LRScheduler) and id(getattr(one, "optimizer", None)) in ours and id(one) not in known:
-            return one  # type: ignore[no-any-return]
-    return None
-
-
-def _contents(value: Any, depth: int) -> Iterator[Any]:
-    yield value
-    if depth:
-        parts = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
-        for part in list(parts):
-            yield from _contents(part, depth - (not isinstance(part, list | tuple)))
 
 
 def only_updated(known: Mapping[str, tuple[Role, torch.Tensor]], optimizers: Optimizers) -> dict[str, torch.Tensor]:
@@ -98,12 +53,8 @@ def require_module(model: Any) -> None:
 
 def require_encodable_caller(state: Any, place: str) -> None:
     """Raises InventoryError, naming the value of `get_state` that cannot be captured."""
-    try:
-        codec.encode(state)
-    except InventoryError as error:
-        raise InventoryError(
-            f"{place}: what get_state returns cannot be captured: {error}; here 'state' is what get_state returns"
-        ) from error
+    what, here = f"{place}: what get_state returns cannot be captured: ", "; here 'state' is what get_state returns"
+    codec.require_encodable(state, InventoryError, what, here)
 
 
 def require_whole_parameters(module: torch.nn.Module, place: str) -> None:

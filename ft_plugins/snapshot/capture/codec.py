@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ...base.intake import DEPTH, SHOWN
-from ...errors import InventoryError, ProtocolError
+from ...errors import FtError, InventoryError, ProtocolError
 
 _NUMERIC = "biufcmM"  # kinds of numpy dtypes that their name describes; no structured dtypes, no objects
 _TUPLE, _ARRAY, _SCALAR, _TENSOR = range(1, 5)
@@ -46,6 +46,14 @@ def encode(state: Any) -> bytes:
         return _pack(_plain(state, None, DEPTH))
     except UnicodeEncodeError as error:
         raise InventoryError(f"state: invalid Unicode text cannot be captured as small state ({error})") from error
+
+
+def require_encodable(state: Any, kind: type[FtError], what: str, remedy: str = "") -> None:
+    """Raises an error of this `kind` for what `encode` refuses, with its words between `what` and `remedy`."""
+    try:
+        encode(state)
+    except InventoryError as error:
+        raise kind(f"{what}{error}{remedy}") from error
 
 
 def decode(encoded: bytes) -> Any:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from ...errors import ResumeError
-from ...model.host import Grouped, Host
+from ...model.host import Grouped, Host, Observing
 from ...model.inventory import Inventory
 from ...snapshot.capture import codec
 from ..synchronizer import Synchronizer
 
 _PREFIX = "ft_plugins."  # of the carried state's entry in the small state
+OBSERVED = "observed"  # of what is observed next to the host's state
 
 
 class CarryingHost:
@@ -37,6 +38,8 @@ class CarryingHost:
         self._held: bytes | None = None  # the host's small state at an earlier version point
         self._kept: dict[str, torch.Tensor] = {}  # copies of the items that may have changed since
         self._uses_held = False
+        self.observed = host.observed if isinstance(host, Observing) else None
+        self.completed = 0  # the last iteration, 0 before this process has completed one
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._host, name)
@@ -55,15 +58,19 @@ class CarryingHost:
 
     def small_state(self) -> dict[str, Any]:
         held = self._held if self._uses_held else None
-        small = self._host.small_state() if held is None else codec.decode(held)
+        small = self._small() if held is None else codec.decode(held)
         if self.synchronizer is None:
             return small
         return {**small, _PREFIX + self.synchronizer.name: self.synchronizer.state()}
 
+    def _small(self) -> dict[str, Any]:
+        small = self._host.small_state()
+        return small if self.observed is None else {**small, OBSERVED: self.observed.captured(self.completed)}
+
     def hold(self) -> None:
         """Keep what may change before the update: the host's small state, and copies of items such as buffers. For a
         version whose other state is not final yet."""
-        self._held = codec.encode(self._host.small_state())
+        self._held = codec.encode(self._small())
         tensors = self._host.tensors()
         self._kept = {name: tensors[name].detach().clone() for name in self._unsteady}
 
@@ -88,8 +95,19 @@ class CarryingHost:
         self.restored_state = None if name is None else small.get(name)
         self._host.restore(_without(small))
 
-    def restore_position(self, small: Mapping[str, Any]) -> None:
+    def restore_position(self, small: Mapping[str, Any], proves: bool = False) -> None:
+        """`proves`: the restored version is the one before, and the next iteration proves the restore."""
         self._host.restore_position(_without(small))
+        if self.observed is not None:
+            self.observed.restored(small.get(OBSERVED), proves)
+
+    def recomputed(self, small: Mapping[str, Any]) -> tuple[str, ...]:
+        """The version point of the restored iteration, whose version has `small`, after it was computed again. Returns
+        what is not what it was."""
+        if self.observed is None or OBSERVED not in small:
+            return ()
+        self.observed.recomputed(small[OBSERVED])
+        return self.observed.differing
 
     def regrouped(self, small: Mapping[str, Any]) -> str:
         """See `model.host.Grouped`; '' if the host does not restore groups."""
@@ -129,4 +147,4 @@ def carried_by(small: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _without(small: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in small.items() if not key.startswith(_PREFIX)}
+    return {key: value for key, value in small.items() if key != OBSERVED and not key.startswith(_PREFIX)}

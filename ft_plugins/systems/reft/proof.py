@@ -24,6 +24,7 @@ from ...recovery.proof_plan import ProofPlan, ProofVerdict, RankVerdict, judge_p
 from ...snapshot.segment.header import Header
 from ..iteration_ledger import IterationLedger
 
+_SHOWN = 12  # values in a sentence
 _LAST_SECONDS = 2.0  # to wait for the verdict of all ranks where training ends before it
 
 
@@ -36,6 +37,12 @@ class Judging:
     deterministic: bool
     mode: str
     leads: bool
+
+
+def in_words(uncaptured: tuple[str, ...]) -> str:
+    """Pure: the values that are not captured and were not what they were, after a sentence; '' for none."""
+    more = f" and {len(uncaptured) - _SHOWN} more" if len(uncaptured) > _SHOWN else ""
+    return f"; of what is not captured these differ: {', '.join(uncaptured[:_SHOWN])}{more}" if uncaptured else ""
 
 
 class RestoreProof:
@@ -54,6 +61,7 @@ class RestoreProof:
         """`base`: the restored iteration. Every rank calls."""
         self._plan, self._base, self._judging, self._header = plan, base, judging, header
         self._ledger, self._collective, self._events = ledger, collective, events
+        self.uncaptured: tuple[str, ...] = ()  # values that are not captured, and were not what they were
         self._found: Mapping[str, tuple[int, float]] | None = None
         self._error = ""
         self._own = RankVerdict(ProofVerdict.UNKNOWN)
@@ -110,7 +118,7 @@ class RestoreProof:
             iteration, judging.items, self._found, differing, compared, judging.deterministic, judging.mode
         )
         if judged.sentence and (judged.ends or judged.verdict.verdict is ProofVerdict.DIFFERS):
-            self._ledger.differs(iteration, judged.sentence, judged.ends)
+            self._ledger.differs(iteration, judged.sentence + in_words(self.uncaptured), judged.ends)
         return judged.verdict
 
     def _of_ledger(self, until: int) -> RankVerdict:

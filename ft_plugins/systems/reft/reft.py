@@ -32,6 +32,7 @@ from ...recovery.proof_plan import ProofPlan
 from ...recovery.recovery_plan import RecoveryPlan
 from ...recovery.source_choice import iteration_bound
 from ...smp.serve.client import Client
+from ...snapshot.capture import codec, manifest
 from ...snapshot.capture.capture import Capture
 from ...snapshot.capture.layout import layer_bytes, plan_layout
 from ...snapshot.checkpoint import index
@@ -46,6 +47,7 @@ from ...snapshot.segment.slots import Commit, Mark, Version, captured_after
 from ..iteration_ledger import IterationLedger
 from .capture_times import DEGRADED, CaptureTimes, PeerDegraded
 from .captured_groups import naming_parameters
+from .carried import CarryingHost
 from .failure_domains import JobNodeNames
 from .proof import Judging, RestoreProof
 from .reft_nodes import ReftNodes
@@ -248,6 +250,7 @@ class Reft(CaptureOwner):
             raise PeerDegraded()
         if self._capture is not None and self._proves(step):
             assert self._base is not None
+            self._compare_uncaptured(self._base)
             self._ledger.end(step, self._host.small_state())
             self._capture.compare(self._base, kept)
             return
@@ -262,6 +265,13 @@ class Reft(CaptureOwner):
             self._times.captured(step)
         else:
             self._ledger.end(step, None)
+
+    def _compare_uncaptured(self, version: Version) -> None:
+        """Compare what the restored version has of values that are not captured."""
+        slot = self._mapped().sealed_in(version)
+        if isinstance(self._host, CarryingHost) and self._proof is not None and slot is not None:
+            small = codec.decode(manifest.split(self._mapped().small(slot))[1])
+            self._proof.uncaptured = self._host.recomputed(small)
 
     def _proves(self, step: int) -> bool:
         """Whether version `step` is the restored one, which is compared in place of being captured."""

@@ -6,7 +6,6 @@ import json
 import random
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import megatron_gpt
 import torch
@@ -15,8 +14,8 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-from ft_plugins.adapters import held_tensors, host_parts
-from ft_plugins.adapters.megatron import held_values, state
+from ft_plugins.adapters import host_parts
+from ft_plugins.adapters.megatron import state
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.spans import follow
 from ft_plugins.adapters.megatron.support import require_supported
@@ -110,24 +109,6 @@ def it_inventories_frozen_parameters_and_buffers_as_they_are() -> None:
     assert (buffer.role, buffer.replicas, buffer.layer, buffer.background) == (Role.BUFFER, (0,), 1, False)
 
 
-def it_names_a_buffer_that_is_made_later_and_what_a_module_keeps_once_training_changes_them() -> None:
-    built, said = job("--bf16"), list[str]()
-    host = built.host()
-    host.inventory()
-    layer = built.chunks[0].module.module.decoder.layers[0]
-    layer.register_buffer("average", torch.zeros(2))
-    layer.register_buffer("table", torch.zeros(2))
-    host.loop_begins()
-    with mock.patch.object(held_tensors, "say", said.append):
-        for _ in range(4):
-            trained(built, 1)
-            host.small_state()
-            layer.average.add_(1)
-    assert len(said) == 1 and said[0].startswith("iteration 2: "), said
-    assert "'chunk0.decoder.layers.0.average'" in said[0] and "table" not in said[0]
-    built.close()
-
-
 class Router(torch.nn.Module):
     """Of a script."""
 
@@ -143,38 +124,44 @@ class Unreadable(random.Random):
         raise RuntimeError("no state")
 
 
-def it_names_what_a_script_changes_in_modules_besides_tensors() -> None:
-    built, said = job("--bf16"), list[str]()
+def routed() -> tuple[Job, MegatronCoreHost, Any]:
+    """A job with a module of the script, and buffers that are made after its host."""
+    built = job("--bf16")
     layer = built.chunks[0].module.module.decoder.layers[0]
-    router = layer.router = Router(layer.config)
+    layer.router = Router(layer.config)
     host = built.host()
     host.inventory()
-    host.small_state()  # before training: the script is not done
+    layer.register_buffer("average", torch.zeros(2))
+    layer.register_buffer("table", torch.zeros(2))
     layer.mlp.linear_fc2.eval()
-    router.limits[0] = 0
-    host.loop_begins()
-    with mock.patch.object(held_values, "say", said.append):
-        for iteration in range(1, 9):
-            trained(built, 1)
-            layer.config.seen = float(iteration)  # as its timers, which change
-            host.small_state()
-            if iteration == 2:
-                assert not said, said
-                router.rate, router.activation, router.limits[1] = 0.5, torch.nn.functional.gelu, 3
-                torch.rand(1, generator=router.drawing)
-                layer.mlp.linear_fc1.weight.requires_grad = False
-                layer.mlp.linear_fc2.train()
-                layer.register_forward_hook(lambda *_: None)
-            if iteration == 4:
-                router.broken = Unreadable()
-    words, broken = said
-    named = words.removeprefix("iteration 4: training changes what modules keep besides tensors: ").split(": no")[0]
-    of = "chunk0.decoder.layers.0"
-    changed = [f"{of}.router.{one}" for one in ("rate", "limits", "activation", "drawing")]
-    changed += [f"{of}._forward_hooks", f"{of}.mlp.linear_fc1.weight.requires_grad", f"{of}.mlp.linear_fc2.training"]
-    assert sorted(named.split("; ")) == sorted(map(repr, changed))
-    assert broken == "what modules keep besides tensors is not compared: RuntimeError: no state"
+    host.observed.begin()
+    return built, host, layer
+
+
+def it_names_what_a_script_changes_in_modules_where_a_restart_begins_it_again() -> None:
+    built, host, layer = routed()
+    router, version = layer.router, dict[str, Any]()
+    router.broken = Unreadable()
+    for iteration in range(1, 5):
+        trained(built, 1)
+        layer.config.seen = float(iteration)  # as its timers, which change
+        layer.average.add_(1)
+        version = codec.decode(codec.encode(host.observed.captured(iteration)))
+        router.rate, router.activation, router.limits[1] = 0.5, torch.nn.functional.gelu, 3
+        torch.rand(1, generator=router.drawing)
+        layer.mlp.linear_fc1.weight.requires_grad = False
+        layer.mlp.linear_fc2.train()
+        if iteration == 1:
+            layer.register_forward_hook(lambda *_: None)
     built.close()
+    again, host, _ = routed()
+    host.observed.restored(version)
+    of = "chunk0.decoder.layers.0"
+    named = {one.split(" ")[0].removeprefix(f"{of}.") for one in host.observed.said().split("; ")}
+    of_router = {f"router.{one}" for one in ("rate", "limits[1]", "activation", "drawing")}
+    of_others = {"average", "hooks", "mlp.linear_fc1.weight.requires_grad", "mlp.linear_fc2.training"}
+    assert named == of_router | of_others
+    again.close()
 
 
 def it_continues_bit_for_bit_after_everything_was_overwritten() -> None:

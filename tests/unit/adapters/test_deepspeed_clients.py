@@ -19,7 +19,6 @@ from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients, l
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
-from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
@@ -71,7 +70,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(training, "attach", lambda *_: session)
     monkeypatch.setattr(training, "replace", lambda *_: None)
     monkeypatch.setattr(Positions, "follow_torch", lambda self: None)  # torch's loaders, for good
-    host = SimpleNamespace(rank=1, restored=True, silent=False, pace=None, counted=OwnCounters())
+    host = SimpleNamespace(rank=1, restored=True, silent=False, pace=None)
     host.schedule = SchedulerRestore(None)
     monkeypatch.setattr(core, "DeepSpeedHost", lambda *_: host)
     return told

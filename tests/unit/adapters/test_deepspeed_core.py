@@ -11,13 +11,8 @@ import torch
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed.core import DeepSpeedHost, require_encodable_scheduler  # noqa: E402
-from ft_plugins.adapters.deepspeed.rank import speaks  # noqa: E402
-from ft_plugins.adapters.module_modes import ModuleNumbers  # noqa: E402
-from ft_plugins.adapters.module_shape import ModuleShape  # noqa: E402
 from ft_plugins.adapters.schedulers import schedules  # noqa: E402
-from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
-from ft_plugins.model.topology import Topology  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
@@ -50,31 +45,6 @@ def test_a_scheduler_of_unknown_state_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"rank 3: the learning rate scheduler Odd .*\['seen'\]"):
         require_encodable_scheduler(Odd(optimizer()), 3)
     require_encodable_scheduler(None, 3)
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_a_scheduler_that_deepspeed_does_not_know_of_is_told_once(
-    known: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    host: Any = DeepSpeedHost.__new__(DeepSpeedHost)
-    host.rank, host._positions, host._rates, host._scheduler_reported = 0, None, None, False
-    host.silent, host.pace, host.counted = False, None, OwnCounters()
-    host._undeclared = SimpleNamespace(lost=dict)
-    host._numbers = ModuleNumbers(torch.nn.Module())
-    host._shape = ModuleShape(host._numbers, speaks=True)
-    updating = optimizer()
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(updating, [2, 3])
-    counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 0)
-    given = scheduler if known else None
-    host.engine = SimpleNamespace(module=torch.nn.Module(), optimizer=updating, lr_scheduler=given, **counters)
-    told = []
-    for _ in range(4):
-        host.small_state()
-        told.append(capsys.readouterr().out)
-        updating.step()
-        scheduler.step()
-    assert told[:2] == ["", ""] and told[3] == ""
-    assert ("pass a scheduler to deepspeed.initialize" in told[2]) == (not known)
 
 
 def test_a_version_whose_reads_do_not_fit_its_micro_steps_is_not_restored() -> None:
@@ -120,8 +90,3 @@ def test_groups_that_differ_between_ranks_are_not_divided_over_others() -> None:
     assert host.merged([one, one]) == one
     with pytest.raises(ResumeError, match="rank 2: SGD keeps other values in the groups of each rank"):
         host.merged([one, one, other])
-
-
-def test_one_rank_of_each_stage_names_what_changes_of_its_modules() -> None:
-    topology = Topology(tp=2, pp=2, dp=2)
-    assert [topology.coords(rank).pp for rank in range(8) if speaks(topology, rank)] == [0, 1]

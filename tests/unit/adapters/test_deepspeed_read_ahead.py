@@ -98,17 +98,3 @@ def test_an_iteration_whose_reads_are_not_counted_has_no_pace() -> None:
     reads = IterationReads()
     reads.computing()
     assert reads.updated(silent=True) is None and reads.usual is None
-
-
-@pytest.mark.parametrize(("first", "lost"), [("rs", False), ("rRs", True)])
-def test_once_a_batch_was_left_no_later_version_is_restored(first: str, lost: bool) -> None:
-    reads = IterationReads()
-    for iteration in (first, "rs", "rs"):
-        for letter in iteration:
-            reads.reading(left=letter == "R") if letter in "rR" else reads.computing()
-        pace = reads.updated(silent=False)
-        assert pace is not None and pace.left == lost
-        assert (unproven(pace) is not None) == lost
-        reads = IterationReads(pace)  # the next one may be that of another incarnation
-    if lost:
-        assert "end a pass behind the training on its last batch" in str(unproven(pace))

@@ -24,7 +24,6 @@ from ft_plugins.adapters.schedulers import (  # noqa: E402
     restore_schedules,
     schedules,
 )
-from ft_plugins.adapters.script.own_counters import OwnCounters  # noqa: E402
 from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, StateChangedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
@@ -75,7 +74,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def restart(memory: int, stored: int | None) -> Any:
         engine = Engine(stored)
         schedule = SchedulerRestore(engine.lr_scheduler)
-        host = SimpleNamespace(rank=3, restored=False, silent=False, pace=None, counted=OwnCounters())
+        host = SimpleNamespace(rank=3, restored=False, silent=False, pace=None)
         host.schedule, host.find_tensors = schedule, lambda loaded: setattr(host, "restored", False)
 
         def resume(loaded: int) -> int:

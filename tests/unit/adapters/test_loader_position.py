@@ -462,18 +462,6 @@ def test_objects_that_a_data_set_makes_while_it_is_read_are_put_back(
     assert "not captured" not in capsys.readouterr().out
 
 
-def test_an_object_that_is_made_later_in_no_attribute_is_named_and_hinders_no_restart(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def closed() -> Any:
-        return DataLoader(Numbers(), 4, shuffle=True, collate_fn=filling())
-
-    golden = train(Endless, closed, ITERATIONS)
-    words = "the loader's collate_fn.shard (a Shard) was made later, but in no attribute"
-    assert capsys.readouterr().out.count(words) == 1
-    assert train(Endless, closed, 3, 6, ITERATIONS) == golden
-
-
 def test_a_generator_that_a_restart_could_not_make_is_refused_in_the_first_iteration() -> None:
     with pytest.raises(StateChangedError, match=r"draws from dataset.opened\d.random, which was made after the loader"):
         train(Endless, lambda: DataLoader(Opened(generator=True), 4, shuffle=True), 1)
@@ -492,17 +480,6 @@ class Rising(Endless):
         for number in itertools.count():
             self.loader.dataset.level = number
             yield from self.loader
-
-
-def test_what_a_loop_sets_back_in_its_data_where_the_restored_pass_begins_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    train(Rising, LOADERS["shuffled"], 3, 4, ITERATIONS)  # in the first pass
-    train(Curriculum, LOADERS["shuffled"], 5, 7, ITERATIONS)
-    assert "has set the loader's" not in capsys.readouterr().err
-    train(Rising, LOADERS["shuffled"], 7, ITERATIONS)
-    words = "after the restore the script has set the loader's dataset.level to what it was in the first pass"
-    assert words in capsys.readouterr().err
 
 
 def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_refused(
@@ -625,7 +602,7 @@ class InThread(Before):
 @pytest.mark.parametrize(
     "loop, last, words",
     [
-        (Cycled, 0, r"itertools.cycle reads the loader once .*: write `while True: yield from loader`"),
+        (Cycled, 5, r"iteration 6: an update came without a batch .* If itertools.cycle repeats it: write"),
         (CycledInside, 5, r"iteration 6: an update came without a batch .* If itertools.cycle repeats it: write"),
         (Stored, 1, r"iteration 2: an update came without a batch .* in every iteration"),
         (Ahead, 1, r"iteration 2 read 1 batches, but iteration 1, the first one of this start, 2: .* reads ahead"),
@@ -728,17 +705,7 @@ def test_a_sampler_whose_order_would_be_another_one_is_refused(sampler: Any, kin
         train(Endless, lambda: DataLoader(Numbers(), 4, sampler=sampler()), ITERATIONS)
 
 
-def test_what_a_data_set_keeps_and_cannot_be_captured_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
-    class Opened(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            self.file = object()
-            return super().__getitem__(index)
-
-    train(Endless, lambda: DataLoader(Opened(), 4), 3)
-    assert capfd.readouterr().out.count("dataset.file (a object) changes, but is not captured") == 1
-
-
-def test_values_that_grow_without_end_are_named_and_protection_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_protection_goes_on_where_values_grow_without_end() -> None:
     class Cached(Numbers):
         def __init__(self) -> None:
             super().__init__()
@@ -748,8 +715,7 @@ def test_values_that_grow_without_end_are_named_and_protection_goes_on(capfd: py
             self.cache[index] = bytes(3000)
             return super().__getitem__(index)
 
-    train(Endless, lambda: DataLoader(Cached(), 4), 6)
-    assert capfd.readouterr().out.count("dataset.cache (a dict) changes, but is not captured") == 1
+    assert len(train(Endless, lambda: DataLoader(Cached(), 4), 6)[1]) == 6
 
 
 def test_a_sampler_made_with_another_seed_is_refused_at_the_resume() -> None:
@@ -827,45 +793,8 @@ class CountedRounds(Counted):
     setter = "set_round"
 
 
-@pytest.mark.parametrize("data", ["epochs", "stateful epochs"])
-def test_a_loop_that_counts_its_epochs_from_the_start_again_is_refused_where_the_next_one_begins(data: str) -> None:
-    """Killed in its third epoch, the rest of which is right."""
-    golden = train(Counted, LOADERS[data], 22)
-    assert train(CountedOn, LOADERS[data], 12, 22) == golden
-    words = r"epoch was set to 1 for the pass after that in which the job resumed, which had 2.* expected 3: count from"
-    with pytest.raises(ResumeError, match=words):
-        train(Counted, LOADERS[data], 12, 22)
-
-
 def test_killed_in_the_first_epoch_such_a_loop_is_right() -> None:
     assert train(Counted, LOADERS["epochs"], 3, 22) == train(Counted, LOADERS["epochs"], 22)
-
-
-def test_numbers_that_a_script_sets_in_another_way_are_epochs_too() -> None:
-    def loader() -> Any:
-        return DataLoader(Numbers(), 4, sampler=Rounds())
-
-    with pytest.raises(ResumeError, match="round was set to 1 .* expected 4"):
-        train(CountedRounds, loader, 18, 22)
-
-
-def test_a_number_that_is_set_back_before_the_first_pass_is_refused() -> None:
-    class AtTheFirst(Counted):
-        def begin(self) -> None:
-            self.count = 0
-
-        def batch(self, step: int) -> Any:
-            if not hasattr(self, "batches"):
-                self.set(self.count)
-                Before.begin(self)
-            return super().batch(step)
-
-    class Set(AtTheFirst):
-        setter = "set_round"
-
-    words = "round was set to 0, but 2 was captured: count from the restored number"
-    with pytest.raises(ResumeError, match=words):
-        train(Set, lambda: DataLoader(Numbers(), 4, sampler=Rounds()), 12, 22)
 
 
 def test_a_loader_that_a_script_drops_goes_at_once_and_its_workers_with_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ def test_linear_and_quadratic_computations_are_told_apart() -> None:
 
 def test_the_count_is_the_same_again_and_tracing_ends_with_it() -> None:
     work = lambda: sorted(str(k) for k in range(50))  # noqa: E731
+    gc.collect()  # what other tests left would be finalized, and counted
     assert instructions(work) == instructions(work) > 100
     assert sys.gettrace() is None
     with pytest.raises(ZeroDivisionError):

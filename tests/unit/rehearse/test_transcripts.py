@@ -122,20 +122,17 @@ def test_data_that_is_not_reproducible_is_not_exact_whatever_a_restore_does() ->
     assert not outcome.exact and "not reproducible, with or without a failure" in outcome.sentence
 
 
-def test_attributes_that_modules_get_in_their_first_forward_are_compared_with_it() -> None:
-    def with_shape(at: int, lineage: int, kind: str = "iteration", shape: str = "s") -> dict[str, Any]:
-        small = {**line(at, 0).small, "shape": {"digests": shape}}
-        return {"at": at, "rank": 0, "lineage": lineage, "kind": kind, "small": small}
+def test_values_that_are_not_captured_are_listed_if_a_restart_changes_them_and_the_verdict_says_so() -> None:
+    def observed(at: int, lineage: int, **last: Any) -> dict[str, Any]:
+        return {"at": at, "rank": 0, "lineage": lineage, "small": {**line(at, 0).small, "observed": {"last": last}}}
 
-    failed = changed(changed(FAILED, **with_shape(4, 1)), **with_shape(4, 2, "restored", "not made yet"))
-    golden = run((0, LAST))
-    assert compare_transcripts(failed, changed(golden, **with_shape(4, 1)), 2).exact
-    failed = changed(changed(FAILED, **with_shape(5, 1)), **with_shape(5, 2, shape="another"))
-    sentence = compare_transcripts(failed, changed(golden, **with_shape(5, 1)), 2).sentence
-    assert "NOT EXACT: iteration 5, rank 0: small state /shape/digests: another != s" in sentence
-    noisy = changed(failed, at=2, rank=1, lineage=1, seen={**line(2, 1).seen, "loss": "0x1.8p+0"})
-    outcome = compare_transcripts(noisy, changed(golden, **with_shape(5, 1)), 2)
-    assert not outcome.trajectory and "/shape/digests" in outcome.sentence, "kernels do not decide what modules are"
+    golden = changed(run((0, LAST)), **observed(3, 1, time="1", seen=3))
+    golden = changed(golden, **observed(7, 1, time="2", seen=7, late=1))
+    failed = changed(changed(FAILED, **observed(3, 1, time="5", seen=3)), **observed(7, 3, time="6", seen=1))
+    outcome = compare_transcripts(failed, golden, 2)
+    assert outcome.exact and outcome.uncaptured == ("seen",)
+    assert outcome.sentence.startswith("exact, but for what is not captured (1 listed), over 8 iterations")
+    assert compare_transcripts(FAILED, golden, 2).sentence.startswith("exact over 8 iterations")
 
 
 def test_generators_that_the_script_does_not_seed_are_compared_where_they_were_restored() -> None:

@@ -1,0 +1,176 @@
+"""Name what has begun again after a restore: what moved in training, and is at its first value, not at the captured.
+
+    begin       the first walk, before the first iteration of a process
+    captured    version points: at the 1st, 2nd, 4th, ... 64th, and then each 64th, a walk shows what moves; a version
+                has that, at first and now
+    restored    right before the first iteration after a restore: what is there is compared
+    recomputed  the restored iteration was computed again: what came into being in it is compared with the version, and
+                what had begun again, but is what it was by now (a variable that each iteration sets), is not named
+
+What is at its first value again and not at the captured one has begun again, and so has a whole number that has turned
+back towards its first value. It is a fact about the script, not a verdict: a sum that is only printed begins again too.
+Whether training depends on it the proof shows (`recovery.proof_plan`).
+
+Invariant: a version's part is bounded, the nearest values first; later version points walk to what moves alone, and
+wait for no device.
+
+In: what a host captures. Out: plain values for a version; words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..events import say
+from .observed import Root, is_examined, names_in, observe, prefixes
+from .script.script_state import storage_of
+from .value_text import ON_DEVICE, Text
+
+ROOM = 16 << 10  # bytes of a version
+_MORE = 16  # of a value, but for its path and texts
+_SHOWN = 12  # in a line
+Texts = Mapping[str, Text]
+
+
+class BegunAgain:
+    """Of one host. `modules` gives the roots that are its own, `tensors` those that it captures; `ignored` what the
+    script has named: variables and objects."""
+
+    def __init__(
+        self,
+        modules: Callable[[], Iterable[Root]],
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        ignored: Callable[[], Collection[Any]] = tuple,
+    ) -> None:
+        self._modules, self._tensors, self._ignored = modules, tensors, ignored
+        self._points = 0
+        self._first: dict[str, Text] = {}
+        self._moving: dict[str, None] = {}  # paths, in the order in which they were seen to move
+        self._expected: dict[str, Text] = {}  # of the restored version, and not compared so far
+        self._known: tuple[int, dict[str, Any]] = (0, {})  # the iteration of the last version point, its values
+        self._begun: dict[str, str] = {}  # what has begun again, in words, by path; until it is seen to matter
+        self._again: list[str] = []  # not said yet
+        self._named: set[str] = set()
+        self._left_out = False
+        self.differing: tuple[str, ...] = ()  # what else was not what it was, where the iteration was computed again
+
+    def begin(self) -> None:
+        """Before the first iteration of this process, and before anything is set in it."""
+        self._first = self._walk(None)
+
+    def captured(self, iteration: int) -> dict[str, Any]:
+        """At the version point after `iteration`, asked once or several times: 'first' and 'last', the texts of what
+        training changes by path, at the job's first look and now, within `ROOM` bytes; 0: something as large."""
+        if not iteration:
+            return {"first": {}, "last": {}, "reserve": bytes(ROOM)}
+        if iteration == self._known[0]:
+            return self._known[1]
+        self._points += 1
+        learning = is_examined(self._points)
+        now = self._walk(None if learning else self._moving, devices=learning)
+        for path, text in now.items() if learning else ():
+            if self._first.setdefault(path, text) != text:
+                self._moving.setdefault(path)
+        if self._expected:
+            self._compare(self._expected, now)
+            self._expected = {}
+            self._name(self._begun)
+        fitting = self._fitting({path: now[path] for path in self._moving if path in now})
+        self._known = iteration, {"first": {path: self._first[path] for path in fitting}, "last": fitting}
+        return self._known[1]
+
+    def restored(self, saved: Mapping[str, Any] | None, proves: bool = False) -> None:
+        """Right before the first iteration, when all else is restored. `saved`: None if the version has nothing;
+        `proves`: `recomputed` will be called."""
+        if saved is not None:
+            last = saved["last"]
+            now = self._walk(last)
+            self._first |= saved["first"]
+            self._moving |= dict.fromkeys(last)
+            self._compare(last, now)
+            self._expected = {path: was for path, was in last.items() if path not in now}
+            if not proves:
+                self._name(self._begun)
+
+    def recomputed(self, saved: Mapping[str, Any]) -> None:
+        """The version point of the restored iteration, whose version has `saved`, right after it was computed again."""
+        last = saved["last"]
+        self._expected = dict(last)  # also what the script has set since
+        self._moving |= dict.fromkeys(last)
+        self._first = {**saved["first"], **self._first}
+        now = self._walk(last, devices=False)
+        self._begun = {path: one for path, one in self._begun.items() if now.get(path) != last.get(path)}
+        self._name(self._begun)
+        self.differing = tuple(
+            path for path, was in last.items()
+            if path in now and now[path] != was and ON_DEVICE not in (was, now[path]) and not self._is_ignored(path)
+        )  # fmt: skip
+
+    def said(self) -> str:
+        """What has begun again since this was asked last, in words; '' for nothing."""
+        words, self._again = self._again, []
+        more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+        return "; ".join(words[:_SHOWN]) + more
+
+    def _name(self, found: Mapping[str, str]) -> None:
+        """Name each value once, by the first of its paths."""
+        for path, words in found.items():
+            place = f"{path[max(map(path.rfind, '.[')) + 1 :]}{words[len(path) :]}"
+            if place not in self._named:
+                self._named.add(place)
+                self._again.append(words)
+
+    def _walk(self, paths: Collection[str] | None, devices: bool = True) -> dict[str, Text]:
+        objects = {id(one) for one in self._ignored() if not isinstance(one, str)}
+        storages = set() if paths is not None else {storage_of(one) for one in self._tensors()} - {0}
+
+        def left_out(value: Any) -> bool:
+            of_ours = bool(storages) and isinstance(value, torch.Tensor) and storage_of(value) in storages
+            return of_ours or id(value) in objects
+
+        return observe(self._modules, left_out, None if paths is None else prefixes(paths), devices)
+
+    def _compare(self, version: Texts, now: Texts) -> None:
+        for path, was in version.items():
+            if path in now and has_begun_again(self._first.get(path), was, now[path]) and not self._is_ignored(path):
+                self._begun[path] = in_words(path, was, now[path])
+
+    def _is_ignored(self, path: str) -> bool:
+        return not names_in(path).isdisjoint(one for one in self._ignored() if isinstance(one, str))
+
+    def _fitting(self, values: Texts) -> dict[str, Text]:
+        """As many as a version has room for, the nearest first."""
+        fitting: dict[str, Text] = {}
+        left = ROOM
+        for path in sorted(values, key=lambda one: len(prefixes([one]))):
+            texts = str(self._first[path]), str(values[path])
+            left -= len(path.encode()) * 2 + sum(len(one.encode()) for one in texts) + _MORE
+            if left < 0:
+                break
+            fitting[path] = values[path]
+        if len(fitting) < len(values) and not self._left_out:
+            self._left_out = True
+            say(
+                f"{len(values)} values that are not captured change, and a version has room for {len(fitting)}: "
+                "whether the others begin again after a restore is not said"
+            )
+        return fitting
+
+
+def has_begun_again(first: Text | None, was: Text, now: Text) -> bool:
+    """Whether a value that was `first` at the job's begin, and `was` something else when a version was captured, is
+    `now` at its first value again or, as a whole number, has turned back towards it. Pure. `first`: None if it is not
+    known, and nothing is said then. A tensor on a device that was not read is never said to have begun again."""
+    if first is None or was in (first, now) or now == ON_DEVICE:
+        return False
+    turned = type(first) is type(was) is type(now) is int and (now - was) * (was - first) < 0  # type: ignore[operator]
+    return now == first or turned
+
+
+def in_words(path: str, was: Text, now: Text) -> str:
+    """Pure: `loop.seen 0, was 7`; of a tensor only that it is one."""
+    is_tensor = str(now).startswith("a tensor")
+    return f"{path} (tensor)" if is_tensor else f"{path} {now}, was {was}"
