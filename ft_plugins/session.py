@@ -262,7 +262,7 @@ class Session:
         """An iteration begins. The first call restores data position and RNG."""
         if not self.iteration and isinstance(self._host, Looping):
             self._host.loop_begins()
-        if not self.iteration and self._carrying.observed is not None:
+        if not self.iteration and self._carrying.observed is not None and self._reft is not None:
             self._carrying.observed.begin()
         if (
             (reft := self._reft or self._degraded)
@@ -323,6 +323,8 @@ class Session:
         """The version point. `ends`: training ends here on all ranks, be it at its own end or before."""
         self._come_to(step)
         self._carrying.completed = step
+        if self._reft is not None:
+            self._guarded(lambda reft: reft.recomputed(self._version(step)))
         self._stops = self._stops or self._collective.announced(f"stop after {step}")
         self.progress.words.edge(WorkPhase.VERSION_POINT)
         if self.measured is not None:

@@ -1,7 +1,7 @@
 """Name what has begun again after a restore: what moved in training, and is at its first value, not at the captured.
 
     begin       the first walk, before the first iteration of a process
-    captured    version points: at the 1st, 2nd, 4th, ... 64th, and then each 64th, a walk shows what moves; a version
+    captured    version points: at the 1st, 2nd, 4th, ... 256th, and then each 256th, a walk shows what moves; a version
                 has that, at first and now
     restored    right before the first iteration after a restore: what is there is compared
     recomputed  the restored iteration was computed again: what came into being in it is compared with the version, and
@@ -20,14 +20,15 @@ In: what a host captures. Out: plain values for a version; words.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ..events import say
-from .observed import Root, is_examined, names_in, observe, prefixes
+from .observed import MOST_OF_MODULES, Root, is_examined, names_in, prefixes, script_roots, walk
 from .script.script_state import storage_of
-from .value_text import ON_DEVICE, Text
+from .value_text import ON_DEVICE, Text, is_a
 
 ROOM = 16 << 10  # bytes of a version
 _MORE = 16  # of a value, but for its path and texts
@@ -48,8 +49,9 @@ class BegunAgain:
         self._modules, self._tensors, self._ignored = modules, tensors, ignored
         self._points = 0
         self._first: dict[str, Text] = {}
-        self._moving: dict[str, None] = {}  # paths, in the order in which they were seen to move
-        self._expected: dict[str, Text] = {}  # of the restored version, and not compared so far
+        self._moving: dict[str, None] = {}  # paths, the nearest first
+        self._within: set[str] = set()  # what is walked to for them
+        self._expected: dict[str, Text] = {}  # of the version that is computed again, and not compared so far
         self._known: tuple[int, dict[str, Any]] = (0, {})  # the iteration of the last version point, its values
         self._begun: dict[str, str] = {}  # what has begun again, in words, by path; until it is seen to matter
         self._again: list[str] = []  # not said yet
@@ -70,14 +72,13 @@ class BegunAgain:
             return self._known[1]
         self._points += 1
         learning = is_examined(self._points)
-        now = self._walk(None if learning else self._moving, devices=learning)
-        for path, text in now.items() if learning else ():
-            if self._first.setdefault(path, text) != text:
-                self._moving.setdefault(path)
+        now = self._walk(None if learning else self._within, devices=learning)
+        if learning:
+            self._learn([path for path, text in now.items() if self._first.setdefault(path, text) != text])
         if self._expected:
             self._compare(self._expected, now)
             self._expected = {}
-            self._name(self._begun)
+            self._name()
         fitting = self._fitting({path: now[path] for path in self._moving if path in now})
         self._known = iteration, {"first": {path: self._first[path] for path in fitting}, "last": fitting}
         return self._known[1]
@@ -87,23 +88,25 @@ class BegunAgain:
         `proves`: `recomputed` will be called."""
         if saved is not None:
             last = saved["last"]
-            now = self._walk(last)
+            self._learn(last)
+            now = self._walk(self._within)
             self._first |= saved["first"]
-            self._moving |= dict.fromkeys(last)
             self._compare(last, now)
-            self._expected = {path: was for path, was in last.items() if path not in now}
             if not proves:
-                self._name(self._begun)
+                self._name()
 
     def recomputed(self, saved: Mapping[str, Any]) -> None:
         """The version point of the restored iteration, whose version has `saved`, right after it was computed again."""
         last = saved["last"]
         self._expected = dict(last)  # also what the script has set since
-        self._moving |= dict.fromkeys(last)
+        self._learn(last)
         self._first = {**saved["first"], **self._first}
-        now = self._walk(last, devices=False)
-        self._begun = {path: one for path, one in self._begun.items() if now.get(path) != last.get(path)}
-        self._name(self._begun)
+        now = self._walk(self._within)
+        for path, words in list(self._begun.items()):
+            unread = last.get(path) == ON_DEVICE  # by the version: whether it was the same is not known
+            if not words.endswith("(tensor)") if unread else now.get(path) == last.get(path):
+                del self._begun[path]
+        self._name()
         self.differing = tuple(
             path for path, was in last.items()
             if path in now and now[path] != was and ON_DEVICE not in (was, now[path]) and not self._is_ignored(path)
@@ -115,42 +118,50 @@ class BegunAgain:
         more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
         return "; ".join(words[:_SHOWN]) + more
 
-    def _name(self, found: Mapping[str, str]) -> None:
-        """Name each value once, by the first of its paths."""
-        for path, words in found.items():
-            place = f"{path[max(map(path.rfind, '.[')) + 1 :]}{words[len(path) :]}"
-            if place not in self._named:
-                self._named.add(place)
-                self._again.append(words)
+    def _learn(self, moving: Iterable[str]) -> None:
+        """These paths move."""
+        if new := [path for path in moving if path not in self._moving]:
+            nearest = sorted((*self._moving, *new), key=lambda path: path.count(".") + path.count("["))
+            self._moving, self._within = dict.fromkeys(nearest), prefixes(nearest)
 
-    def _walk(self, paths: Collection[str] | None, devices: bool = True) -> dict[str, Text]:
+    def _name(self) -> None:
+        """Name each value once."""
+        self._again += [words for path, words in self._begun.items() if path not in self._named]
+        self._named.update(self._begun)
+
+    def _walk(self, within: Collection[str] | None, devices: bool = True) -> dict[str, Text]:
         objects = {id(one) for one in self._ignored() if not isinstance(one, str)}
-        storages = set() if paths is not None else {storage_of(one) for one in self._tensors()} - {0}
+        storages = set() if within is not None else {storage_of(one) for one in self._tensors()} - {0}
 
         def left_out(value: Any) -> bool:
-            of_ours = bool(storages) and isinstance(value, torch.Tensor) and storage_of(value) in storages
+            of_ours = bool(storages) and is_a(value, torch.Tensor) and storage_of(value) in storages
             return of_ours or id(value) in objects
 
-        return observe(self._modules, left_out, None if paths is None else prefixes(paths), devices)
+        with suppress(Exception):  # objects of the script may do as they like
+            roots = list(self._modules())
+            of_modules = walk(roots, left_out, within, devices, MOST_OF_MODULES)
+            objects |= {id(one) for _, one in roots}
+            return {**of_modules, **walk(script_roots(), left_out, within, devices)}
+        return {}
 
     def _compare(self, version: Texts, now: Texts) -> None:
         for path, was in version.items():
             if path in now and has_begun_again(self._first.get(path), was, now[path]) and not self._is_ignored(path):
-                self._begun[path] = in_words(path, was, now[path])
+                is_tensor = str(now[path]).startswith("a tensor")
+                self._begun[path] = f"{path} (tensor)" if is_tensor else f"{path} {now[path]}, was {was}"
 
     def _is_ignored(self, path: str) -> bool:
         return not names_in(path).isdisjoint(one for one in self._ignored() if isinstance(one, str))
 
     def _fitting(self, values: Texts) -> dict[str, Text]:
-        """As many as a version has room for, the nearest first."""
+        """As many as a version has room for, in their order."""
         fitting: dict[str, Text] = {}
         left = ROOM
-        for path in sorted(values, key=lambda one: len(prefixes([one]))):
+        for path in values:
             texts = str(self._first[path]), str(values[path])
             left -= len(path.encode()) * 2 + sum(len(one.encode()) for one in texts) + _MORE
-            if left < 0:
-                break
-            fitting[path] = values[path]
+            if left >= 0:
+                fitting[path] = values[path]
         if len(fitting) < len(values) and not self._left_out:
             self._left_out = True
             say(
@@ -168,9 +179,3 @@ def has_begun_again(first: Text | None, was: Text, now: Text) -> bool:
         return False
     turned = type(first) is type(was) is type(now) is int and (now - was) * (was - first) < 0  # type: ignore[operator]
     return now == first or turned
-
-
-def in_words(path: str, was: Text, now: Text) -> str:
-    """Pure: `loop.seen 0, was 7`; of a tensor only that it is one."""
-    is_tensor = str(now).startswith("a tensor")
-    return f"{path} (tensor)" if is_tensor else f"{path} {now}, was {was}"

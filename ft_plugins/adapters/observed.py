@@ -52,14 +52,15 @@ from .value_text import (
     container_of,
     is_a,
     name_of,
+    short,
     slots,
     text_of,
 )
 
 Root = tuple[str, Any]
-_EACH = 64  # version points
+_EACH = 256  # version points
 _DEPTH, _ELEMENTS, _WAYS = 6, 64, 3  # levels; elements of a container; paths to one object
-_MOST_OF_SCRIPT, _MOST_OF_MODULES = 4096, 16384  # values
+_MOST_OF_SCRIPT, MOST_OF_MODULES = 4096, 16384  # values
 # packages whose objects are known, or keep what belongs to the run and is no part of training
 _CLOSED = {
     *("accelerate", "apex", "datasets", "deepspeed", "ft_plugins", "lightning", "megatron", "numpy", "peft", "pytest"),
@@ -78,12 +79,13 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _LEFT_OUT = frozenset((*vars(torch.nn.Module()), "state_dict", "load_state_dict"))
+_PYTHONS = ("builtins", "itertools")
 _PARTS = re.compile(r"[.#\[\]]+")
 
 
 def is_examined(points: int) -> bool:
     """Whether everything is looked at, to see what training changes, at the version point that is the `points`-th of a
-    process, from 1: at the 1st, 2nd, 4th, ... 64th, and from then on at each 64th."""
+    process, from 1: at the 1st, 2nd, 4th, ... 256th, and from then on at each 256th."""
     return not points % _EACH or not points & (points - 1)
 
 
@@ -101,10 +103,10 @@ def walk(
     while pending and len(kept) < most:
         path, value, depth = pending.popleft()
         kept.append(value)
-        if type(value) not in PLAIN and left_out(value):
-            continue
-        text = None
+        text: Text | None = None
         with suppress(Exception):  # classes of the script may do as they like
+            if type(value) not in PLAIN and left_out(value):
+                continue
             if (text := text_of(value, devices)) is not None:
                 found.setdefault(path, text)
         whole = text is not None and not is_a(value, FunctionType, MethodType, functools.partial, *CONTAINERS)
@@ -114,7 +116,7 @@ def walk(
         with suppress(Exception):
             for label, part in _parts_of(value):
                 if within is None or path + label in within:
-                    pending.append((path + label, part, depth - 1))
+                    pending.append((path + label, part, depth - (not is_a(part, torch.nn.Module))))
     return found
 
 
@@ -129,16 +131,6 @@ def prefixes(paths: Iterable[str]) -> set[str]:
 def names_in(path: str) -> set[str]:
     """The variables, attributes and keys on a path."""
     return {part.strip("'\"") for part in _PARTS.split(path)}
-
-
-def observe(
-    modules: Callable[[], Iterable[Root]], left_out: Callable[[Any], bool], within: Collection[str] | None,
-    devices: bool,
-) -> dict[str, Text]:  # fmt: skip
-    """All values of the script's functions, and of the roots that `modules` gives, each within its own bound. The
-    arguments are those of `walk`."""
-    of_modules = walk(modules(), left_out, within, devices, _MOST_OF_MODULES)
-    return {**of_modules, **walk(script_roots(), left_out, within, devices)}
 
 
 def script_roots() -> Iterator[Root]:
@@ -201,7 +193,7 @@ def _parts_of(value: Any) -> Iterator[Root]:
 def _elements(container: Any, value: Any) -> Iterator[Root]:
     if container is dict:
         items = [*islice(dict.items(value), _ELEMENTS)]
-        yield from ((f"[{key!r}]", one) for key, one in items if type(key) in PLAIN)
+        yield from ((f"[{short(repr(key))}]", one) for key, one in items if type(key) in PLAIN)
     elif container in (set, frozenset):
         parts = [*islice(container.__iter__(value), _ELEMENTS)]
         if all(type(one) in PLAIN for one in parts):
@@ -250,12 +242,8 @@ def _iterated(iterator: Any, depth: int = 4) -> Iterator[Any]:
     for one in gc.get_referents(iterator) if depth else ():
         if isinstance(one, GeneratorType | _BaseDataLoaderIter):
             yield one
-        elif type(one) in (tuple, FrameType) or (_is_pythons(type(one)) and hasattr(type(one), "__next__")):
+        elif type(one) in (tuple, FrameType) or (type(one).__module__ in _PYTHONS and hasattr(type(one), "__next__")):
             yield from _iterated(one, depth - 1)
-
-
-def _is_pythons(kind: Any) -> bool:
-    return kind.__module__ in ("builtins", "itertools")
 
 
 def _is_closed(module: str) -> bool:

@@ -30,7 +30,7 @@ import xxhash
 
 from ..snapshot.capture import codec
 from ..snapshot.capture.copiers import flat_bytes
-from ..snapshot.capture.samples import digest_of, sample_of
+from ..snapshot.capture.samples import digest_of
 from .data.data_parts import is_generator
 from .data.loaders import state_of
 from .host_parts import local_part
@@ -41,6 +41,7 @@ FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type, functools.part
 _CONSTANTS = (complex, torch.dtype, torch.device, torch.Size)
 _SHOWN = 40  # characters of a text
 _LARGE = 1 << 63
+SAMPLED = 256  # bytes of each of four parts of a tensor, of which a sample is
 _SAMPLE = 64 << 10  # bytes of an array that are read
 ON_DEVICE = "a tensor on a device"  # which was not read
 Text = int | str
@@ -54,7 +55,7 @@ def text_of(value: Any, devices: bool = False) -> Text | None:
     if kind is int and abs(value) < _LARGE:
         return value  # type: ignore[no-any-return]
     if kind in PLAIN or is_a(value, *_CONSTANTS):
-        return _short(repr(value))
+        return short(repr(value))
     if is_a(value, torch.Tensor):
         return _tensor(value, devices)
     if is_a(value, *FUNCTIONS):
@@ -62,7 +63,7 @@ def text_of(value: Any, devices: bool = False) -> Text | None:
     if is_a(value, Enum):  # not its `repr`: that of its value may have an address
         return f"{name_of(kind)}.{value._name_ or value._value_}"
     if is_a(value, np.generic):
-        return _short(repr(value.item()))
+        return short(repr(value.item()))
     if is_a(value, np.ndarray):
         return _array(value)
     if kind in (bytearray, array):
@@ -72,7 +73,7 @@ def text_of(value: Any, devices: bool = False) -> Text | None:
     return repr(value) if kind is itertools.count else f"a {kind.__name__}" if container_of(value) else None
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({_digest(text.encode(errors='surrogatepass'))})"
 
 
@@ -87,9 +88,15 @@ def _tensor(value: torch.Tensor, devices: bool) -> str | None:
         local = local_part(value).detach()
         if local.numel() == 1:
             return repr(local.reshape(()).item())
-        sample = digest_of(sample_of(flat_bytes("", local.contiguous()).cpu().numpy()))
-        return f"a tensor of {tuple(value.shape)} ({sample:016x})"
+        return f"a tensor of {tuple(value.shape)} ({sample_digest(local):016x})"
     return None
+
+
+def sample_digest(tensor: torch.Tensor) -> int:
+    """The digest of a sample of a dense tensor, of which no more is copied from a device. Raises what torch raises."""
+    flat = flat_bytes("", tensor)
+    step = (flat.numel() - SAMPLED) // 3
+    return digest_of((flat.as_strided((4, SAMPLED), (step, 1)) if step > SAMPLED else flat).cpu().numpy())
 
 
 def _array(value: Any) -> str | None:
@@ -102,9 +109,8 @@ def name_of(value: Any) -> str:
     """How a function or class is called; with the line, if it has no name of its own."""
     if is_a(value, functools.partial):
         return f"{name_of(value.func)} with {[one for one in value.args if type(one) in PLAIN]}"
-    function = getattr(value, "__func__", value)
-    function = function if hasattr(function, "__qualname__") else type(function)
-    code = getattr(function, "__code__", None)
+    function = value.__func__ if is_a(value, MethodType) else value if is_a(value, *FUNCTIONS) else type(value)
+    code = function.__code__ if is_a(function, FunctionType) else None
     line = f":{code.co_firstlineno}" if code is not None and "<lambda>" in function.__qualname__ else ""
     return f"{getattr(function, '__module__', '')}.{function.__qualname__}{line}".removeprefix("torch.nn.modules.")
 

@@ -1,9 +1,8 @@
 """A rank's training state as digests, to compare two runs bit for bit.
 
 Invariant: equal only if every byte of every item and every value of the small state is equal; of the latter not whether
-a key was a number, a sequence a tuple, a number one of numpy's, nor what a script's loop decides by but its counters:
-names of runs and folders are among it. In: a `Host` at a
-version point. Out: plain values for JSON; floats as hexadecimal text, tensors and arrays as xxh3 digests.
+a key was a number, a sequence a tuple, a number one of numpy's. In: a `Host` at a version point. Out: plain values for
+JSON; floats as hexadecimal text, tensors and arrays as xxh3 digests.
 """
 
 from __future__ import annotations
@@ -27,15 +26,7 @@ def state_digest(host: Host) -> dict[str, Any]:
     """`{"items": {name: {dtype, shape, xxh3, values?}}, "small": ...}` of this rank."""
     tensors = host.tensors()
     items = {item.name: tensor_digest(tensors[item.name]) for item in host.inventory().items}
-    small = dict(host.small_state())
-    small.pop("suspended", None)  # what a loop carries on in generators is compared, and named, by itself
-    if small.get("loop"):
-        small["loop"] = {
-            at: {**kept, "deciding": None, "unread": None} if isinstance(kept, dict) else kept
-            for at, kept in small["loop"].items()
-            if at != "reserve"
-        }
-    return {"items": items, "small": readable(small)}
+    return {"items": items, "small": readable(dict(host.small_state()))}
 
 
 def tensor_digest(tensor: torch.Tensor) -> dict[str, Any]:

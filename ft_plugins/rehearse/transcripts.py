@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..adapters.value_text import ON_DEVICE
 from ..errors import FtError
 from ..systems.transcript import ITERATION, RESTORED
 
@@ -36,6 +37,7 @@ _NOT_COMPARED = (_POSITION, "pace", "silent", "observed", "rng", *_GENERATORS)
 READS, RATE, DRAWN, SMALL, LOSS, STATE = "the batch", "learning rate", "random numbers", "small state", "loss", "state"
 _NORM = "gradient norm"
 _TRAJECTORY = (LOSS, _NORM, STATE)
+_WITHIN = ("caller", "client", "trainer", "state")
 _RESTORED = (DRAWN, SMALL, STATE)  # what a version has as soon as it is restored
 _ABSENT = "nothing"
 _SKIPPED = ("inf", "nan", "-inf")  # norms of gradients of which no update is made
@@ -217,7 +219,8 @@ def _uncaptured(computed: Iterable[TranscriptEntry], golden: Golden, first: int)
     for entry in computed:
         other = golden.get((entry.rank, entry.iteration))
         ours, theirs = ({} if one is None else one.small.get("observed", {}).get("last", {}) for one in (entry, other))
-        found[entry.lineage == first] |= {path for path in ours.keys() & theirs.keys() if ours[path] != theirs[path]}
+        both = ((path, {ours[path], theirs[path]}) for path in ours.keys() & theirs.keys())
+        found[entry.lineage == first] |= {path for path, texts in both if len(texts) > 1 and ON_DEVICE not in texts}
     return tuple(sorted(found[False] - found[True]))
 
 
@@ -331,11 +334,10 @@ def _first(found: Sequence[Differing]) -> FirstDifference | None:
 
 
 def _without(small: Mapping[str, Any], left_out: Sequence[str]) -> dict[str, Any]:
-    """A small state, and that within it of a loop of plain torch, without these entries."""
+    """A small state, and those within it of a loop of plain torch and of a Trainer, without these entries."""
     kept = {key: value for key, value in small.items() if key not in left_out}
-    if isinstance(caller := kept.get("caller"), Mapping):
-        kept["caller"] = _without(caller, left_out)
-    return kept
+    inner = {key: _without(part, left_out) for key in _WITHIN if isinstance(part := kept.get(key), Mapping)}
+    return {**kept, **inner}
 
 
 # ---- what was exercised ----

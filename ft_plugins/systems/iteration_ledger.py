@@ -53,6 +53,7 @@ _PART_OF = {
 _NOT_COMPARED = {"position", "pace", "silent", "modes", "graded", "members", "observed"}
 MANY = 64  # entries
 _RNG = "rng"  # the generators, in the small state of Megatron and DeepSpeed
+_POSITION = "position"  # of the data: what it leads to is compared
 _CALLER = "caller"  # what the script's own functions return, in the small state of loops of plain torch
 
 
@@ -300,7 +301,8 @@ def pieces(value: Any) -> Iterator[bytes]:
             yield f"a{value.dtype}{value.shape}".encode()
             yield value.tobytes()
         case Mapping():
-            entries = sorted((one for one in value.items() if one[0] != WALL_TIMES), key=lambda entry: str(entry[0]))
+            compared = (entry for entry in value.items() if entry[0] not in (WALL_TIMES, _POSITION))
+            entries = sorted(compared, key=lambda entry: str(entry[0]))
             yield b"m%d" % len(entries)
             for key, part in entries if len(entries) <= MANY else entries[:: -(-len(entries) // MANY)]:
                 yield f"k{key!r}".encode()

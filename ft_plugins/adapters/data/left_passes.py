@@ -3,8 +3,7 @@
 A script that ends its passes by a count (`if enough(i): break` in `enumerate(loader)`) begins that count again after a
 restore, and so takes more of the restored pass than of any other: that shows by the lengths.
 
-In: reads, passes that begin, and that end by themselves. Out: whether the restored pass was longer than its neighbours,
-and a line that says so.
+In: reads, passes that begin, and that end by themselves. Out: a line if the restored one is longer than its neighbours.
 """
 
 from __future__ import annotations
@@ -35,26 +34,24 @@ class LeftPasses:
     def restored(self, left: int, taken: int) -> None:
         self.left, self._taken, self._is_rest = left, taken, True
 
-    def reading(self) -> bool:
-        """A batch is read. Returns whether the restored pass gets longer than the one before."""
+    def reading(self) -> None:
+        """A batch is read: the restored pass may get longer than the one before."""
         self._taken += 1
-        return _said(self._is_rest and 0 < self.left == self._taken - 1)
+        _say(self._is_rest and 0 < self.left == self._taken - 1)
 
-    def ended(self) -> bool:
-        """The pass under way has found its end. Returns the same."""
+    def ended(self) -> None:
+        """The pass under way has found its end: likewise."""
         self._taken = 0
-        return _said(self._is_rest and self.left > 0)
+        _say(self._is_rest and self.left > 0)
 
-    def begin(self) -> bool:
-        """Another pass begins. Returns whether the last one was shorter than the restored one before it."""
+    def begin(self) -> None:
+        """Another pass begins: the last one may have been shorter than the restored one before it."""
         self.left, self._taken = self._taken, 0
         shorter = self._after_rest and 0 < self.left < (self._rest or math.inf)
         self._after_rest, self._rest, self._is_rest = self._is_rest, self.left, False
-        return _said(shorter)
+        _say(shorter)
 
 
-def _said(longer: bool) -> bool:
+def _say(longer: bool) -> None:
     if longer:
         say(LONGER, alarm=True)
-    return longer
-

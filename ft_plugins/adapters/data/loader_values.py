@@ -2,11 +2,11 @@
 
 Invariant: after `put(changed())` every value that has changed since the start is again what it was. A value that
 changed and cannot be captured (an object, a value that is too large) raises StateChangedError if a sampler has it,
-because the order of the data would be another one; in a data set it may be a cache or an open file, so it is only
-named, once.
+because the order of the data would be another one; in a data set it may be a cache or an open file, so it is observed
+alone (`begun_again`).
 
     value       of a type that the codec knows, and not large: compared and captured by its encoding
-    any other   watched: by identity, length, torch's count of changes, and a sample of what it contains
+    any other   watched, if a sampler has it: by identity, length, torch's count of changes, and a sample of its contents
 
 Generators are captured by `loaders.generator_states`. What keeps a state of its own is left to it.
 

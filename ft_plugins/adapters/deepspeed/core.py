@@ -44,7 +44,7 @@ from ..schedulers import (
 )
 from ..script.script_hooks import wrap
 from ..script.undeclared import Undeclared
-from ..script.undeclared_search import Given, UndeclaredSearch, ignored_names
+from ..script.undeclared_search import Given, UndeclaredSearch, ignored
 from . import naming, state
 from .clients import EngineClient
 from .position import Positions
@@ -81,6 +81,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         self.framework = f"DeepSpeed {deepspeed.__version__}"
         self._client = client
         self.checkpoint_lacks = getattr(client, "checkpoint_lacks", "")
+        self.placed: Callable[[], object] = getattr(client, "placed", bool)
         self._positions = None if client is not None and client.places_data else positions
         self._unsettled: Mapping[str, Any] | None = None  # small state that is restored, but not the client's part
         self.schedule = SchedulerRestore(engine.lr_scheduler)
@@ -93,7 +94,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._numbers = ModuleNumbers(engine.module)
         self.observed = BegunAgain(
             lambda: module_roots("model", engine.module, state.updating(engine.optimizer)),
-            lambda: (*self.tensors().values(), *engine.module.parameters()), ignored_names,
+            lambda: (*self.tensors().values(), *engine.module.parameters()), ignored,
         )  # fmt: skip
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))

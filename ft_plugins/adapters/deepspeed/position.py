@@ -174,7 +174,8 @@ class Positions:
             self._epochs.setdefault(role, LoaderEpoch.of(loader)).reading(loader)
         elif role.startswith("train"):
             self._newest = reference(source), epoch
-            self._count(role, epoch)
+            if isinstance(source, LoaderPass):  # others are not left before their end
+                self._count(role, epoch)
 
     def _count(self, role: str, epoch: LoaderEpoch) -> None:
         lengths = self._lengths.setdefault(role, LeftPasses())

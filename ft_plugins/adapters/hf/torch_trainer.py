@@ -56,6 +56,7 @@ class TorchTrainer:
             **(mesh or {}),
         )  # fmt: skip
         host.of_a_library(LACKING, remedy)
+        host.placed = run.place
         host.write_scalars = of_trainer(trainer)
         self._host = host
         self._session = attach(host, self._config, self._context)

@@ -29,7 +29,6 @@ import torch
 
 from ...errors import ResumeError
 from ...events import say
-from ...model.digest import WALL_TIMES as NOT_COMPARED
 from ..script.script_hooks import replaced, wrap
 from ..script.script_state import Marks
 from ..script.undeclared_search import ignore_alone
@@ -120,15 +119,14 @@ class TrainerRun:
         if self._progress is None or self._batches is None:
             return {"place": place}
         first = {} if self._progress.begun else {"reserve": bytes(self._progress.expected_bytes())}
-        position = {"position": self._batches.read()}  # what it leads to is compared: the batches
-        return {"place": place, "progress": self._progress.read(), NOT_COMPARED: position, **first}
+        return {"place": place, "progress": self._progress.read(), "position": self._batches.read(), **first}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """The state is restored, except for generators."""
         assert self._progress is not None and self._batches is not None
         self._saved = self._restored = saved
         self._progress.write_state(saved["progress"])
-        self._batches.write(_position_of(saved))
+        self._batches.write(saved["position"])
         vars(self.trainer.args).update(dict.fromkeys(_TO_ENTER, False))  # until `_progress.write`
 
     # ---- the loop ----
@@ -142,7 +140,7 @@ class TrainerRun:
         if self._restored is None:
             return self._begins[0], self._begins[1]
         place = self._restored["place"]
-        at = _position_of(self._restored)["pass"]
+        at = self._restored["position"]["pass"]
         if place["over"]:
             return int(self.trainer.state.num_train_epochs), 0
         return int(place["epoch"]), 0 if at is None else int(at["taken"])
@@ -204,7 +202,7 @@ class TrainerRun:
 
     def _taking_batches(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._protection.begin()
-        self._place()
+        self.place()
         taken = original(*args, **kwargs)
         self.loader.taking(len(taken[0]))
         if self.loader.ahead not in (0, 1):
@@ -213,7 +211,7 @@ class TrainerRun:
             refuse_built({"dropped": f"{kind}, iteration {step}: {counted}"})
         return taken
 
-    def _place(self) -> None:
+    def place(self) -> None:
         """After the generators: what the loop and its callbacks count."""
         if self._progress is not None and not self._progress.begun:
             self._progress.begun = True
@@ -222,7 +220,7 @@ class TrainerRun:
             ignore_alone(self.trainer, self.trainer.accelerator, self.trainer.lr_scheduler)
         if self._saved is not None and self._progress is not None:
             saved, self._saved = self._saved, None
-            self.loader.write(_position_of(saved))
+            self.loader.write(saved["position"])
             self._progress.write(saved["progress"])
 
     def _report_changed(self) -> None:
@@ -243,10 +241,5 @@ class TrainerRun:
     def _finalizing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._over = True
         self._protection.end()
-        self._place()
+        self.place()
         return original(*args, **kwargs)
-
-
-def _position_of(saved: Mapping[str, Any]) -> Any:
-    """The data position; next to the rest of the state in that of earlier versions of ft_plugins."""
-    return saved.get(NOT_COMPARED, saved)["position"]

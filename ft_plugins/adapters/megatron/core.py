@@ -47,7 +47,7 @@ from ..host_parts import groups, local_part, reach_fault_points, restore_groups
 from ..observed import Root, module_roots
 from ..parameter_groups import merged, numbered, packed, regrouped
 from ..script.script_hooks import wrap
-from ..script.undeclared_search import ignored_names
+from ..script.undeclared_search import ignored
 from . import fp8_scaling, inner_masters, state
 from .reducing import MegatronReduction
 from .replay import restore_rng, rng_state
@@ -109,7 +109,7 @@ class MegatronCoreHost(MegatronReduction):
         self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
-        self.observed = BegunAgain(self._modules, lambda: (*self.tensors().values(), *self._copied()), ignored_names)
+        self.observed = BegunAgain(self._modules, lambda: (*self.tensors().values(), *self._copied()), ignored)
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED

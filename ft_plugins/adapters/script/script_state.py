@@ -12,16 +12,14 @@ In: objects of a script. Out: tensors, and answers about them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...snapshot.capture.copiers import flat_bytes
-from ...snapshot.capture.samples import digest_of, sample_of
 from ..host_parts import local_part
-from ..value_text import Text, text_of
+from ..value_text import Text, sample_digest, text_of
 
 _DEPTH = 3  # of the containers that are searched for tensors
 _MANY = 20_000  # elements: a larger container is one of data, not of weights
@@ -97,9 +95,10 @@ class Marks:
             if buffers:
                 self._buffers[one] = {name: _digest(buffer) for name, buffer in buffers.items()}
 
-    def buffer_changed(self, module: torch.nn.Module) -> bool:
-        """Whether a marked buffer of a module, of its own, has other contents. Waits for devices."""
-        now = kept_buffers(module)
+    def buffer_changed(self, module: torch.nn.Module, among: Collection[int]) -> bool:
+        """Whether a marked buffer of a module, of its own, has other contents, if its present tensor is `among` these,
+        by id. Waits for devices."""
+        now = {name: one for name, one in kept_buffers(module).items() if id(one) in among}
         return any(
             name in now and _digest(now[name]) != was
             for name, was in self._buffers.get(module, {}).items()
@@ -119,7 +118,7 @@ class Marks:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return tensor._version + local_part(tensor)._version
+    return 0 if tensor.is_inference() else tensor._version + local_part(tensor)._version
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -127,7 +126,7 @@ def _digest(tensor: torch.Tensor) -> int:
     if not storage_of(tensor):
         return 0
     try:
-        return digest_of(sample_of(flat_bytes("", local_part(tensor)).cpu().numpy()))
+        return sample_digest(local_part(tensor))
     except Exception:  # a subclass of Tensor, or gaps in memory: its version counter remains
         return 0
 
@@ -151,8 +150,10 @@ class Returned:
 
 
 def _text(value: Any) -> Text | None:
-    """Waits for devices."""
-    return text_of(torch.from_numpy(value) if isinstance(value, np.ndarray) else value, devices=True)
+    """Of tensors and arrays of numbers as they are read, whatever their strides. Waits for devices."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.from_numpy(value)
+    return text_of(value.contiguous() if type(value) is torch.Tensor else value, devices=True)
 
 
 def _nested(value: Any, depth: int = 2 * _DEPTH) -> Iterator[Any]:

@@ -65,13 +65,11 @@ class DeclaredState:
 
 @dataclass(frozen=True)
 class Undeclared:
-    """An object that holds `tensors` which nothing captures. `trained`: training changes them; `more`: what there is to
-    say about them."""
+    """An object that holds `tensors` which nothing captures. `trained`: training changes them."""
 
     value: Any
     tensors: tuple[torch.Tensor, ...]
     trained: bool
-    more: str = ""
     name: Name | None = None
 
     @property
@@ -86,7 +84,7 @@ class Undeclared:
         return f"a {kind} whose name was not found" if name is None else f"'{name.expression}' ({kind}, {name.place})"
 
     def __str__(self) -> str:
-        return self.who + self.more
+        return f"{self.who}: {len(self.tensors)} tensors" if self.tensors else self.who
 
 
 def sorted_out(objects: Iterable[Any]) -> Live:
@@ -167,7 +165,5 @@ def _found(holding: Iterable[Holding], returned: Returned, marks: Marks) -> Iter
             continue
         trained = any(marks.changed(part) or (sort in _MADE and not marks.marked(part)) for part in lacks)
         if sort is Sort.MODULE:
-            trained = trained or any(marks.buffer_changed(part) for part in one.modules())
-        total = len([*tensors_in(one)])
-        more = f": {len(lacks)} of its {total} tensors" if len(lacks) < total else ""
-        yield Undeclared(one, tuple(lacks), trained, more)
+            trained = trained or any(marks.buffer_changed(part, {*map(id, lacks)}) for part in one.modules())
+        yield Undeclared(one, tuple(lacks), trained)

@@ -50,8 +50,9 @@ from ..begun_again import BegunAgain
 from ..host_parts import ANYWHERE, UPDATE, local_part
 from ..observed import Root, module_roots
 from ..optimizers import Optimizers, scheduler_of
+from ..script import undeclared_search
 from ..script.undeclared import Undeclared
-from ..script.undeclared_search import Given, ignored_names
+from ..script.undeclared_search import Given
 from .early_update import EarlyUpdate, early_refusal
 from .loop_reports import report_gradients, report_inputs, report_progress
 from .loop_state import LoopState
@@ -85,6 +86,7 @@ class TorchHost(PlainLoop, ReducingHost):
     fault_points = {"update.begin": (), "update.end": ()}
     checkpoint_lacks = ""
     write_scalars: ScalarWriter | None = None
+    placed: Callable[[], object] = bool  # sets what a library's loop sets itself, after the position
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class TorchHost(PlainLoop, ReducingHost):
             self._names, self._given,
         )  # fmt: skip
         self.observed = BegunAgain(
-            self._roots, lambda: self._given().tensors, lambda: (*self._ignored, *ignored_names())
+            self._roots, lambda: self._given().tensors, lambda: (*self._ignored, *undeclared_search.ignored())
         )
         self._optimizers.create_state()
         self._known = dict(self._present())

@@ -99,6 +99,7 @@ class CarryingHost:
         """`proves`: the restored version is the one before, and the next iteration proves the restore."""
         self._host.restore_position(_without(small))
         if self.observed is not None:
+            getattr(self._host, "placed", bool)()  # by the loop of a library
             self.observed.restored(small.get(OBSERVED), proves)
 
     def recomputed(self, small: Mapping[str, Any]) -> tuple[str, ...]:

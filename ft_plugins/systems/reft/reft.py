@@ -250,7 +250,6 @@ class Reft(CaptureOwner):
             raise PeerDegraded()
         if self._capture is not None and self._proves(step):
             assert self._base is not None
-            self._compare_uncaptured(self._base)
             self._ledger.end(step, self._host.small_state())
             self._capture.compare(self._base, kept)
             return
@@ -266,9 +265,10 @@ class Reft(CaptureOwner):
         else:
             self._ledger.end(step, None)
 
-    def _compare_uncaptured(self, version: Version) -> None:
-        """Compare what the restored version has of values that are not captured."""
-        slot = self._mapped().sealed_in(version)
+    def recomputed(self, step: int) -> None:
+        """The version point `step`, before anything is read there: if it is proven, compare what the restored version
+        has of values that are not captured."""
+        slot = self._mapped().sealed_in(self._base) if self._base is not None and self._proves(step) else None
         if isinstance(self._host, CarryingHost) and self._proof is not None and slot is not None:
             small = codec.decode(manifest.split(self._mapped().small(slot))[1])
             self._proof.uncaptured = self._host.recomputed(small)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -255,3 +256,31 @@ def test_a_sampler_of_data_efficiency_that_a_second_pass_goes_on_with_is_refused
     iter(source)
     with pytest.raises(UnsupportedError, match="data position of 'train': a second pass .*num_epochs"):
         followed.positions.read()
+
+
+@pytest.mark.parametrize(("taken", "again", "named"), [(2, 4, True), (2, 2, False), (None, None, False)])
+def test_a_restored_pass_that_gets_longer_than_those_that_the_loop_leaves_is_named_once(
+    taken: int | None, again: int | None, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the loop counts each pass from its begin. `taken`: batches of a pass; None: all. The job is restored
+    after one batch of its third pass, of which it takes `again`, the first one included."""
+
+    def passes(followed: Followed, counts: list[int | None]) -> Any:
+        source: Any = None
+        for count in counts:
+            source = iter(loader)
+            for _ in itertools.islice(itertools.count(), count):
+                followed.positions.reading("train", source)
+                if next(source, None) is None:
+                    break
+        return source
+
+    first = Followed()
+    loader: Any = DataLoader(list(range(24)), 4)
+    under_way = passes(first, [taken, taken, 1])
+    saved = codec.decode(codec.encode(first.positions.read()))
+    second = Followed()
+    loader = DataLoader(list(range(24)), 4)
+    second.positions.write(saved)
+    passes(second, [None if again is None else again - 1, taken])
+    assert ("takes more batches of the restored pass" in capsys.readouterr().err) == named and under_way

@@ -112,7 +112,7 @@ class Run:
 
     def __init__(self, scheduler: Any) -> None:
         self.calls: list[str] = []
-        self.last = 10
+        self.last, self.place = 10, list
         args = SimpleNamespace(process_index=0)
         self.trainer = SimpleNamespace(lr_scheduler=scheduler, model_wrapped=None, args=args)
 

@@ -1,13 +1,15 @@
-"""Passes that a script ends by a count of its own: refused where only the rest of one comes, or seen by lengths."""
+"""Passes that a script ends by a count of its own are seen by their lengths."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ft_plugins.adapters.data import left_passes
 from ft_plugins.adapters.data.left_passes import LeftPasses
 from ft_plugins.snapshot.capture import codec
 from tests.unit.adapters.test_torch_loop import Loop, run
@@ -16,13 +18,15 @@ from tests.unit.adapters.test_torch_loop import Loop, run
 def lengths(story: str, left: int, taken: int) -> int:
     """The batch at which a pass turns out longer, 0 for none: r reads one, e finds the end, | begins another pass. The
     first pass is a restored one, of which `taken` were read, if any; the one before it was left after `left`."""
-    passes, read = LeftPasses(), 0
+    passes, read, said = LeftPasses(), 0, list[str]()
     if taken:
         passes.restored(left, taken)
-    for letter in story:
-        read += letter == "r"
-        if {"r": passes.reading, "e": passes.ended, "|": passes.begin}[letter]():
-            return read
+    with mock.patch.object(left_passes, "say", lambda words, alarm: said.append(words)):
+        for letter in story:
+            read += letter == "r"
+            {"r": passes.reading, "e": passes.ended, "|": passes.begin}[letter]()
+            if said:
+                return read
     return 0
 
 

@@ -96,7 +96,7 @@ def test_an_average_of_the_weights_is_named_with_its_name_and_class_once_it_has_
     script.begin()
     assert script.found() == {"ema": False}
     ema.update_parameters(script.model)
-    assert script.found() == {"ema": True} and script.words == ["'ema' (AveragedModel, a global)"]
+    assert script.found() == {"ema": True} and script.words == ["'ema' (AveragedModel, a global): 5 tensors"]
 
 
 RETURNS: dict[str, Callable[[Any], Any]] = {
@@ -123,7 +123,7 @@ def test_what_get_state_returns_only_in_part_is_named_with_what_is_missing() -> 
     script.begin()
     ema.update_parameters(script.model)
     assert script.found(lambda: dict(ema.module.state_dict())) == {"ema": True}
-    assert script.words == ["'ema' (AveragedModel, a global): 1 of its 5 tensors"]
+    assert script.words == ["'ema' (AveragedModel, a global): 1 tensors"]
 
 
 def test_the_other_half_of_a_gan_is_named_and_its_optimizer() -> None:
@@ -188,6 +188,17 @@ def test_a_frozen_module_is_trained_state_once_it_has_changed(
     if change is not None:
         change(script.model, teacher)
     assert script.found() == {"teacher": change is not None}
+
+
+def test_a_buffer_that_get_state_returns_is_declared_though_other_tensors_of_its_module_are_not() -> None:
+    script = Script()
+    teacher = script.variables["teacher"] = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    script.begin()
+    teacher(torch.rand(4, 2))
+    assert script.found() == {"teacher": True}
+    assert script.found(lambda: {name: one.clone() for name, one in teacher[1].state_dict().items()}) == {
+        "teacher": False
+    }
 
 
 def test_of_a_module_with_the_model_in_it_only_the_rest_is_named() -> None:

@@ -58,7 +58,7 @@ class TrainerClient:
 
     @contextmanager
     def building(self, run: TrainerRun) -> Iterator[None]:
-        self._run, self.last = run, run.last
+        self._run, self.last, self.placed = run, run.last, run.place
         with self._clients.setting_up(self):
             yield
 
