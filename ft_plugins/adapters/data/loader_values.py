@@ -6,7 +6,7 @@ because the order of the data would be another one; in a data set it may be a ca
 alone (`begun_again`).
 
     value       of a type that the codec knows, and not large: compared and captured by its encoding
-    any other   watched, if a sampler has it: by identity, length, torch's count of changes, and a sample of its contents
+    any other   watched, if a sampler has it: by identity, length, torch's count of changes, a sample of its contents
 
 Generators are captured by `loaders.generator_states`. What keeps a state of its own is left to it.
 
