@@ -40,7 +40,7 @@ class LeftPasses:
         _say(self._is_rest and 0 < self.left == self._taken - 1)
 
     def ended(self) -> None:
-        """The pass under way has found its end: likewise."""
+        """The pass under way has found its end, while others are left before theirs."""
         self._taken = 0
         _say(self._is_rest and self.left > 0)
 
