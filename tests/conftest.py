@@ -3,16 +3,12 @@
 Invariant: no test sees launcher variables of the surrounding environment or writes to the user's run directory.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -27,7 +23,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 PYNVML = "ignore:The pynvml package is deprecated:FutureWarning"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run all tests, not only those in headlines.txt")
     parser.addoption("--part", metavar="K/N", help="run part K of N of what --all adds, by whole files")
 
@@ -36,20 +32,20 @@ HEADLINES = Path(__file__).with_name("headlines.txt")
 WHOLE_JOBS = ("tests/scenarios/", "tests/integration/")
 
 
-def headlines() -> tuple[str, ...]:
+def headlines():
     """Prefixes of the ids of tests that start whole jobs and run by default."""
     lines = HEADLINES.read_text().splitlines()
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
-def runs_by_default(item: pytest.Item, prefixes: tuple[str, ...]) -> bool:
+def runs_by_default(item, prefixes):
     """Whether a test runs without `--all`."""
     if item.nodeid.startswith(WHOLE_JOBS):
         return item.nodeid.startswith(prefixes)
     return item.get_closest_marker("all_configurations") is None
 
 
-def outside(part: str | None, items: list[pytest.Item], prefixes: tuple[str, ...]) -> list[pytest.Item]:
+def outside(part, items, prefixes):
     """The tests that are not in a part of what `--all` adds; without a part, all that it adds. Raises ValueError."""
     added = [item for item in items if not runs_by_default(item, prefixes)]
     if not part:
@@ -62,25 +58,25 @@ def outside(part: str | None, items: list[pytest.Item], prefixes: tuple[str, ...
 _BEGUN = time.monotonic()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     part = item.config.getoption("--part")
     if part and time.monotonic() - _BEGUN > parts.LONGEST:
         pytest.skip(f"not begun within {parts.LONGEST} s: bash tests/run.sh --all {item.nodeid.partition('::')[0]}")
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     if part := config.getoption("--part"):
         terminalreporter.write_line(f"part {part} of what --all adds; again: bash tests/run.sh --part {part}")
 
 
-def draw_fewer(tests: set[Any]) -> None:
+def draw_fewer(tests):
     """Let tests of properties draw a quarter of their examples; all are drawn with `--all`."""
     for test in filter(is_hypothesis_test, tests):  # as hypothesis' own plugin changes the settings of a test
         full = test._hypothesis_internal_use_settings
         test._hypothesis_internal_use_settings = settings(full, max_examples=max(10, full.max_examples // 4))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     prefixes = headlines()
     unknown = [line for line in prefixes if not any(item.nodeid.startswith(line) for item in items)]
     if unknown and {str(path) for path in config.args} == {"tests"}:  # all tests were collected
@@ -110,7 +106,7 @@ class ByFile(LoadScopeScheduling):
     fork server and golden runs. On two cores (three processes) whole jobs run one at a time: two would starve each
     other's ranks."""
 
-    def _split_scope(self, nodeid: str) -> str:
+    def _split_scope(self, nodeid):
         path = nodeid.partition("::")[0]
         if nodeid.startswith(WHOLE_JOBS) and self.numnodes <= 3:
             return "whole jobs"
@@ -119,25 +115,25 @@ class ByFile(LoadScopeScheduling):
         return "scenarios of DeepSpeed" if "deepspeed" in nodeid else "other scenarios"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False  # in the order of collection: jobs first, for they take longest
     return ByFile(config, log)
 
 
-def _has_gpu() -> bool:
+def _has_gpu():
     import torch
 
     return torch.cuda.is_available()
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     Events.strict = True  # an undeclared event is an error, also in forked processes
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_environment() -> Iterator[Path]:
+def own_environment():
     """Put run directories into a short folder of this session (socket paths are bounded); unset launcher variables."""
     folder = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
@@ -151,13 +147,13 @@ def own_environment() -> Iterator[Path]:
 
 
 @pytest.fixture
-def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tmp_path(tmp_path_factory):
     """pytest's, with a short name: sockets lie in run directories in it, and their paths are bounded."""
     return tmp_path_factory.mktemp("t")
 
 
 @pytest.fixture(autouse=True)
-def own_notices() -> Iterator[None]:
+def own_notices():
     """What a test ignores or blocks, as ranks do with notices of preemption, is not so in what later tests start."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     yield

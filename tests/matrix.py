@@ -23,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -72,23 +71,23 @@ class Version:
     checkout: Path | None = None  # of Megatron-LM, or of a client of DeepSpeed
 
     @classmethod
-    def of(cls, text: str) -> Version:
+    def of(cls, text):
         """From `name[-number][+torch-number]`. Raises ValueError."""
         match = re.fullmatch(rf"({'|'.join(PACKAGES)})(?:-(\d[\w.]*))?(?:\+torch-(\d[\w.]*))?", text)
         if not match:
             raise ValueError(f"expected {' or '.join(PACKAGES)}, then [-NUMBER][+torch-NUMBER], found '{text}'")
         return cls(*(part or "" for part in match.groups()))
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " ".join(filter(None, [self.name, self.number]))
 
 
-def megatron_lm(root: Path) -> list[Version]:
+def megatron_lm(root):
     """The versions checked out in `root`, or `root` itself. Raises FtError."""
     return [Version(MEGATRON_LM, str(checkout), checkout=checkout.folder) for checkout in checkouts_in(root)]
 
 
-def clients(root: Path) -> list[Version]:
+def clients(root):
     """The checkouts of DeepSpeed's clients in `root`, or `root` itself, labelled with their folders. Raises FtError."""
     folders = [root, *(sorted(root.iterdir()) if root.is_dir() else ())]
     found = [(package_in([folder / "megatron"]), folder.resolve()) for folder in folders]
@@ -115,7 +114,7 @@ class Cell:
 # running
 
 
-def interpreter(version: Version) -> str:
+def interpreter(version):
     """The Python with the requested torch and this project's other pins."""
     if version.torch in ("", metadata.version("torch").split("+")[0]):
         return sys.executable
@@ -136,14 +135,14 @@ def interpreter(version: Version) -> str:
     return str(python)
 
 
-def pins_with(pins: str, torch: str, required: Sequence[str]) -> str:
+def pins_with(pins, torch, required):
     """The pins with another torch, and without those of the packages that torch requires: it pins some itself."""
     own = {re.split(r"[^\w.-]", each)[0].lower() for each in required}
     others = [line for line in pins.splitlines() if line.partition("==")[0].lower() not in {*own, "torch"}]
     return "\n".join([*others, f"torch=={torch}", ""])
 
 
-def overlay(version: Version) -> list[str]:
+def overlay(version):
     """The folder with this version, or with what a checkout imports, to come first on PYTHONPATH; none for the
     installed version."""
     if version.checkout:
@@ -164,7 +163,7 @@ def overlay(version: Version) -> list[str]:
     return [str(folder)]
 
 
-def pip(python: str | Path, *words: str) -> None:
+def pip(python, *words):
     quiet = ("--quiet", "--quiet", "--disable-pip-version-check", "--no-input")
     build = {**os.environ, "DS_BUILD_OPS": "0"}
     subprocess.run([python, "-m", "pip", "install", *quiet, *words], check=True, env=build, stdin=subprocess.DEVNULL)
@@ -180,7 +179,7 @@ print(json.dumps([number, version("torch"), importlib.util.find_spec(module).ori
 """
 
 
-def resolved(version: Version, python: str, first: list[str], environment: dict[str, str]) -> Version:
+def resolved(version, python, first, environment):
     """The version and torch that the tests will import. Raises RuntimeError if they are not the requested ones."""
     module, _ = TESTS[version.name]
     first = [str(version.checkout)] if version.checkout else first
@@ -197,7 +196,7 @@ def resolved(version: Version, python: str, first: list[str], environment: dict[
     return Version(version.name, number, torch, version.checkout)
 
 
-def run(version: Version) -> tuple[Version, list[Cell]]:
+def run(version):
     """Run and print the modes of one version; a single failed one if the version cannot run."""
     try:
         version, cells, log = modes(version)
@@ -210,7 +209,7 @@ def run(version: Version) -> tuple[Version, list[Cell]]:
     return version, cells
 
 
-def modes(version: Version) -> tuple[Version, list[Cell], Path]:
+def modes(version):
     """Run the modes of one version. Also returns the log of the tests, a file in the cache."""
     python, first = interpreter(version), overlay(version)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, str(ROOT)]), "PYTHONUNBUFFERED": "1"}
@@ -237,7 +236,7 @@ def modes(version: Version) -> tuple[Version, list[Cell], Path]:
 # reporting
 
 
-def verdicts(report: str, torch: str) -> Iterator[Cell]:
+def verdicts(report, torch):
     """One verdict per test of pytest's report."""
     for case in ElementTree.fromstring(report).iter("testcase"):
         mode = case.get("name", "").rpartition("[")[2].rstrip("]")
@@ -256,18 +255,18 @@ def verdicts(report: str, torch: str) -> Iterator[Cell]:
             yield Cell(mode, f"passed: {compared}" if compared else "passed", passed=True)
 
 
-def reason(failure: ElementTree.Element) -> str:
+def reason(failure):
     """The first error in the job's output, else pytest's message, in one line."""
     errors = re.findall(r"\b(?!AssertionError)[\w.]*(?:Error|Exception): .*", failure.text or "")
     return one_line((errors or (failure.get("message") or "no message").splitlines())[0])
 
 
-def one_line(text: str) -> str:
+def one_line(text):
     """The beginning of a message, without line breaks."""
     return " ".join(text.split())[:REASON]
 
 
-def row(version: Version, cells: Sequence[Cell], day: str) -> str:
+def row(version, cells, day):
     """A row of the table."""
     passed, failed = sum(cell.passed for cell in cells), sum(cell.failed for cell in cells)
     other = len(cells) - passed - failed
@@ -277,16 +276,16 @@ def row(version: Version, cells: Sequence[Cell], day: str) -> str:
     return f"| {version} | {version.torch or 'unknown'} | {platform.python_version()} | {'; '.join(words)} | {day} |"
 
 
-def merged(old: str, new: Sequence[str]) -> str:
+def merged(old, new):
     """The table with the rows of `new` and the rows of `old` for other versions."""
 
-    def key(line: str) -> tuple[str, list[int], str, list[int]]:
+    def key(line):
         framework, torch = (cell.strip() for cell in line.split("|")[1:3])
         name, _, number = framework.partition(" ")
         digits, _, label = number.partition("-")
         return name.lower(), numbers(digits), label, numbers(torch)
 
-    def numbers(text: str) -> list[int]:
+    def numbers(text):
         return [int(part) for part in re.findall(r"\d+", text)]
 
     rows = [line for line in old.splitlines() if re.match(rf"\| ({'|'.join(TESTS)}) ", line)]
@@ -295,7 +294,7 @@ def merged(old: str, new: Sequence[str]) -> str:
     return "\n".join([HEAD, *sorted([*others, *new], key=key)])
 
 
-def write(page: Path, rows: Sequence[str]) -> None:
+def write(page, rows):
     """Put `rows` into the table of docs/versions.md."""
     before, begin, rest = page.read_text().partition(BEGIN)
     old, end, after = rest.partition(END)
@@ -304,7 +303,7 @@ def write(page: Path, rows: Sequence[str]) -> None:
     page.write_text(f"{before}{BEGIN}\n{merged(old, rows)}\n{END}{after}")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help=f"default, without checkouts: {' '.join(DEFAULT)}")
     roots = "a folder with a checkout of Megatron-LM per tag, or one checkout; may be repeated"

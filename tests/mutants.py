@@ -25,12 +25,9 @@ import random
 import select
 import sys
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = 25
@@ -48,7 +45,7 @@ MODULES = {  # of ft_plugins: the files of tests/unit that are its own
     "launcher.rounds.round_machine": ("launcher/test_rounds.py", "launcher/test_round_machine.py"),
     "snapshot.segment.slots": ("snapshot/test_slots.py", "snapshot/test_claims.py", "snapshot/test_certified.py"),
     "snapshot.capture.layout": ("snapshot/test_layout.py",),
-    "recovery.recovery_plan": ("recovery/test_plan.py", "recovery/test_version_choice.py"),
+    "recovery.recovery_plan": ("recovery/test_plan.py",),
     "redundancy.parity": ("redundancy/test_parity.py",),
     "sync.rounds.penalty": ("sync/test_penalty.py",),
     "sync.rounds.local_policy": ("sync/test_local_policy.py",),
@@ -94,7 +91,7 @@ class Mutant:
     difference: str
 
     @property
-    def explanation(self) -> str:
+    def explanation(self):
         """Why no test can notice it; '' if one should."""
         return EXPLAINED.get(self.difference.rpartition("\n+")[2].strip(), "")
 
@@ -102,34 +99,34 @@ class Mutant:
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Load one module from a changed source."""
 
-    def __init__(self, name: str, path: Path, source: str) -> None:
+    def __init__(self, name, path, source):
         self._name, self._path, self._source = name, path, source
 
-    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, fullname, path, target=None):
         if fullname != self._name:
             return None
         return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec):
         return None
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         exec(compile(self._source, str(self._path), "exec"), vars(module))
 
 
-def path_of(name: str) -> Path:
+def path_of(name):
     """The file of a module of ft_plugins."""
     return ROOT.joinpath("ft_plugins", *name.split(".")).with_suffix(".py")
 
 
-def mutants(source: str, count: int, seed: int) -> list[Mutant]:
+def mutants(source, count, seed):
     """A sample of `count` mutants of `source`, or all if there are not more. Needs cosmic-ray."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
     unseen = _left_out(source)
-    places: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    places = {}
     for name in sorted(operator_names()):
         if name.endswith(_SAME) or get_operator(name).arguments():  # the last kind needs names, which are not found
             continue
@@ -148,7 +145,7 @@ def mutants(source: str, count: int, seed: int) -> list[Mutant]:
     return sample
 
 
-def _left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def _left_out(source):
     """Where annotations, decorators of classes and `strict=` begin and end, as (line, column)."""
     spans = []
     for node in ast.walk(ast.parse(source)):
@@ -160,7 +157,7 @@ def _left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return spans
 
 
-def noticed(name: str, source: str, tests: Callable[[], int], seconds: float) -> bool | None:
+def noticed(name, source, tests, seconds):
     """Whether `tests` fail with `source` as the module `name`; None if they did not end within `seconds`."""
     reads, writes = os.pipe()
     child = os.fork()
@@ -183,7 +180,7 @@ def noticed(name: str, source: str, tests: Callable[[], int], seconds: float) ->
     return None if not ended else os.waitstatus_to_exitcode(status) != 0
 
 
-def own_tests(name: str) -> int:
+def own_tests(name):
     """The status with which the module's own tests end."""
     import pytest
     from hypothesis import Phase, settings
@@ -194,7 +191,7 @@ def own_tests(name: str) -> int:
     return int(pytest.main([*words, *(str(ROOT / "tests" / "unit" / each) for each in MODULES[name])]))
 
 
-def worlds() -> int:
+def worlds():
     """Whether what must hold is violated in a job of `WORLDS`."""
     os.environ["PYTHONHASHSEED"] = "0"  # so that it does not start Python again
     sys.path.insert(0, str(ROOT))
@@ -202,7 +199,7 @@ def worlds() -> int:
     return int(any(world.run(world.draw(seed)).outcome.violations for seed in WORLDS))
 
 
-def unnoticed(name: str, count: int, seed: int, in_world: bool) -> tuple[list[Mutant], int]:
+def unnoticed(name, count, seed, in_world):
     """The mutants of a module that its own tests do not notice, nor the worlds if `in_world`, and how many there were.
     One that makes them run ten times as long is noticed. Raises AssertionError if they fail without a change."""
     source = path_of(name).read_text()
@@ -217,7 +214,7 @@ def unnoticed(name: str, count: int, seed: int, in_world: bool) -> tuple[list[Mu
     return left, len(sample)
 
 
-def main() -> int:
+def main():
     """Print what was not noticed. Returns 1 if it is too much of any module."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")

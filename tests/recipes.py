@@ -22,12 +22,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -58,7 +56,7 @@ class Recipe:
 # ---- Megatron-LM
 
 
-def megatron_words(root: Path) -> Iterator[tuple[str, list[str]]]:
+def megatron_words(root):
     """The recipes of a checkout that train, as command lines."""
     for path in sorted(root.glob("tests/functional_tests/test_cases/**/model_config.yaml")):
         recipe = yaml.safe_load(path.read_text())
@@ -70,7 +68,7 @@ def megatron_words(root: Path) -> Iterator[tuple[str, list[str]]]:
             yield str(path.relative_to(root)), list(_of_shell(text))
 
 
-def _of_yaml(options: dict[str, Any]) -> Iterator[str]:
+def _of_yaml(options):
     for name, value in options.items():
         if not str(name).startswith("--") or value is None or value is False:
             continue
@@ -80,7 +78,7 @@ def _of_yaml(options: dict[str, Any]) -> Iterator[str]:
             yield from (str(one) for one in listed)
 
 
-def _of_shell(text: str) -> Iterator[str]:
+def _of_shell(text):
     """The options in a script, with what it assigns to variables in a plain way."""
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)(^|\s)#.*$", "", text))
     assigned = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
@@ -90,13 +88,13 @@ def _of_shell(text: str) -> Iterator[str]:
             yield _resolved(word.strip("\"'"), assigned)
 
 
-def _resolved(word: str, assigned: dict[str, str]) -> str:
+def _resolved(word, assigned):
     for _ in range(3):  # a variable may be assigned from another
         word = _VARIABLE.sub(lambda one: assigned.get(one[1] or one[3], one[2] or ""), word)
     return word
 
 
-def read_megatron(root: Path, systems: Sequence[str]) -> Iterator[Recipe]:
+def read_megatron(root, systems):
     """Runs in a process whose Megatron-LM is that of `root`."""
     from ft_plugins.adapters.megatron.arguments import import_arguments, read_arguments
 
@@ -107,11 +105,11 @@ def read_megatron(root: Path, systems: Sequence[str]) -> Iterator[Recipe]:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
+    def error(self, message):
         raise ValueError(message)
 
 
-def _understood(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[str]:
+def _understood(parser, words):
     """The options, with their values, that a version's parser knows and accepts one by one."""
     starts = [at for at, word in enumerate(words) if word.startswith("--")]
     for begin, end in pairwise([*starts, len(words)]):
@@ -129,7 +127,7 @@ def _understood(parser: argparse.ArgumentParser, words: Sequence[str]) -> Iterat
 # ---- DeepSpeed
 
 
-def deepspeed_settings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def deepspeed_settings(root):
     """The configurations in a checkout."""
     for path in sorted(root.rglob("*")):
         if path.suffix not in (".json", ".sh", ".yml", ".yaml") or not path.is_file() or path.stat().st_size > _LARGEST:
@@ -148,7 +146,7 @@ def deepspeed_settings(root: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, settings
 
 
-def _as_json(text: str) -> Any:
+def _as_json(text):
     """JSON, in which words of a template stand for true where they switch something on, else for a number."""
     switched = re.sub(rf'("enabled"\s*:\s*){_WORD}', r"\1true", text)
     try:
@@ -157,7 +155,7 @@ def _as_json(text: str) -> Any:
         return None
 
 
-def _as_yaml(text: str) -> Any:
+def _as_yaml(text):
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -165,17 +163,17 @@ def _as_yaml(text: str) -> Any:
     return {str(key).replace("-", "_"): value for key, value in found.items()} if isinstance(found, dict) else None
 
 
-def read_deepspeed(root: Path, systems: Sequence[str]) -> Iterator[Recipe]:
+def read_deepspeed(root, systems):
     for name, settings in deepspeed_settings(root):
         yield Recipe(name, _refused(findings(DEEPSPEED, settings, systems=systems)), outdated(settings, is_neox(name)))
 
 
-def is_neox(name: str) -> bool:
+def is_neox(name):
     """Whether a file is one of gpt-neox, which makes the optimizer itself."""
     return name.endswith((".yml", ".yaml"))
 
 
-def outdated(settings: dict[str, Any], own_optimizer: bool = False) -> str:
+def outdated(settings, own_optimizer=False):
     """Why the installed DeepSpeed refuses a configuration, by its own table of what it no longer has and its own names
     of optimizers; '' if it takes it, or there is none."""
     if find_spec("deepspeed") is None:
@@ -195,11 +193,11 @@ def outdated(settings: dict[str, Any], own_optimizer: bool = False) -> str:
 # ---- counting
 
 
-def _refused(found: Any) -> tuple[tuple[str, str], ...]:
+def _refused(found):
     return tuple((f"{one.rule.name} ({one.rule.option})", one.text) for one in refused(found))
 
 
-def recipes_of(root: Path, systems: Sequence[str]) -> list[Recipe]:
+def recipes_of(root, systems):
     """The recipes of a checkout. Raises FtError."""
     if not (root / "megatron" / "training" / "arguments.py").exists() or not (root / "pretrain_gpt.py").exists():
         return list(read_deepspeed(root, systems))
@@ -212,7 +210,7 @@ def recipes_of(root: Path, systems: Sequence[str]) -> list[Recipe]:
     return [Recipe(one["path"], tuple((name, text) for name, text in one["refused"])) for one in lines]
 
 
-def table(name: str, recipes: Sequence[Recipe]) -> Iterator[str]:
+def table(name, recipes):
     """How many are refused, by which rule alone or with others, the most frequent first."""
     apart = [one for one in recipes if one.outdated]
     stopped = [one for one in recipes if one.refused and not one.outdated]
@@ -226,7 +224,7 @@ def table(name: str, recipes: Sequence[Recipe]) -> Iterator[str]:
         yield f"  {len(apart):4} more the installed DeepSpeed refuses itself, {ours} of which would be refused here too"
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("roots", nargs="*", type=Path, help="checkouts")
     parser.add_argument("--system", action="append", default=[], help="a system that is on; default reft")
@@ -238,7 +236,7 @@ def main() -> int:
         for recipe in read_megatron(args.read.resolve(), systems):
             print(json.dumps({"path": recipe.path, "refused": recipe.refused}), flush=True)
         return 0
-    everything: list[Recipe] = []
+    everything = []
     for root in args.roots:
         recipes = recipes_of(root.resolve(), systems)
         print("\n".join(table(str(root), recipes)))

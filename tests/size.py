@@ -12,8 +12,6 @@ tests/size.json by hand, in a commit that says why. --lower tightens the bounds 
     hand_written_words  of README, CONTRIBUTING and docs, without what a command writes
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json
@@ -31,12 +29,12 @@ _GENERATED = re.compile(r"<!-- (rules|versions|results)[^>]*-->.*?<!-- end of \1
 _WHOLE_PAGE = "<!-- Generated"
 
 
-def measured(root: Path) -> dict[str, float]:
+def measured(root):
     """All figures of the checkout at `root`."""
     command = ["git", "ls-files", "*.py"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=60).stdout
     paths = [path for path in map(root.joinpath, listed.split("\n")) if path.is_file() and not path.is_symlink()]
-    figures: dict[str, float] = {}
+    figures = {}
     for folder in FOLDERS:
         texts = [path.read_text() for path in paths if path.relative_to(root).parts[0] == folder]
         trees = [ast.parse(text) for text in texts]
@@ -50,32 +48,32 @@ def measured(root: Path) -> dict[str, float]:
     return figures
 
 
-def exceeded(figures: dict[str, float], bounds: dict[str, float]) -> list[str]:
+def exceeded(figures, bounds):
     """The names of figures that break their bound, or have none. Pure."""
     return [name for name, value in figures.items() if name not in bounds or _breaks(name, value, bounds[name])]
 
 
-def lowered(figures: dict[str, float], bounds: dict[str, float]) -> dict[str, float]:
+def lowered(figures, bounds):
     """The bounds, tightened to `figures` where these have room. Pure."""
     return {name: bound if _breaks(name, figures[name], bound) else figures[name] for name, bound in bounds.items()}
 
 
-def _breaks(name: str, value: float, bound: float) -> bool:
+def _breaks(name, value, bound):
     return value < bound if name == AT_LEAST else value > bound
 
 
-def _docstring_words(trees: list[ast.Module]) -> float:
+def _docstring_words(trees):
     named = [node for tree in trees for node in ast.walk(tree) if isinstance(node, _NAMED)]
     public = [node for node in named if isinstance(node, ast.Module) or not node.name.startswith("_")]
     words = sum(len((ast.get_docstring(node) or "").split()) for node in public)
     return round(words / max(len(public), 1), 1)
 
 
-def _hand_written(text: str) -> int:
+def _hand_written(text):
     return 0 if text.startswith(_WHOLE_PAGE) else len(_GENERATED.sub("", text).split())
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lower", action="store_true", help="write bounds that have room down to the present figures")
     lower = parser.parse_args().lower

@@ -6,8 +6,6 @@ Only for a new framework or another job: an archive made again is no longer of a
 `earlier_state` for what is in one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -31,7 +29,7 @@ PRELOAD = {
 }
 
 
-def make(framework: str, work: Path) -> Path:
+def make(framework, work):
     """Make the archive of a framework. Returns its path."""
     content = work / "content"
     (content / "segments").mkdir(parents=True)
@@ -51,7 +49,7 @@ def make(framework: str, work: Path) -> Path:
     return earlier_state.pack(framework, content)
 
 
-def main() -> None:
+def main():
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", TORCHDYNAMO_DISABLE="1")
     for framework in sys.argv[1:] or earlier_state.FRAMEWORKS:
         with tempfile.TemporaryDirectory(prefix="ft-", dir="/tmp") as work:

@@ -1,10 +1,6 @@
 """Capture from device memory: a side stream into pinned shared memory, complete and of the version point."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[LaunchContext]:
+def context(tmp_path):
     name = f"gpu{os.getpid()}"
     run_dir = run_directory(name, "node0", {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)})
     ensure(run_dir, name, "node0", 60)
@@ -29,7 +25,7 @@ def context(tmp_path: Path) -> Iterator[LaunchContext]:
         client.end()
 
 
-def state(value: float) -> dict[str, torch.Tensor]:
+def state(value):
     """Device tensors of several dtypes, one of them on the host, beyond one bucket."""
     return {
         "main": torch.full((9 << 20,), value, device="cuda"),
@@ -39,7 +35,7 @@ def state(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_version_is_what_the_device_held_at_the_version_point_and_is_restored_to_it(context: LaunchContext) -> None:
+def test_a_version_is_what_the_device_held_at_the_version_point_and_is_restored_to_it(context):
     assert context.config is not None
     tensors = state(0.0)
     session = Session(PlainHost(tensors), context.config, context)

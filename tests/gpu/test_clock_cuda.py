@@ -1,7 +1,5 @@
 """Edges on a device's clock, and by how much the host was ahead of it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.gpu
 CYCLES = 200_000_000  # a tenth of a second or more, on any device of today
 
 
-def test_the_host_is_ahead_by_what_it_has_launched_and_by_nothing_once_it_has_waited() -> None:
+def test_the_host_is_ahead_by_what_it_has_launched_and_by_nothing_once_it_has_waited():
     clock = clock_of(torch.device("cuda"))
     assert isinstance(clock, CudaClock)
     clock.room(4)

@@ -1,9 +1,6 @@
 """Double capture from device memory: the same parity and digests as from the same bytes on the host."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 
 import numpy as np
@@ -26,7 +23,7 @@ RANKS = tuple(range(len(NODES)))
 BUCKET = 1 << 20
 
 
-def slot_of(stack: ExitStack, tensors: Mapping[str, torch.Tensor], name: str) -> tuple[np.ndarray, np.ndarray]:
+def slot_of(stack, tensors, name):
     """Data and parity, and the digests of both, of the second of two versions that rank 1 captures, the first one of
     other bytes."""
     items = [
@@ -59,7 +56,7 @@ def slot_of(stack: ExitStack, tensors: Mapping[str, torch.Tensor], name: str) ->
     return data, np.concatenate([segment.digests(slot.index), segment.digests(index)])
 
 
-def test_parity_of_device_memory_is_that_of_the_same_bytes_on_the_host() -> None:
+def test_parity_of_device_memory_is_that_of_the_same_bytes_on_the_host():
     generator = torch.Generator().manual_seed(7)
     tensors = {
         "main": torch.randn(3_000_001, generator=generator),

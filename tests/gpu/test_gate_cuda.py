@@ -1,7 +1,5 @@
 """A gate that a CUDA device opens: when its stream is there, however far ahead the host is."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np
@@ -10,7 +8,7 @@ import torch
 
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate.cuda_stores import CudaStores
-from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate, Opening
+from ft_plugins.bubbles.gate.gate import GATE_BYTES, Gate
 from ft_plugins.snapshot.segment.shape import PAGE
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +17,7 @@ CYCLES = 200_000_000  # a tenth of a second or more, on any device of today
 WAIT_SECONDS = 60.0
 
 
-def test_a_device_opens_and_closes_its_gate_in_the_order_of_its_stream() -> None:
+def test_a_device_opens_and_closes_its_gate_in_the_order_of_its_stream():
     memory = np.zeros(2 * PAGE, dtype=np.uint8)
     page = memory[-memory.ctypes.data % PAGE :][:GATE_BYTES]
     gate, reader = Gate(page), Gate(page)
@@ -27,7 +25,7 @@ def test_a_device_opens_and_closes_its_gate_in_the_order_of_its_stream() -> None
     gate.follow(stores)
     stream = torch.cuda.current_stream()
     stream.synchronize()
-    seen: list[Opening | None] = []
+    seen = []
     began = time.perf_counter()
     for bubble in range(3):
         torch.cuda._sleep(CYCLES)

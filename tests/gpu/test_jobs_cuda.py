@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_plugins.events import Event, read
+from ft_plugins.events import read
 from harness import megatron_checkpoints
 from harness.deepspeed_runs import EXAMPLE, DeepSpeedConfiguration, DeepSpeedRun
 from harness.golden import assert_identical
@@ -47,19 +47,19 @@ class Run:
     folder: Path
 
     @property
-    def digests(self) -> Path:
+    def digests(self):
         return self.folder / "state-"
 
     @property
-    def loss_log(self) -> Path:
+    def loss_log(self):
         return self.folder / "loss.jsonl"
 
-    def loop(self, *own: str) -> list[str]:
+    def loop(self, *own):
         words = [str(TORCH_LOOP), "--device", "cuda", "--iterations", "16", "--loss-log", str(self.loss_log)]
         return [*words, "--state-digest", str(self.digests), *own]
 
 
-def started(folder: Path, *words: str) -> None:
+def started(folder, *words):
     """Run a command to its end in `folder`; with status 0."""
     folder.mkdir(mode=0o700, exist_ok=True)
     environment = {**os.environ, **DETERMINISTIC, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)}
@@ -67,7 +67,7 @@ def started(folder: Path, *words: str) -> None:
     with told.open("w") as out:
         running = subprocess.Popen([sys.executable, *words], cwd=folder, env=environment, stdout=out, stderr=out)
         try:
-            status: int | None = running.wait(BOUND)
+            status = running.wait(BOUND)
         except subprocess.TimeoutExpired:
             status = None
             running.terminate()
@@ -75,13 +75,13 @@ def started(folder: Path, *words: str) -> None:
     assert status == 0, told.read_text(errors="replace")[-6000:]
 
 
-def events(folder: Path, name: str) -> list[Event]:
+def events(folder, name):
     [path] = folder.glob("ft_plugins/*/*/events.jsonl")
     return [event for event in read(path) if event.name == name]
 
 
 @pytest.fixture
-def folder(own_environment: Path) -> Path:
+def folder(own_environment):
     """One whose path leaves room for that of a socket."""
     folder = own_environment / f"j{len(list(own_environment.iterdir()))}"
     folder.mkdir(mode=0o700)
@@ -89,7 +89,7 @@ def folder(own_environment: Path) -> Path:
 
 
 @pytest.mark.skipif("MEGATRON_LM_PATH" not in os.environ, reason="set MEGATRON_LM_PATH")
-def test_megatrons_own_script_that_is_killed_ends_as_an_unprotected_one(folder: Path, tmp_path: Path) -> None:
+def test_megatrons_own_script_that_is_killed_ends_as_an_unprotected_one(folder, tmp_path):
     script = [str(Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"), *MEGATRON]
     script += ["--data-path", str(write_corpus(tmp_path / "text"))]
     size = ("--nproc-per-node", "1")
@@ -105,7 +105,7 @@ def test_megatrons_own_script_that_is_killed_ends_as_an_unprotected_one(folder: 
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["one-over-nccl", "two-of-one-device-over-gloo"])
-def test_a_loop_of_plain_torch_that_is_killed_ends_as_an_unprotected_one(folder: Path, ranks: int) -> None:
+def test_a_loop_of_plain_torch_that_is_killed_ends_as_an_unprotected_one(folder, ranks):
     golden, killed = Run(folder / "g"), Run(folder / "k")
     size = ("--nproc-per-node", str(ranks))
     started(golden.folder, *TORCHRUN, *size, *golden.loop("--unprotected"))
@@ -117,7 +117,7 @@ def test_a_loop_of_plain_torch_that_is_killed_ends_as_an_unprotected_one(folder:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_deepspeed_job_that_is_killed_ends_as_an_unprotected_one(folder: Path, stage: int) -> None:
+def test_a_deepspeed_job_that_is_killed_ends_as_an_unprotected_one(folder, stage):
     configuration = DeepSpeedConfiguration(1, stage)
     golden = DeepSpeedRun("g", folder / "g", configuration)
     killed = DeepSpeedRun("k", folder / "k", configuration, {"reft": {}})

@@ -7,15 +7,12 @@ Its final state is written to PREFIX and the rank. With `--from-zero` its loop d
 after that update of its first start.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -30,15 +27,15 @@ SAMPLES, ACCUMULATE, EPOCHS = 12, 2, 3
 class Points(Dataset[torch.Tensor]):
     """Samples with noise from the process's generators."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index):
         exact = torch.randn(4, generator=torch.Generator().manual_seed(index))
         return exact + random.random() / 8 + torch.rand(4) / 8
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("prefix")
     parser.add_argument("configuration")
@@ -50,7 +47,7 @@ def main() -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=given.configuration))
     set_seed(7)
     layers = torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-    model: Any = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     training = DataLoader(Points(), batch_size=2, shuffle=True)
@@ -58,7 +55,7 @@ def main() -> None:
     model, optimizer, training, evaluation, scheduler = accelerator.prepare(
         model, optimizer, training, evaluation, scheduler
     )
-    seen: list[Any] = []
+    seen = []
     updates = len(training) // ACCUMULATE
     first, done = (0, 0) if given.from_zero else divmod(model.global_steps, updates)
     for epoch in range(first, EPOCHS):

@@ -8,7 +8,6 @@ router asks for, and sizes of a gathered exchange, which gloo wants as numbers.
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,20 +24,20 @@ EXPERTS, OVER = 4, 2
 class CombinedJob(gpt_job.Job):
     """As its base, but a forward step returns the plan of its layers when the schedule asks for it."""
 
-    def _forward_step(self, samplers: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    def _forward_step(self, samplers, chunk, return_schedule_plan=False):
         if not return_schedule_plan:
             return super()._forward_step(samplers, chunk)
         planned = get_attr_wrapped_model(chunk, "build_schedule_plan")
         return super()._forward_step(samplers, planned)
 
 
-def fill_in(dist: Any) -> None:
+def fill_in(dist):
     """See above."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     exchange = dist.all_to_all_single
 
-    def all_to_all_single(output: Any, sent: Any, **named: Any) -> Any:
+    def all_to_all_single(output, sent, **named):
         numbers = {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in named.items()}
         return exchange(output, sent, **numbers)
 

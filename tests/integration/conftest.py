@@ -1,7 +1,5 @@
 """What the tests of an unmodified Megatron-LM share: the checkout that MEGATRON_LM_PATH names, and a corpus."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from harness.megatron_lm import write_corpus
 
 
 @pytest.fixture(scope="module")
-def checkout() -> Path:
+def checkout():
     named = os.environ.get("MEGATRON_LM_PATH")
     if not named:
         pytest.skip("set MEGATRON_LM_PATH")
@@ -19,6 +17,6 @@ def checkout() -> Path:
 
 
 @pytest.fixture(scope="module")
-def corpus(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(checkout, tmp_path_factory):
     """The prefix of a small tokenized data set."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text")

@@ -5,10 +5,7 @@ set; tests/matrix.sh --clients runs them for each checkout in a folder. Witness:
 each run, entry by entry.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +29,7 @@ REHEARSED = ForkCase("rehearsal", 2, 1, 1, 1, iterations=12)
 LOST_FROM = 4  # the iteration that must be committed before the node is lost
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     module = metafunc.module
     for name, cases in (("case", module.CASES), ("lost", module.NODES), ("rehearsed", (REHEARSED,))):
         if name in metafunc.fixturenames:
@@ -40,26 +37,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkout(request: pytest.FixtureRequest) -> Path:
+def checkout(request):
     return checkout_of(request.module.VARIABLE)
 
 
 @pytest.fixture(scope="module")
-def corpus(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(checkout, tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
 @pytest.fixture
-def fork(request: pytest.FixtureRequest) -> str:
-    name: str = request.module.FORK
+def fork(request):
+    name = request.module.FORK
     return name
 
 
 @pytest.mark.timeout(1500)
 def test_killed_in_forward_or_update_it_ends_in_the_state_of_an_unfailed_run(
-    fork: str, checkout: Path, corpus: Path, case: ForkCase, tmp_path: Path,
-    record_property: Callable[[str, object], None],
-) -> None:  # fmt: skip
+    fork, checkout, corpus, case, tmp_path,
+    record_property,
+):  # fmt: skip
     """The case runs twice, once killed. What is recorded is for tests/matrix.sh."""
     if "--fp16" in case.options and not computes_in_fp16():
         pytest.skip("this CPU does not compute in fp16")
@@ -73,9 +70,7 @@ def test_killed_in_forward_or_update_it_ends_in_the_state_of_an_unfailed_run(
 
 
 @pytest.mark.timeout(1500)
-def test_a_rehearsal_finds_it_exact(
-    fork: str, checkout: Path, corpus: Path, rehearsed: ForkCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rehearsal_finds_it_exact(fork, checkout, corpus, rehearsed, tmp_path, monkeypatch):
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     saved = tmp_path / "saved" if fork == "gpt-neox" else Path(RUN, "saved")  # words are filled in, not files
@@ -86,8 +81,8 @@ def test_a_rehearsal_finds_it_exact(
 
 @pytest.mark.timeout(1500)
 def test_a_lost_node_is_replaced_and_the_run_ends_in_the_state_of_an_unfailed_one(
-    fork: str, checkout: Path, corpus: Path, lost: ForkCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fork, checkout, corpus, lost, tmp_path, monkeypatch
+):
     """The case runs on one node, unfailed, and on two, of which the second is lost and replaced."""
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
@@ -114,5 +109,5 @@ def test_a_lost_node_is_replaced_and_the_run_ends_in_the_state_of_an_unfailed_on
     assert not found.differences, "\n".join([str(found), *found.differences])
 
 
-def _newest_committed(running: DrivenJob) -> int:
+def _newest_committed(running):
     return max((e.fields["iteration"] for e in running.events() if e.name == "version.committed"), default=0)

@@ -4,8 +4,6 @@ In: the journal, the file, in which 'refuse' makes ranks refuse to go on; a node
 never ends otherwise. Out: one line in the journal for each incarnation of each rank, once all have met.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ from ft_plugins.launcher.preload.new_process import bind_to_agent
 from harness.fills import write
 
 
-def main(argv: list[str]) -> None:
+def main(argv):
     """`journal`, `end`, [`early`, `never`]."""
     bind_to_agent(os.getppid())
     dist.init_process_group("gloo")

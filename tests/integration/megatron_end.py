@@ -6,14 +6,11 @@ updates, with state and settings; buffers, random number generators, scheduler a
 Megatron's own checkpoints do not serve: those of torch's FSDP2 cannot be saved with tensor parallelism.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
 sys.argv = [str(checkout / "pretrain_gpt.py"), *sys.argv[3:]]
@@ -24,12 +21,12 @@ import torch  # noqa: E402
 from megatron.core import tensor_parallel  # noqa: E402
 
 
-def held(value: torch.Tensor) -> torch.Tensor:
+def held(value):
     """This rank's part, as a copy."""
     return getattr(value, "_local_tensor", value).detach().clone()
 
 
-def updated(inner: torch.optim.Optimizer) -> list[Any]:
+def updated(inner):
     """By group: its settings, and each parameter of which this rank has elements, with its state."""
     return [
         {
@@ -44,9 +41,9 @@ def updated(inner: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-def ending(original: Any) -> Any:
+def ending(original):
     @functools.wraps(original)
-    def train(step: Any, chunks: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(step, chunks, optimizer, scheduler, *args, **kwargs):
         outcome = original(step, chunks, optimizer, scheduler, *args, **kwargs)
         given = training.get_args()
         state = {

@@ -6,13 +6,10 @@ Both kinds draw their samples from a generator of their own. Only the first trai
 loaders, and only on the first and the last pipeline stage.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 checkout, kind = Path(sys.argv[1]), sys.argv[2]
 sys.argv = [str(checkout / "pretrain_gpt.py"), *sys.argv[3:]]
@@ -30,18 +27,18 @@ from pretrain_gpt import forward_step  # noqa: E402
 class Samples:
     """Endless batches, read one ahead, as a loader that hides the time of reading does."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._generator = random.Random(seed)
         self._before = self._generator.getstate()
-        self._ahead: dict[str, Any] | None = None
+        self._ahead = None
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self):
         batch = self._ahead or self._drawn()
         self._before = self._generator.getstate()  # what is ahead has not been handed out
         self._ahead = self._drawn()
         return batch
 
-    def _drawn(self) -> dict[str, Any]:
+    def _drawn(self):
         args = get_args()
         drawn = [self._generator.randrange(args.vocab_size) for _ in range(args.seq_length + 1)]
         drawn = torch.tensor(drawn * args.micro_batch_size).reshape(args.micro_batch_size, -1)
@@ -56,15 +53,15 @@ class Samples:
 
 
 class StatefulSamples(Samples):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"generator": self._before}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self._generator.setstate(state["generator"])
         self._before, self._ahead = state["generator"], None
 
 
-def loaders(numbers: Any) -> Any:
+def loaders(numbers):
     stage, last = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size() - 1
     if mpu.get_tensor_model_parallel_rank() or stage not in (0, last):
         return None, None, None
@@ -73,7 +70,7 @@ def loaders(numbers: Any) -> Any:
     return made(own + 1), made(own + 2), made(own + 3)
 
 
-loaders.is_distributed = True  # type: ignore[attr-defined]  # Megatron asks every rank
+loaders.is_distributed = True  # Megatron asks every rank
 
 if __name__ == "__main__":
     pretrain(loaders, partial(model_provider, gpt_builder), ModelType.encoder_or_decoder, forward_step)

@@ -4,15 +4,12 @@ number generators and the first batch at the first forward.
     megatron_probe.py <checkout> <folder> <pretrain_gpt.py's own arguments>
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
 sys.argv = [str(checkout / "pretrain_gpt.py"), *sys.argv[3:]]
@@ -28,7 +25,7 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 )
 
 
-def objects(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def objects(chunks, optimizer, scheduler):
     """Everything that Megatron's load_checkpoint sets, but the random number generators."""
     machine = training.get_rerun_state_machine()
     return {
@@ -44,11 +41,11 @@ def objects(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]
     }
 
 
-def flat(optimizer: Any) -> list[Any]:
+def flat(optimizer):
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def generators() -> dict[str, Any]:
+def generators():
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -58,14 +55,14 @@ def generators() -> dict[str, Any]:
     }
 
 
-def probing(original: Any) -> Any:
+def probing(original):
     @functools.wraps(original)
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+    def setup_model_and_optimizer(*args, **kwargs):
         built = original(*args, **kwargs)
         if training.get_args().iteration > 0:
             found = objects(*built)
 
-            def at_first_forward(chunk: Any, inputs: Any) -> None:
+            def at_first_forward(chunk, inputs):
                 handle.remove()
                 rank = os.environ["RANK"]
                 torch.save({**found, "generators": generators(), "inputs": list(inputs)}, folder / f"rank{rank}.pt")

@@ -12,13 +12,11 @@
 The final state of each rank is written to PREFIX and its rank.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ ITERATIONS = 12
 Loop = tuple[nn.Module, list[torch.optim.Optimizer], Callable[[], Any], Callable[[], None], Callable[[], Any]]
 
 
-def gan() -> Loop:
+def gan():
     generator = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6)))
     discriminator = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1)))
     model = nn.ModuleDict({"g": generator, "d": discriminator})
@@ -47,7 +45,7 @@ def gan() -> Loop:
     opt_d = torch.optim.SGD(discriminator.parameters(), 0.05, momentum=0.9)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.95) for one in (opt_g, opt_d)]
 
-    def iterate() -> None:
+    def iterate():
         with torch.no_grad():
             fake = generator(torch.randn(8, 4))
         opt_d.zero_grad()
@@ -66,17 +64,17 @@ def gan() -> Loop:
 class Adapted(nn.Module):
     """A frozen layer, and a product of two small ones that is trained."""
 
-    def __init__(self, width: int, rank: int = 2) -> None:
+    def __init__(self, width, rank=2):
         super().__init__()
         self.base = nn.Linear(width, width).requires_grad_(False)
         self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.relu(self.base(x) + self.up(self.dropout(self.down(x))))
 
 
-def lora() -> Loop:
+def lora():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(*(Adapted(6) for _ in range(3)))
     for layer in model:
@@ -84,7 +82,7 @@ def lora() -> Loop:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 0.01)
 
-    def iterate() -> None:
+    def iterate():
         model(torch.randn(8, 6)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -95,23 +93,23 @@ def lora() -> Loop:
 class Noisy(Dataset[Any]):
     """Draws in its process, and from a generator of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.jitter = random.Random(3)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 22
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         x = torch.arange(4.0).sin() * index / 10
         return x + 0.1 * torch.randn(4) + 0.01 * self.jitter.random(), x.sum().reshape(1)
 
 
-def endless(loader: Iterable[Any]) -> Iterator[Any]:
+def endless(loader):
     while True:
         yield from loader
 
 
-def accumulated() -> Loop:
+def accumulated():
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
@@ -119,7 +117,7 @@ def accumulated() -> Loop:
     track = {"step": 0, "best": 1e9, "loss": 0.0, "weights": copy.deepcopy(model.state_dict())}
     batches = endless(loader)
 
-    def iterate() -> None:
+    def iterate():
         optimizer.zero_grad()
         for _ in range(2):
             x, y = next(batches)
@@ -142,7 +140,7 @@ def accumulated() -> Loop:
     )  # fmt: skip
 
 
-def scaled() -> Loop:
+def scaled():
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 1)))
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, nesterov=True)
     ema = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -150,7 +148,7 @@ def scaled() -> Loop:
     loader = DataLoader(Noisy(), 4, shuffle=True, generator=torch.Generator().manual_seed(3), drop_last=True)
     batches, at = endless(loader), {"step": 0}
 
-    def iterate() -> None:
+    def iterate():
         at["step"] += 1
         x, y = next(batches)
         with torch.autocast("cpu", torch.bfloat16):
@@ -162,10 +160,10 @@ def scaled() -> Loop:
         optimizer.zero_grad(set_to_none=True)
         ema.update_parameters(model.module)
 
-    def get_state() -> Any:
+    def get_state():
         return {"ema": dict(ema.state_dict()), "scaler": scaler.state_dict(), "at": at}
 
-    def set_state(state: Any) -> None:
+    def set_state(state):
         ema.load_state_dict(state["ema"])
         scaler.load_state_dict(state["scaler"])
         at.update(state["at"])
@@ -176,13 +174,13 @@ def scaled() -> Loop:
     )  # fmt: skip
 
 
-def curriculum() -> Loop:
+def curriculum():
     generator = DistributedDataParallel(nn.Linear(3, 4))
     judge = DistributedDataParallel(
         nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.LeakyReLU(), nn.Linear(6, 1)), find_unused_parameters=True
     )
     model = nn.ModuleDict({"g": generator, "d": judge})
-    optimizers: dict[str, torch.optim.Optimizer] = {
+    optimizers = {
         "g": torch.optim.Adam(generator.parameters(), 0.01, betas=(0.5, 0.9)),
         "d": torch.optim.RMSprop(judge.parameters(), 0.005),
     }
@@ -193,7 +191,7 @@ def curriculum() -> Loop:
     loader = DataLoader(Noisy(), 1, shuffle=True)
     batches = endless(loader)
 
-    def iterate() -> None:
+    def iterate():
         step = schedulers["g"].last_epoch + 1
         real = torch.cat([next(batches)[0] for _ in range(1 + step // 4)])
         optimizers["d"].zero_grad()
@@ -211,12 +209,12 @@ def curriculum() -> Loop:
     return model, list(optimizers.values()), host, iterate, lambda: [one.state_dict() for one in schedulers.values()]
 
 
-KINDS: dict[str, Callable[[], Loop]] = {
+KINDS = {
     "gan": gan, "lora": lora, "accumulated": accumulated, "scaled": scaled, "curriculum": curriculum,
 }  # fmt: skip
 
 
-def main(kind: str, prefix: str, *words: str) -> None:
+def main(kind, prefix, *words):
     """One rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -224,7 +222,7 @@ def main(kind: str, prefix: str, *words: str) -> None:
     random.seed(5)
     model, optimizers, host, iterate, more = KINDS[kind]()
     torch.manual_seed(50 + dist.get_rank())
-    steps: Any = range(ITERATIONS)
+    steps = range(ITERATIONS)
     if "unprotected" not in words:
         steps = ft_plugins.attach(host()).iterations(ITERATIONS)
     for _ in steps:

@@ -5,16 +5,12 @@ its framework refuses with 1 and the framework's words, and any other trains. Th
 MEGATRON_LM_PATH names a checkout.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,18 +62,18 @@ TRAINED = (
     *("--output_dir", "saved", "--max_steps", "2", "--per_device_train_batch_size", "2", "--use_cpu", "True"),
     *("--report_to", "none", "--save_strategy", "no"),
 )
-TRAINING: dict[str, tuple[str, ...]] = {  # the last one is refused
+TRAINING = {  # the last one is refused
     "SGD": ("--optim", "sgd", "--reft"),
     "a batch size that is looked for": ("--auto_find_batch_size", "True", "--reft"),
 }
 BF16, ADAM = {"enabled": True}, {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
+def zero(stage, **more):
     return {"bf16": BF16, "zero_optimization": {"stage": stage, **more}}
 
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
+CONFIGURATIONS = {
     "fp32": {},
     "zero1": zero(1),
     "zero2, a scheduler": {**zero(2), "scheduler": {"type": "WarmupLR", "params": {}}},
@@ -99,7 +95,7 @@ SMALL = (
     *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-rope-fusion"),
     *("--no-bias-dropout-fusion", "--no-persist-layer-norm", "--eval-iters", "0", "--eval-interval", "9"),
 )
-ARGUMENTS: dict[str, tuple[str, ...]] = {  # refused from the eighth on
+ARGUMENTS = {  # refused from the eighth on
     "fp32": (),
     "bf16, distributed": ("--bf16", "--use-distributed-optimizer"),
     "SGD": ("--optimizer", "sgd"),
@@ -118,11 +114,11 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {  # refused from the eighth on
 }
 
 
-def both(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], int, str]:
+def both(command, folder, more):
     """What check says, then status and output of the job."""
     environment = {**os.environ, **SETTINGS, "XDG_RUNTIME_DIR": str(folder), **more}
 
-    def run(*words: str) -> Any:
+    def run(*words):
         told = folder / "out"  # no pipe: an SMP that stays has the launcher's open
         with told.open("w") as out:
             done = subprocess.run(
@@ -140,7 +136,7 @@ def both(command: Sequence[str], folder: Path, more: Mapping[str, str]) -> tuple
     return checked, *ended
 
 
-def require_agreement(checked: dict[str, Any], status: int, output: str) -> None:
+def require_agreement(checked, status, output):
     """The job ended as check said, with the same line if it was refused."""
     if checked["rejected"]:
         assert status == 1, output[-3000:]
@@ -152,7 +148,7 @@ def require_agreement(checked: dict[str, Any], status: int, output: str) -> None
 
 
 @pytest.fixture
-def short(own_environment: Path) -> Path:
+def short(own_environment):
     """A folder whose path leaves room for that of a socket."""
     folder = own_environment / f"c{len(list(own_environment.iterdir()))}"
     folder.mkdir(mode=0o700)
@@ -161,7 +157,7 @@ def short(own_environment: Path) -> Path:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_deepspeed_job_ends_as_check_says(short: Path, name: str) -> None:
+def test_a_deepspeed_job_ends_as_check_says(short, name):
     (short / "train.py").write_text(LOOP)
     settings = {"train_batch_size": 2, "optimizer": ADAM, "ft_plugins": {"reft": True}, **CONFIGURATIONS[name]}
     (short / "ds.json").write_text(json.dumps(settings))
@@ -174,7 +170,7 @@ def test_a_deepspeed_job_ends_as_check_says(short: Path, name: str) -> None:
 
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM")
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_job_of_megatron_lm_ends_as_check_says(short: Path, name: str) -> None:
+def test_a_job_of_megatron_lm_ends_as_check_says(short, name):
     command = ("--nproc-per-node", "1", str(Path(CHECKOUT) / SCRIPT), *SMALL, *ARGUMENTS[name], "--reft")
     checked, status, output = both(command, short, {"PYTHONPATH": CHECKOUT})
     assert checked["notes"] == [], checked
@@ -196,7 +192,7 @@ REJECTED = {  # by the arguments that are at fault: what check names, and the wo
 
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM")
 @pytest.mark.parametrize("options", REJECTED, ids=" ".join)
-def test_what_megatron_lm_itself_refuses_is_said_with_the_arguments(short: Path, options: tuple[str, ...]) -> None:
+def test_what_megatron_lm_itself_refuses_is_said_with_the_arguments(short, options):
     command = ("--nproc-per-node", "1", str(Path(CHECKOUT) / SCRIPT), *SMALL, *options, "--reft")
     checked, status, output = both(command, short, {"PYTHONPATH": CHECKOUT})
     require_agreement(checked, status, output)
@@ -207,7 +203,7 @@ def test_what_megatron_lm_itself_refuses_is_said_with_the_arguments(short: Path,
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("name", TRAINING)
-def test_a_trainer_ends_as_check_says(short: Path, name: str) -> None:
+def test_a_trainer_ends_as_check_says(short, name):
     (short / "train.py").write_text(TRAINER)
     command = ("--nproc-per-node", "1", "train.py", *TRAINED, *TRAINING[name])
     checked, status, output = both(command, short, {})

@@ -1,8 +1,6 @@
 """Megatron's combined 1F1B, which calls layers outside of modules: killed, and with a wrong copy, a job ends as a clean
 one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -20,14 +18,14 @@ FLIPPED = (*AUDIT, "--ftp-faults", "update.copies@iteration=3,rank=2:flip=12~5")
 
 
 @pytest.fixture(scope="module")
-def folder(own_environment: Path) -> Path:
+def folder(own_environment):
     place = own_environment / "combined"
     for one in (place, place / "r"):
         one.mkdir(mode=0o700)
     return place
 
 
-def run(folder: Path, name: str, *flags: str) -> tuple[int, str, list[bytes]]:
+def run(folder, name, *flags):
     """Exit status, output, and the final state of each rank."""
     words = ["-m", "ft_plugins.launcher.command", "--nproc-per-node", str(RANKS), str(SCRIPT), *JOB, *flags]
     words += ["--state-digest", str(folder / name), *(("--ftp-job", name) if flags else ())]
@@ -46,25 +44,25 @@ def run(folder: Path, name: str, *flags: str) -> tuple[int, str, list[bytes]]:
 
 
 @pytest.fixture(scope="module")
-def clean(folder: Path) -> list[bytes]:
+def clean(folder):
     """The final state of an unprotected run."""
     status, output, states = run(folder, "clean")
     assert status == 0 and len(states) == RANKS, output[-3000:]
     return states
 
 
-def test_a_job_that_is_killed_within_an_update_ends_as_the_unprotected_one(folder: Path, clean: list[bytes]) -> None:
+def test_a_job_that_is_killed_within_an_update_ends_as_the_unprotected_one(folder, clean):
     status, output, states = run(folder, "killed", *KILLED)
     assert status == 0 and "state.restored" in output + _events(folder, "killed"), output[-3000:]
     assert states == clean
 
 
-def test_a_wrong_copy_is_found_and_its_iteration_computed_again(folder: Path, clean: list[bytes]) -> None:
+def test_a_wrong_copy_is_found_and_its_iteration_computed_again(folder, clean):
     status, output, states = run(folder, "flipped", *FLIPPED)
     assert status == 0 and "audit.failed: rank 0" in output and "after iteration 3" in output, output[-3000:]
     assert "gradients are recomputed" in output
     assert states == clean
 
 
-def _events(folder: Path, name: str) -> str:
+def _events(folder, name):
     return "".join(path.read_text() for path in folder.glob(f"r/ft_plugins/{name}/*/events.jsonl"))

@@ -1,14 +1,11 @@
 """A DeepSpeed script as users start it: ft-run and the block, or the one line and another launcher; and bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ DEEPSPEED = ("-m", "deepspeed.launcher.runner")  # what the command `deepspeed` 
 TORCHRUN = ("-m", "torch.distributed.run")
 
 
-def launched(run: DeepSpeedRun, launcher: tuple[str, ...], script: Path, ranks: int = 2, **more: str) -> Any:
+def launched(run, launcher, script, ranks=2, **more):
     """The run as a command of its own, in its folder, with `more` in its environment."""
     number = [] if launcher[:2] == DEEPSPEED else ["--nproc-per-node", str(ranks)]
     words = [sys.executable, *launcher, *number, str(script), *run.spec().argv]
@@ -44,7 +41,7 @@ def launched(run: DeepSpeedRun, launcher: tuple[str, ...], script: Path, ranks: 
 
 
 @pytest.fixture
-def short(tmp_path_factory: pytest.TempPathFactory, own_environment: Path) -> Path:
+def short(tmp_path_factory, own_environment):
     """A folder whose path leaves room for that of a socket."""
     folder = own_environment / f"d{len(list(own_environment.iterdir()))}"
     folder.mkdir(mode=0o700)
@@ -56,9 +53,7 @@ def short(tmp_path_factory: pytest.TempPathFactory, own_environment: Path) -> Pa
     [(FT_RUN, EXAMPLE), ((*TORCHRUN, "--max-restarts", "1", "--standalone"), LINE)],
     ids=["ft-run", "torchrun"],
 )
-def test_ft_run_and_the_one_line_survive_a_kill_and_end_as_an_unprotected_run(
-    short: Path, launcher: tuple[str, ...], script: Path
-) -> None:
+def test_ft_run_and_the_one_line_survive_a_kill_and_end_as_an_unprotected_run(short, launcher, script):
     (short / "f").mkdir(mode=0o700)
     kill = {"reft": {}, "faults": "update.middle@iteration=4,rank=1,restart=0:kill"}
     run = DeepSpeedRun("f", short / "f", SMALLEST, kill)
@@ -77,7 +72,7 @@ def test_ft_run_and_the_one_line_survive_a_kill_and_end_as_an_unprotected_run(
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 
-def test_a_script_that_exits_amid_training_keeps_its_memory_and_one_that_ends_says_what_it_drops(short: Path) -> None:
+def test_a_script_that_exits_amid_training_keeps_its_memory_and_one_that_ends_says_what_it_drops(short):
     """Nothing but `sys.exit` within a function shows that its loop was not at its end."""
     script = short / "leaves.py"
     script.write_text(
@@ -100,7 +95,7 @@ def test_a_script_that_exits_amid_training_keeps_its_memory_and_one_that_ends_sa
     assert not list(Path("/dev/shm").glob(f"ftp-{script.stem}-*"))
 
 
-def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(short: Path) -> None:
+def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(short):
     run = DeepSpeedRun("n", short, SMALLEST, iterations=1)
     done = launched(run, FT_RUN, LINE)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -108,7 +103,7 @@ def test_the_one_line_changes_nothing_under_an_ft_run_that_protects_nothing(shor
     assert len(run.loss_log.read_text().splitlines()) == 1
 
 
-def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path) -> None:
+def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short):
     script = short / "left_up.py"
     script.write_text(
         LINE.read_text()
@@ -132,7 +127,7 @@ def test_a_script_that_leaves_the_process_group_up_ends_in_order_too(short: Path
 
 
 @pytest.mark.all_configurations
-def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Path) -> None:
+def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short):
     launcher = (*DEEPSPEED, "--num_gpus", "2", "--master_port", str(free_port()))
     run = DeepSpeedRun("l", short, SMALLEST, {"reft": {}, "orphan_seconds": 120.0})
     killed = launched(run.armed("update.middle@iteration=4,rank=1:kill"), launcher, LINE, DS_ACCELERATOR="cpu")
@@ -148,7 +143,7 @@ def test_deepspeeds_own_launcher_given_the_same_command_again_resumes(short: Pat
     assert not list(Path("/dev/shm").glob(f"ftp-{LINE.stem}-*"))
 
 
-def test_replicas_are_compared_under_torchrun_without_any_memory_to_see_to(short: Path) -> None:
+def test_replicas_are_compared_under_torchrun_without_any_memory_to_see_to(short):
     """What a script's own loop computes with is gathered anew before its next forward, and no SMP is started."""
     paft = {"mode": "audit", "audit_interval": 1, "audit_at": "forward"}
     block = {"paft": paft, "faults": "update.copies@iteration=1,rank=1:flip=12~5"}
@@ -160,7 +155,7 @@ def test_replicas_are_compared_under_torchrun_without_any_memory_to_see_to(short
     assert not list(run.folder.glob("ft_plugins/*/*/events.jsonl"))
 
 
-def test_a_job_builds_nothing_and_needs_no_compiler(short: Path) -> None:
+def test_a_job_builds_nothing_and_needs_no_compiler(short):
     commands, built = short / "bin", short / "built"
     commands.mkdir()
     for name in ("sh", "uname", "env"):
@@ -183,9 +178,7 @@ def test_a_job_builds_nothing_and_needs_no_compiler(short: Path) -> None:
         (TORCHRUN, LINE, {"resume": "memory"}, "has no effect while no system that protects state is on", 1),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(
-    short: Path, launcher: tuple[str, ...], script: Path, block: dict[str, Any], message: str, ranks: int
-) -> None:
+def test_what_cannot_be_is_one_clear_line(short, launcher, script, block, message, ranks):
     """One line of ours: what torchrun and DeepSpeed say beside it about ranks that failed is their own."""
     run = DeepSpeedRun("bad", short, DeepSpeedConfiguration(ranks, 1))
     argv = run.spec().argv

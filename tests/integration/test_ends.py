@@ -3,8 +3,6 @@
 Real commands and processes: ranks of a loop of torch alone, on one node or two.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -12,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ import pytest
 from ft_plugins import events
 from ft_plugins.config import run_directory
 from ft_plugins.errors import EXIT_DRAINED
-from ft_plugins.events import Event
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
@@ -71,18 +67,16 @@ numbers = itertools.count()
 class Job:
     """A job of this loop, on nodes of this machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.name = f"ends-{os.getpid()}-{next(numbers)}"
         self.folder, self.progress = folder, folder / "progress"
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self.nodes: set[str] = set()
+        self.running = {}
+        self.nodes = set()
         (folder / "train.py").write_text(LOOP)
         self.endpoint = f"127.0.0.1:{free_port()}"
         write_secret(folder)
 
-    def start(
-        self, *flags: str, how: str = "whole", at: int = 0, last: int = LAST, nodes: str = "a", of: int = 0
-    ) -> None:
+    def start(self, *flags, how="whole", at=0, last=LAST, nodes="a", of=0):
         """The same command on each node, with two ranks in all; `of`: the number of nodes, if there are others too."""
         of = of or len(nodes)
         several = ("--nnodes", str(of), "--rdzv-endpoint", self.endpoint, "--ftp-secret-file", "secret")
@@ -96,10 +90,10 @@ class Job:
                     cwd=self.folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT,
                 )  # fmt: skip
 
-    def log(self, node: str) -> Path:
+    def log(self, node):
         return self.folder / f"{node}.log"
 
-    def end(self) -> dict[str, str]:
+    def end(self):
         """What each node has printed; all have status 0."""
         found = {}
         for node, process in self.running.items():
@@ -108,35 +102,35 @@ class Job:
             assert status == 0, found[node]
         return found
 
-    def iterations(self) -> list[int]:
+    def iterations(self):
         """That rank 0 has computed, in all starts."""
         return [int(line) for line in self.progress.read_text().split()] if self.progress.exists() else []
 
-    def until_iteration(self, iteration: int) -> None:
+    def until_iteration(self, iteration):
         wait_until(lambda: iteration in self.iterations(), WAIT, lambda: self.log("a").read_text())
 
-    def until_spare(self, node: str) -> None:
+    def until_spare(self, node):
         note = self.run_dir(node) / "ft-run.json"
         wait_until(lambda: note.exists() and "is a spare" in note.read_text(), WAIT, self.log(node).read_text)
 
-    def run_dir(self, node: str = "a") -> Path:
+    def run_dir(self, node="a"):
         return run_directory(self.name, node)
 
-    def events(self, name: str, node: str = "a") -> list[Event]:
+    def events(self, name, node="a"):
         return [event for event in events.read(self.run_dir(node) / "events.jsonl") if event.name == name]
 
-    def in_memory(self) -> set[str]:
+    def in_memory(self):
         """Nodes with segments."""
         return {node for node in self.nodes if paths.segments_of(self.name, node)}
 
-    def checkpoints(self) -> set[str]:
+    def checkpoints(self):
         return {path.name for path in (self.folder / "ck" / self.name).glob("v*")}
 
-    def plugins(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def plugins(self, *words):
         command = [sys.executable, "-c", "from ft_plugins.cli import main; main()", *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=False, cwd=self.folder)
 
-    def clean(self) -> None:
+    def clean(self):
         for process in self.running.values():
             process.kill()
             process.wait(WAIT)
@@ -147,7 +141,7 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path):
     job = Job(tmp_path)
     yield job
     job.clean()
@@ -156,7 +150,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 WEIGHT = f"weight {sum(3 * k for k in range(1, LAST + 1))}\n"
 
 
-def test_a_rank_that_exits_amid_training_ends_the_job_and_the_same_command_goes_on(job: Job) -> None:
+def test_a_rank_that_exits_amid_training_ends_the_job_and_the_same_command_goes_on(job):
     job.start(how="one", at=5)
     output = job.end()["a"]
     kept = r"training ended after iteration [45], before its own end: iteration [45] is kept in memory for 30.0 min"
@@ -172,7 +166,7 @@ def test_a_rank_that_exits_amid_training_ends_the_job_and_the_same_command_goes_
 
 
 @pytest.mark.parametrize("nodes", ["a", "ab"])
-def test_a_rank_that_exits_amid_training_ends_the_job_also_if_its_peers_only_hang(job: Job, nodes: str) -> None:
+def test_a_rank_that_exits_amid_training_ends_the_job_also_if_its_peers_only_hang(job, nodes):
     """On two nodes its own has no rank left, and that of its peers alone can find that they hang."""
     job.start("--ftp-hang-seconds", "5", "--reft-checkpoint-dir", "ck", how="silent", at=5, nodes=nodes)
     said = "training ended after iteration 5, before its own end: iteration 5 is in"
@@ -180,7 +174,7 @@ def test_a_rank_that_exits_amid_training_ends_the_job_also_if_its_peers_only_han
     assert job.iterations() == [1, 2, 3, 4, 5] and not job.events("workers.restarted")
 
 
-def test_ranks_that_exit_after_different_iterations_leave_a_version_that_both_have(job: Job) -> None:
+def test_ranks_that_exit_after_different_iterations_leave_a_version_that_both_have(job):
     job.start("--reft-checkpoint-dir", "ck", how="apart", at=5)
     output = job.end()["a"]
     assert "before its own end: iteration 5 is in " in output and "computes up to iteration 6 again" in output
@@ -188,7 +182,7 @@ def test_ranks_that_exit_after_different_iterations_leave_a_version_that_both_ha
 
 
 @pytest.mark.parametrize("how", ["one", "whole"])
-def test_on_two_nodes_a_job_that_is_left_is_stored_and_one_at_its_end_is_dropped(job: Job, how: str) -> None:
+def test_on_two_nodes_a_job_that_is_left_is_stored_and_one_at_its_end_is_dropped(job, how):
     job.start("--reft-checkpoint-dir", "ck", "--reft-checkpoint-interval", "100", how=how, at=5, nodes="ab")
     output = job.end()
     assert not job.in_memory()
@@ -204,12 +198,12 @@ def test_on_two_nodes_a_job_that_is_left_is_stored_and_one_at_its_end_is_dropped
     assert WEIGHT in job.end()["a"]
 
 
-def stop_flags(interval: int) -> tuple[str, ...]:
+def stop_flags(interval):
     return "--reft-checkpoint-dir", "ck", "--reft-checkpoint-interval", "1000", "--reft-interval", str(interval)
 
 
 @pytest.mark.parametrize("interval", [1, 50])
-def test_one_command_ends_a_job_on_all_nodes_at_one_version_that_is_stored(job: Job, interval: int) -> None:
+def test_one_command_ends_a_job_on_all_nodes_at_one_version_that_is_stored(job, interval):
     job.start(*stop_flags(interval), how="slowly", last=100_000, nodes="ab")
     job.until_iteration(60)
     asked = job.plugins("stop", "--job", job.name)
@@ -227,7 +221,7 @@ def test_one_command_ends_a_job_on_all_nodes_at_one_version_that_is_stored(job: 
     assert job.iterations() == [*range(1, reached + 21)], "no iteration was computed twice"
 
 
-def test_a_job_whose_leader_is_lost_while_it_is_to_stop_ends_under_the_next_one(job: Job) -> None:
+def test_a_job_whose_leader_is_lost_while_it_is_to_stop_ends_under_the_next_one(job):
     flags = stop_flags(1)
     job.start(*flags, how="slowly", last=100_000, nodes="b", of=2)
     note = job.run_dir("b") / "ft-run.json"
@@ -253,7 +247,7 @@ def test_a_job_whose_leader_is_lost_while_it_is_to_stop_ends_under_the_next_one(
     )
 
 
-def test_a_job_of_one_node_without_a_folder_keeps_its_memory_when_it_is_stopped(job: Job) -> None:
+def test_a_job_of_one_node_without_a_folder_keeps_its_memory_when_it_is_stopped(job):
     job.start(how="slowly", last=100_000)
     job.until_iteration(20)
     asked = job.plugins("stop")
@@ -266,7 +260,7 @@ def test_a_job_of_one_node_without_a_folder_keeps_its_memory_when_it_is_stopped(
     assert job.iterations() == [*range(1, reached + 11)] and not job.in_memory()
 
 
-def test_a_signal_after_the_ranks_have_ended_changes_nothing(job: Job) -> None:
+def test_a_signal_after_the_ranks_have_ended_changes_nothing(job):
     job.start("--ftp-faults", "smp.end.before:stop")
     smp = run_directory(job.name, "a") / "smp.lock"
     wait_until(lambda: bool(liveness.holder(smp)), WAIT, lambda: job.log("a").read_text())
@@ -278,7 +272,7 @@ def test_a_signal_after_the_ranks_have_ended_changes_nothing(job: Job) -> None:
     assert job.events("job.ended")[-1].fields["status"] == "succeeded"
 
 
-def test_a_job_that_is_over_on_all_nodes_writes_nothing_at_a_signal(job: Job) -> None:
+def test_a_job_that_is_over_on_all_nodes_writes_nothing_at_a_signal(job):
     """Given a node whose ranks have ended, and another one whose ft-run is late to report that its have, too."""
     limits = "--ftp-grace-seconds", "600", "--ftp-detect-seconds", "300"
     (job.folder / "hold").touch()
@@ -296,7 +290,7 @@ def test_a_job_that_is_over_on_all_nodes_writes_nothing_at_a_signal(job: Job) ->
     assert not job.events("checkpoint.started") and not job.events("checkpoint.missed")
 
 
-def test_a_drained_node_holds_nothing_once_the_job_is_protected_without_it(job: Job) -> None:
+def test_a_drained_node_holds_nothing_once_the_job_is_protected_without_it(job):
     flags = *stop_flags(1), "--reft-redundancy", "raim5"
     job.start(*flags, how="slowly", last=100_000, nodes="ab")
     job.until_iteration(20)
@@ -315,7 +309,7 @@ def test_a_drained_node_holds_nothing_once_the_job_is_protected_without_it(job: 
     assert not job.in_memory() and f"v2-{job.iterations()[-1]}" in job.checkpoints()
 
 
-def test_memory_that_another_node_waits_for_is_dropped_only_on_purpose(job: Job) -> None:
+def test_memory_that_another_node_waits_for_is_dropped_only_on_purpose(job):
     job.start(how="slowly", last=100_000, nodes="ab")
     job.until_iteration(20)
     job.running["a"].send_signal(signal.SIGTERM)

@@ -1,7 +1,5 @@
 """ft-run as a user gives it: real commands, torch processes of two ranks, a training loop of torch alone."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json
@@ -15,16 +13,13 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ft_plugins import events
 from ft_plugins.config import run_directory
-from ft_plugins.events import Event
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.report.recovery_phases import recovery_phases
 from ft_plugins.smp.serve.client import Client
@@ -80,9 +75,9 @@ class FtRun:
     """
 
     def __init__(
-        self, folder: Path, *words: str, shell: bool = False, terminal: int | None = None,
-        launcher: tuple[str, ...] = ("-m", "ft_plugins.launcher.command"), **environment: str,
-    ) -> None:  # fmt: skip
+        self, folder, *words, shell = False, terminal = None,
+        launcher = ("-m", "ft_plugins.launcher.command"), **environment,
+    ):  # fmt: skip
         self.output = ""
         command = [sys.executable, *launcher, *words]
         self.process = subprocess.Popen(
@@ -96,7 +91,7 @@ class FtRun:
             preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 
-    def read_until(self, text: str | None) -> None:
+    def read_until(self, text):
         """Read until `text` was printed; None: until every process that could print has ended."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + WAIT
@@ -109,7 +104,7 @@ class FtRun:
                 return
             self.output += part
 
-    def end(self) -> int:
+    def end(self):
         """Wait for the end of ft-run and of all ranks; its status."""
         self.read_until(None)
         return self.process.wait(WAIT)
@@ -118,14 +113,14 @@ class FtRun:
 class Job:
     """A job of a name of its own, on one or more nodes of this machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.name = f"run-{os.getpid()}-{next(numbers)}"
         self.folder = folder
-        self.runs: list[FtRun] = []
-        self.nodes: set[str] = set()
+        self.runs = []
+        self.nodes = set()
         (folder / "train.py").write_text(TRAINER)
 
-    def start(self, *words: str, node: str = "a", script: str = "train.py", **options: Any) -> FtRun:
+    def start(self, *words, node="a", script="train.py", **options):
         """`options` are those of FtRun, and the environment."""
         self.nodes.add(node)
         ours = ("--reft", "--ftp-job", self.name, "--ftp-node-name", node)
@@ -133,16 +128,16 @@ class Job:
         self.runs.append(run)
         return run
 
-    def run_dir(self, node: str = "a") -> Path:
+    def run_dir(self, node="a"):
         return run_directory(self.name, node)
 
-    def events(self, name: str, node: str = "a") -> list[Event]:
+    def events(self, name, node="a"):
         return [event for event in events.read(self.run_dir(node) / "events.jsonl") if event.name == name]
 
-    def left_behind(self) -> list[Path]:
+    def left_behind(self):
         return [path for node in self.nodes for path in paths.segments_of(self.name, node)]
 
-    def clean(self) -> None:
+    def clean(self):
         for run in self.runs:
             run.process.kill()
             run.process.communicate(timeout=WAIT)
@@ -153,14 +148,14 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path):
     job = Job(tmp_path)
     yield job
     job.clean()
     assert job.left_behind() == []
 
 
-def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_is_the_same(job: Job) -> None:
+def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_is_the_same(job):
     fault = "--ftp-faults=iteration.forward@iteration=4,rank=1,restart=0:kill"
     run = job.start("--standalone", "--nproc-per-node", "2", fault)
     assert run.end() == 0, run.output
@@ -188,7 +183,7 @@ def test_a_rank_killed_in_its_fourth_iteration_costs_at_most_one_and_the_result_
 
 
 @contextmanager
-def ended(pid: int) -> Iterator[None]:
+def ended(pid):
     """Nothing of ft-run `pid` outlives this, also where an assertion fails."""
     descriptor = os.pidfd_open(pid)
     try:
@@ -199,7 +194,7 @@ def ended(pid: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def test_a_job_whose_parent_shell_is_killed_goes_on(job: Job, tmp_path: Path) -> None:
+def test_a_job_whose_parent_shell_is_killed_goes_on(job, tmp_path):
     hold = tmp_path / "hold"
     os.mkfifo(hold)
     run = job.start("--nproc-per-node", "2", shell=True, HOLD=str(hold))
@@ -217,7 +212,7 @@ def test_a_job_whose_parent_shell_is_killed_goes_on(job: Job, tmp_path: Path) ->
     assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
 
 
-def test_a_job_whose_terminal_hangs_up_with_its_shell_resumes_by_the_same_command(job: Job, tmp_path: Path) -> None:
+def test_a_job_whose_terminal_hangs_up_with_its_shell_resumes_by_the_same_command(job, tmp_path):
     hold = tmp_path / "hold"
     os.mkfifo(hold)
     ours, theirs = os.openpty()
@@ -238,7 +233,7 @@ def test_a_job_whose_terminal_hangs_up_with_its_shell_resumes_by_the_same_comman
     assert job.left_behind() == [] and not liveness.held(job.run_dir() / "smp.lock")
 
 
-def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
+def test_two_nodes_on_one_machine_start_again_together(job):
     endpoint = f"127.0.0.1:{free_port()}"
     words = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     words += ("--ftp-secret-file", str(write_secret(job.folder)))
@@ -259,7 +254,7 @@ def test_two_nodes_on_one_machine_start_again_together(job: Job) -> None:
         assert not liveness.held(job.run_dir(node) / "smp.lock")
 
 
-def test_a_node_that_waits_for_others_ends_by_sigterm_as_one_that_trains(job: Job) -> None:
+def test_a_node_that_waits_for_others_ends_by_sigterm_as_one_that_trains(job):
     words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(write_secret(job.folder)))
     run = job.start(*words, "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     run.read_until("waiting for 1 more of 2 nodes")
@@ -270,9 +265,7 @@ def test_a_node_that_waits_for_others_ends_by_sigterm_as_one_that_trains(job: Jo
     assert json.loads((job.run_dir() / "ft-run.json").read_text())["status"] == "signalled"
 
 
-def test_a_job_of_which_all_was_killed_resumes_although_a_stranger_has_the_port_of_an_smp(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_job_of_which_all_was_killed_resumes_although_a_stranger_has_the_port_of_an_smp(job, tmp_path):
     words = ("--nnodes", "2", "--nproc-per-node", "1", "--ftp-secret-file", str(write_secret(job.folder)))
     words += ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf")
     ranks = {"a": "node_rank=0", "b": "node_rank=1"}  # rank 0, which holds, is on a
@@ -295,7 +288,7 @@ def test_a_job_of_which_all_was_killed_resumes_although_a_stranger_has_the_port_
     assert found and int(found[1]) in (2, 3), nodes["a"].output
 
 
-def test_what_no_restart_can_cure_is_one_line_and_no_restart(job: Job) -> None:
+def test_what_no_restart_can_cure_is_one_line_and_no_restart(job):
     (job.folder / "refused.py").write_text(
         "from ft_plugins.errors import *\nraise TopologyError('dp 3 does not divide 8 ranks; choose another')"
     )
@@ -307,7 +300,7 @@ def test_what_no_restart_can_cure_is_one_line_and_no_restart(job: Job) -> None:
     assert [event.fields["status"] for event in job.events("job.ended")] == ["refused"]
 
 
-def test_without_our_flags_it_is_torchrun_and_says_that_nothing_is_protected(tmp_path: Path) -> None:
+def test_without_our_flags_it_is_torchrun_and_says_that_nothing_is_protected(tmp_path):
     (tmp_path / "plain.py").write_text("import os, sys; print(sys.argv[1:], os.environ['RANK']); sys.exit(3)")
     run = FtRun(tmp_path, "--nproc-per-node", "1", "-m", "plain", "--epochs", "2")
     assert run.end() == 1

@@ -1,7 +1,5 @@
 """An unmodified gpt-neox checkout under ft-run: what a user of its `train.py` gets, on the CPU."""
 
-from __future__ import annotations
-
 from harness.deepspeed_forks import ForkCase
 
 from .fork_stories import (  # noqa: F401

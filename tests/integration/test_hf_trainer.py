@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -75,7 +73,7 @@ CASES = {
 }
 
 
-def run(folder: Path, launcher: Sequence[str], script: Path, arguments: Sequence[str], status: int = 0) -> list[Any]:
+def run(folder, launcher, script, arguments, status=0):
     """The final state of each rank; what was printed, if the job ends with another status than 0: it is ended then."""
     folder.mkdir(mode=0o700)
     command = [str(script), str(folder / "state-"), *arguments]
@@ -97,9 +95,9 @@ def run(folder: Path, launcher: Sequence[str], script: Path, arguments: Sequence
     return [json.loads((folder / f"state-{rank}").read_text()) for rank in range(RANKS)]
 
 
-def configuration(folder: Path, stage: int, protected: bool, accumulate: int | str = "auto") -> str:
+def configuration(folder, stage, protected, accumulate="auto"):
     """A file with DeepSpeed's configuration."""
-    settings: dict[str, Any] = {
+    settings = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": "auto",
@@ -115,7 +113,7 @@ def configuration(folder: Path, stage: int, protected: bool, accumulate: int | s
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
-def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_environment: Path, name: str) -> None:
+def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_environment, name):
     """Parameters, optimizer, scheduler, TrainerState with every logged number, callbacks, batches, generators."""
     case, folder = CASES[name], own_environment / f"hf-{list(CASES).index(name)}"
     folder.mkdir(mode=0o700)
@@ -135,13 +133,13 @@ def test_a_trainer_that_is_killed_ends_bit_for_bit_as_an_unprotected_one(own_env
         require_scalars(folder / "csv-True" / "job", restarts=len(case.kills))
 
 
-def require_scalars(folder: Path, restarts: int) -> None:
+def require_scalars(folder, restarts):
     """Raises AssertionError unless DeepSpeed's monitor has written its scalars and ours, the last ones at the end."""
     own, ours = ((folder / f"{name}.csv").read_text().split() for name in ("Train_Samples_lr", "ft_restarts"))
     assert ours[0] == "step,restarts" and ours[-1] == f"{own[-1].partition(',')[0]},{float(restarts)}", (own, ours)
 
 
-def require_exact(folder: Path, killed: list[Any], golden: list[Any], iterations: Sequence[int]) -> None:
+def require_exact(folder, killed, golden, iterations):
     """Raises AssertionError unless the job in `folder` ended as the golden one, restored after `iterations`."""
     differences = list(tree_differences("", {"ranks": golden}, {"ranks": killed}))
     assert not differences, explain(differences)
@@ -154,7 +152,7 @@ def require_exact(folder: Path, killed: list[Any], golden: list[Any], iterations
 
 
 @pytest.mark.timeout(1800)
-def test_a_whole_number_of_an_object_that_the_model_holds_is_named_where_it_begins_again(own_environment: Path) -> None:
+def test_a_whole_number_of_an_object_that_the_model_holds_is_named_where_it_begins_again(own_environment):
     """The job ends as if nothing were the matter; what the object counts may be used or not."""
     folder = own_environment / "hf-object"
     job = ["--reft", "--ftp-job", f"hf-object-{os.getpid()}", "--kill", "0:1:7:end"]
@@ -165,8 +163,8 @@ def test_a_whole_number_of_an_object_that_the_model_holds_is_named_where_it_begi
 
 @pytest.mark.timeout(1800)
 def test_a_trainer_whose_callback_changes_parameters_when_training_begins_is_refused_at_a_restart(
-    own_environment: Path,
-) -> None:
+    own_environment,
+):
     folder = own_environment / "hf-halved"
     job = ["--reft", "--ftp-job", f"hf-halved-{os.getpid()}", "--kill", "0:1:7:end"]
     [printed] = run(folder, FT_RUN, TRAINER, ["--strange", "halved", *job], status=EXIT_REFUSED)
@@ -176,8 +174,8 @@ def test_a_trainer_whose_callback_changes_parameters_when_training_begins_is_ref
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("update", "own"), [(4, ()), (5, ()), (6, ()), (5, ("--skip",))])  # 3 in an epoch
 def test_an_own_loop_over_accelerate_that_asks_where_the_engine_is_ends_bit_for_bit_as_an_unprotected_one(
-    own_environment: Path, update: int, own: tuple[str, ...]
-) -> None:
+    own_environment, update, own
+):
     """Also one that passes over the batches of the restored epoch itself, and saves."""
     folder = own_environment / f"al-{update}{len(own)}"
     folder.mkdir(mode=0o700)
@@ -189,8 +187,8 @@ def test_an_own_loop_over_accelerate_that_asks_where_the_engine_is_ends_bit_for_
 
 @pytest.mark.timeout(1800)
 def test_an_own_loop_over_accelerate_that_begins_at_its_own_start_is_warned_of_and_refused(
-    own_environment: Path,
-) -> None:
+    own_environment,
+):
     folder = own_environment / "az"
     folder.mkdir(mode=0o700)
     words = [configuration(folder, 1, True, 2), "--from-zero", "--kill", "1:5"]
@@ -203,7 +201,7 @@ def test_an_own_loop_over_accelerate_that_begins_at_its_own_start_is_warned_of_a
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", [None, 2])
-def test_the_example_passes_a_rehearsal(own_environment: Path, stage: int | None) -> None:
+def test_the_example_passes_a_rehearsal(own_environment, stage):
     folder = own_environment / f"hr-{stage}"
     folder.mkdir(mode=0o700)
     words = ["--reft"] if stage is None else ["--deepspeed", configuration(folder, stage, True)]
@@ -214,7 +212,7 @@ def test_the_example_passes_a_rehearsal(own_environment: Path, stage: int | None
 
 
 @pytest.mark.timeout(1800)
-def test_an_own_loop_over_accelerate_passes_a_rehearsal(own_environment: Path) -> None:
+def test_an_own_loop_over_accelerate_passes_a_rehearsal(own_environment):
     folder = own_environment / "ar"
     folder.mkdir(mode=0o700)
     job = [LOOP, folder / "state-", configuration(folder, 1, True, 2), "--reft"]

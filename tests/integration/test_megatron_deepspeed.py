@@ -1,7 +1,5 @@
 """An unmodified Megatron-DeepSpeed checkout under ft-run: what a user of its `pretrain_gpt.py` gets, on the CPU."""
 
-from __future__ import annotations
-
 from harness.deepspeed_forks import ForkCase
 
 from .fork_stories import (  # noqa: F401

@@ -3,8 +3,6 @@
 Runs where MEGATRON_LM_PATH names a checkout of core_v0.16.1. The witness is Megatron's own checkpoint at the end.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ EXTERNAL = ("--dataloader-type", "external", "--reft", "--ftp-orphan-seconds", 3
 KILL = "update.middle@iteration=5,rank=3,restart=0:kill"
 
 
-def test_a_killed_job_whose_loaders_read_ahead_ends_as_the_unfailed_one(checkout: Path, tmp_path: Path) -> None:
+def test_a_killed_job_whose_loaders_read_ahead_ends_as_the_unfailed_one(checkout, tmp_path):
     """Only the first rank of a tensor-parallel group has loaders, on the first and on the last stage. Evaluations after
     3 and 6. Megatron's own save after 4 lacks the position, so that a version in memory is preferred."""
     states = {}
@@ -38,7 +36,7 @@ def test_a_killed_job_whose_loaders_read_ahead_ends_as_the_unfailed_one(checkout
     assert differences(states["unfailed"], states["killed"]) == []
 
 
-def test_a_loader_without_state_ends_the_job_by_name_before_its_first_iteration(checkout: Path, tmp_path: Path) -> None:
+def test_a_loader_without_state_ends_the_job_by_name_before_its_first_iteration(checkout, tmp_path):
     """The second rank has no loaders, and nothing against them."""
     options = [*JOB, "--pipeline-model-parallel-size", "1", "--mock-data"]
     run = ft_run([SCRIPT, checkout, "stateless", *options, *EXTERNAL], tmp_path, job="external-stateless", ranks=2)

@@ -6,17 +6,15 @@ Engine, with Megatron FSDP and tensor parallelism, nor with experts, so that the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from harness.megatron_checkpoints import differences
-from harness.megatron_lm import SETTINGS, MegatronLmRun, ft_run
+from harness.megatron_lm import SETTINGS, ft_run
 
 from .test_check_agrees import SMALL, both, require_agreement
 from .test_megatron_lm import JOB
@@ -60,7 +58,7 @@ CASES = {
 }
 
 
-def skip_unless_it_trains(checkout: Path, options: tuple[str, ...]) -> None:
+def skip_unless_it_trains(checkout, options):
     """Skip a case of torch's FSDP2 if Megatron-LM calls its wrapper with an argument that it lacks, and one of Megatron
     FSDP if with tensor parallelism, or the router of its experts, it needs Transformer Engine."""
     distributed = checkout / "megatron" / "core" / "distributed"
@@ -79,18 +77,18 @@ def skip_unless_it_trains(checkout: Path, options: tuple[str, ...]) -> None:
             pytest.skip("the router of this version of Megatron-LM cannot route without Transformer Engine")
 
 
-def run(checkout: Path, corpus: Path, folder: Path, case: Case, *flags: object) -> MegatronLmRun:
+def run(checkout, corpus, folder, case, *flags):
     folder.mkdir()
     script = [SCRIPT, checkout, folder, *JOB, *case.options, "--data-path", corpus]
     return ft_run(script, folder, *flags, job=folder.name, ranks=case.ranks, settings=STREAMS)
 
 
-def ends(folder: Path, ranks: int) -> Mapping[str, Any]:
+def ends(folder, ranks):
     return {f"rank {rank}": torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_killed_job_ends_as_the_unfailed_one(checkout: Path, corpus: Path, tmp_path: Path, name: str) -> None:
+def test_a_killed_job_ends_as_the_unfailed_one(checkout, corpus, tmp_path, name):
     case = CASES[name]
     skip_unless_it_trains(checkout, case.options)
     unfailed, killed = tmp_path / "unfailed", tmp_path / "killed"
@@ -116,9 +114,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_the_shards_of_a_lost_node_are_rebuilt(
-    checkout: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_shards_of_a_lost_node_are_rebuilt(checkout, corpus, tmp_path, monkeypatch, name):
     skip_unless_it_trains(checkout, LOST[name])
     for key, value in {**SETTINGS, **STREAMS}.items():
         monkeypatch.setenv(key, value)
@@ -146,7 +142,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_job_ends_as_check_says(checkout: Path, own_environment: Path, name: str) -> None:
+def test_a_job_ends_as_check_says(checkout, own_environment, name):
     options = ("--bf16", *MEGATRON[:-1], *ALONE, "--data-parallel-sharding-strategy", *REFUSED[name])
     script = (str(checkout / "pretrain_gpt.py"), *SMALL, *options, "--global-batch-size", "2")
     environment = {"PYTHONPATH": str(checkout), **STREAMS}

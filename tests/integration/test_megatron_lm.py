@@ -10,10 +10,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ft_plugins.errors import EXIT_REFUSED
 from harness.megatron_checkpoints import differences, read
-from harness.megatron_lm import RUN_SECONDS, MegatronLmRun, ft_run
+from harness.megatron_lm import RUN_SECONDS, ft_run
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,7 +43,7 @@ DREAMDDP = ("--sync-policy", "dreamddp", "--sync-h", "2", "--sync-warmup", "1")
 SKIPPING = ("--iterations-to-skip", "2")  # the third: counted from 0; fp32, no distributed optimizer, 1F1B
 
 
-def final_state(saved: Path, iterations: int = ITERATIONS) -> Mapping[str, Any]:
+def final_state(saved, iterations=ITERATIONS):
     """What Megatron saved at the end, by file."""
     folder = saved / f"iter_{iterations:07d}"
     files = sorted(folder.rglob("*.pt"))
@@ -74,33 +72,31 @@ CASES = (
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def case(request: pytest.FixtureRequest) -> Case:
-    found: Case = request.param
+def case(request):
+    found = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def scalars(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scalars(case, tmp_path_factory):
     """The folder of TensorBoard's files: one for all runs of a case, since its name is an argument, and compared."""
     return tmp_path_factory.mktemp("scalars") / case.name
 
 
 @pytest.fixture(scope="module")
-def script(checkout: Path, corpus: Path, case: Case, scalars: Path) -> list[object]:
+def script(checkout, corpus, case, scalars):
     return [checkout / "pretrain_gpt.py", *JOB, *case.options, "--data-path", corpus, "--tensorboard-dir", scalars]
 
 
 @pytest.fixture(scope="module")
-def unfailed(script: list[object], case: Case, tmp_path_factory: pytest.TempPathFactory) -> MegatronLmRun:
+def unfailed(script, case, tmp_path_factory):
     saved = tmp_path_factory.mktemp("unfailed")
     run = ft_run(script, saved, "--save", saved, "--load", saved, job=f"unfailed-{case.name}")
     run.require_success()
     return run
 
 
-def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
-    script: list[object], case: Case, unfailed: MegatronLmRun, scalars: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(script, case, unfailed, scalars, tmp_path):
     shutil.rmtree(scalars)  # those of the unfailed run
     kill = f"{case.point}@iteration={case.iteration},rank=3,restart=0:kill"
 
@@ -126,9 +122,7 @@ def test_a_killed_run_ends_in_the_state_of_an_unfailed_one(
     assert last["ft/lost_iterations"].value == lost and last["ft/version_age_seconds/process"].value >= 0
 
 
-def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(
-    checkout: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(checkout, corpus, tmp_path):
     """Replicas are synchronised every 128 iterations, so memory holds no version when rank 3 is killed in 6."""
     killed = ft_run(
         *([checkout / "pretrain_gpt.py", *JOB, *DREAMDDP, "--data-path", corpus], tmp_path),
@@ -145,12 +139,10 @@ def test_a_restart_from_megatrons_own_checkpoint_says_which_replicas_it_lost(
     assert killed.output.count(line) == 1, killed.output[-4000:]
 
 
-def test_a_chain_of_starts_that_exit_early_advances_and_ends_in_the_state_of_one(
-    checkout: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_chain_of_starts_that_exit_early_advances_and_ends_in_the_state_of_one(checkout, corpus, tmp_path):
     """Each start exits before a checkpoint, and a snapshot, would be due; and Megatron itself saves nothing."""
     small = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--global-batch-size", "4")
-    script: list[object] = [checkout / "pretrain_gpt.py", *JOB, *small, "--data-path", corpus]
+    script = [checkout / "pretrain_gpt.py", *JOB, *small, "--data-path", corpus]
     whole, chain = tmp_path / "whole", tmp_path / "chain"
     ft_run(script, whole, "--save", whole, job="megatron-whole", ranks=2).require_success()
     ours = ("--reft", "--reft-interval", 10, "--reft-checkpoint-dir", tmp_path / "ck", "--reft-checkpoint-interval", 20)
@@ -168,14 +160,14 @@ def test_a_chain_of_starts_that_exit_early_advances_and_ends_in_the_state_of_one
     assert expected and differences(expected, found) == [given], "nothing else differs"
 
 
-def test_another_seed_ends_in_another_state(script: list[object], unfailed: MegatronLmRun, tmp_path: Path) -> None:
+def test_another_seed_ends_in_another_state(script, unfailed, tmp_path):
     other = ft_run(script, tmp_path, "--save", tmp_path, "--seed", 4321, job="megatron-seed")
     other.require_success()
     found = differences(final_state(unfailed.saved), final_state(tmp_path))
     assert any("exp_avg" in place for place in found), found
 
 
-def test_a_run_without_a_synchronisation_is_one_clear_line(checkout: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_synchronisation_is_one_clear_line(checkout, corpus, tmp_path):
     script = [checkout / "pretrain_gpt.py", *JOB, "--data-path", corpus]
     refused = ft_run(script, tmp_path, "--sync-policy", "edit", "--sync-warmup", ITERATIONS, job="megatron-warm")
     assert refused.status == EXIT_REFUSED, refused.output[-4000:]
@@ -183,7 +175,7 @@ def test_a_run_without_a_synchronisation_is_one_clear_line(checkout: Path, corpu
     assert len(lines) == 1 and f"training ends at iteration {ITERATIONS}" in lines[0], refused.output[-4000:]
 
 
-def test_help_shows_our_flags_among_megatrons(checkout: Path, tmp_path: Path) -> None:
+def test_help_shows_our_flags_among_megatrons(checkout, tmp_path):
     words = ("--distributed-backend", "gloo", "--help")
     shown = ft_run([checkout / "pretrain_gpt.py", *words], tmp_path, job="megatron-help", ranks=1)
     shown.require_success()
@@ -191,7 +183,7 @@ def test_help_shows_our_flags_among_megatrons(checkout: Path, tmp_path: Path) ->
         assert flag in shown.output
 
 
-def test_a_restore_leaves_what_megatrons_own_load_leaves(checkout: Path, tmp_path: Path) -> None:
+def test_a_restore_leaves_what_megatrons_own_load_leaves(checkout, tmp_path):
     probe = Path(__file__).with_name("megatron_probe.py")
     folders = {name: tmp_path / name for name in ("restored", "loaded", "save")}
     for folder in folders.values():
@@ -234,9 +226,7 @@ EXPORTS = {
 
 
 @pytest.mark.parametrize("options", EXPORTS.values(), ids=EXPORTS)
-def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike(
-    checkout: Path, corpus: Path, tmp_path: Path, options: tuple[tuple[str, ...], tuple[str, ...]]
-) -> None:
+def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike(checkout, corpus, tmp_path, options):
     model, virtual = options
     script = [checkout / "pretrain_gpt.py", *JOB, *model, *OWN, "--data-path", corpus]
     own, exported, gone_on, resized = (tmp_path / name for name in ("own", "exported", "gone-on", "resized"))
@@ -270,7 +260,7 @@ def test_an_exported_checkpoint_is_the_one_that_megatron_saves_and_goes_on_alike
     assert differences(left, right) == []
 
 
-def saved_by_megatron(place: Path, iteration: int) -> Mapping[str, Any]:
+def saved_by_megatron(place, iteration):
     """A `torch_dist` checkpoint: every global tensor, the objects, what is common to all ranks."""
     return read(place / f"iter_{iteration:07d}").state
 
@@ -282,24 +272,24 @@ WRONG = 4  # the iteration whose update leaves a NaN in a weight of rank 2
 NAN = f"update.parameters@iteration={WRONG},rank=2,restart=0:nan~3"
 
 
-def saved_state(saved: Path) -> Mapping[str, Any]:
+def saved_state(saved):
     return read(saved / f"iter_{ITERATIONS:07d}").state
 
 
 @pytest.fixture(scope="module")
-def replicated(checkout: Path, corpus: Path) -> list[object]:
+def replicated(checkout, corpus):
     return [checkout / "pretrain_gpt.py", *JOB, *FOUR_REPLICAS, "--save-interval", "100", "--data-path", corpus]
 
 
 @pytest.fixture(scope="module")
-def clean(replicated: list[object], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+def clean(replicated, tmp_path_factory):
     saved = tmp_path_factory.mktemp("unfailed")
     run = ft_run(replicated, saved, "--save", saved, job="checks-unfailed", ranks=4)
     run.require_success()
     return saved_state(saved)
 
 
-def audited(replicated: list[object], saved: Path, interval: int) -> MegatronLmRun:
+def audited(replicated, saved, interval):
     run = ft_run(
         *(replicated, saved, "--save", saved, "--load", saved, "--reft", "--ftp-orphan-seconds", 30, "--paft"),
         *("--paft-mode", "audit", "--paft-audit-interval", interval, "--ftp-faults", NAN),
@@ -313,9 +303,7 @@ def audited(replicated: list[object], saved: Path, interval: int) -> MegatronLmR
 
 @pytest.mark.all_configurations
 @pytest.mark.timeout(1800)
-def test_the_replica_is_repaired_before_megatrons_check_has_it_saved_and_the_job_ended(
-    replicated: list[object], clean: Mapping[str, Any], tmp_path: Path
-) -> None:
+def test_the_replica_is_repaired_before_megatrons_check_has_it_saved_and_the_job_ended(replicated, clean, tmp_path):
     run = audited(replicated, tmp_path, 1)
     [failed] = run.events("audit.failed")
     assert (failed.fields["ranks"], failed.fields["iteration"]) == ([2], WRONG)
@@ -326,8 +314,8 @@ def test_the_replica_is_repaired_before_megatrons_check_has_it_saved_and_the_job
 @pytest.mark.all_configurations
 @pytest.mark.timeout(1800)
 def test_a_checkpoint_that_megatron_saved_of_the_wrong_replica_is_not_preferred_to_the_certified_version(
-    replicated: list[object], clean: Mapping[str, Any], tmp_path: Path
-) -> None:
+    replicated, clean, tmp_path
+):
     """No audit of iteration 4 is due: Megatron's check saves that iteration and ends the job."""
     run = audited(replicated, tmp_path, 3)
     assert run.events("worker.failed") and (tmp_path / f"iter_{WRONG:07d}").exists()

@@ -7,13 +7,10 @@ order each pipeline spans both nodes, with `--use-tp-pp-dp-mapping` each shardin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from ft_plugins.events import Event
 from ft_plugins.rehearse.driver import DrivenJob, DrivePhase
 from harness.megatron_checkpoints import differences
 from harness.megatron_lm import RUN_SECONDS, SETTINGS, ft_run
@@ -47,12 +44,12 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_lost_node_is_replaced_and_the_run_ends_in_the_checkpoint_of_an_unfailed_one(
-    checkout: Path,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    case: Protection,
-) -> None:
+    checkout,
+    corpus,
+    tmp_path,
+    monkeypatch,
+    case,
+):
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     script = [checkout / "pretrain_gpt.py", *JOB, *case.megatron, "--data-path", corpus]
@@ -72,7 +69,7 @@ def test_a_lost_node_is_replaced_and_the_run_ends_in_the_checkpoint_of_an_unfail
     assert [each for each in differing if "/args/local_rank:" not in each] == [], "that alone is a fact of the node"
 
 
-def lose_a_node(words: Sequence[object], folder: Path, case: Protection, on_node: int = 4) -> tuple[Event, ...]:
+def lose_a_node(words, folder, case, on_node=4):
     """Run ft-run on two nodes of so many ranks, lose the second one and replace it. Returns the events of all nodes."""
     command = [str(word) for word in ("--nproc-per-node", on_node, *words)]
     folder.mkdir()
@@ -88,5 +85,5 @@ def lose_a_node(words: Sequence[object], folder: Path, case: Protection, on_node
         return running.events()
 
 
-def newest_committed(running: DrivenJob) -> int:
+def newest_committed(running):
     return max((e.fields["iteration"] for e in running.events() if e.name == "version.committed"), default=0)

@@ -8,7 +8,6 @@ the version's default format from 0.16 on, entry by entry and bit for bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from harness import megatron_checkpoints
 from harness.megatron_lm import (
     SCRIPT,
     SETTINGS,
-    Checkout,
-    MegatronLmRun,
     ft_run,
     read_checkout,
     write_corpus,
@@ -63,7 +60,7 @@ KILLS = {
 
 
 @pytest.fixture(scope="module")
-def tree() -> Checkout:
+def tree():
     named = os.environ.get("MEGATRON_LM_PATH")
     if not named:
         pytest.skip("set MEGATRON_LM_PATH")
@@ -71,14 +68,14 @@ def tree() -> Checkout:
 
 
 @pytest.fixture(scope="module")
-def script(tree: Checkout, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def script(tree, tmp_path_factory):
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "text")
     saving = () if tree.number[:2] >= OLDEST_WITH_DEFAULT_FORMAT else ("--ckpt-format", "torch")
     return [tree.folder / SCRIPT, *JOB, *saving, "--data-path", corpus]
 
 
 @pytest.fixture(scope="module")
-def unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) -> MegatronLmRun:
+def unprotected(script, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unprotected")
     run = ft_run(script, folder, "--save", folder, job="unprotected", ranks=RANKS)
     print(run.output)
@@ -88,12 +85,12 @@ def unprotected(script: list[object], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS)
 def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected_run(
-    script: list[object],
-    unprotected: MegatronLmRun,
-    tmp_path: Path,
-    kill: Kill,
-    record_property: Callable[[str, object], None],
-) -> None:
+    script,
+    unprotected,
+    tmp_path,
+    kill,
+    record_property,
+):
     record_property("unprotected", "succeeded")  # for tests/matrix.sh
     fault = f"{kill.point}@iteration={kill.iteration},rank=1,restart=0:kill"
     killed = ft_run(
@@ -133,9 +130,7 @@ EXPERTS_ON_CPU = (0, 20)  # older ones call Transformer Engine's matrix product 
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_rehearsal_of_it_is_exact(
-    tree: Checkout, name: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rehearsal_of_it_is_exact(tree, name, tmp_path_factory, tmp_path, monkeypatch):
     ranks = 2
     if name == "experts":
         ranks = 4  # two replicas over which experts are spread

@@ -1,7 +1,5 @@
 """The command with which a job waits for a lost node, given as it stands in the log, without what Slurm had given."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -23,7 +21,7 @@ while not os.path.exists("go"):
 """
 
 
-def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_environment: Path, tmp_path: Path) -> None:
+def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_environment, tmp_path):
     (tmp_path / "loop.py").write_text(SCRIPT)
     (tmp_path / "srun").write_text('#!/bin/sh\n[ "$6" = b ] && shift 6 && SLURM_STEP_NUM_NODES=1 exec "$@"\n')
     (tmp_path / "srun").chmod(0o700)
@@ -45,11 +43,11 @@ def test_the_command_in_the_log_brings_a_node_back_in_any_surroundings(own_envir
                 [*command, "loop.py"], env=surroundings, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def said(pattern: str) -> list[str]:
+    def said(pattern):
         text = "".join(path.read_text() for path in [*logs, *tmp_path.glob("*.out")])
         return re.findall(pattern, text, re.MULTILINE)
 
-    def until(pattern: str, times: int = 1) -> list[str]:
+    def until(pattern, times=1):
         wait_until(lambda: len(said(pattern)) >= times, BOUND, lambda: str(said("^.*$")))
         return said(pattern)
 

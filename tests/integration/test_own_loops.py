@@ -1,13 +1,10 @@
 """Loops that users write, killed in mid-run under ft-run: each ends as one without protection, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ FT_RUN, TORCHRUN = ("-m", "ft_plugins.launcher.command"), ("-m", "torch.distribu
 BOUND = 280
 
 
-def _run(folder: Path, kind: str, *launcher: str, own: tuple[str, ...] = ()) -> list[Any]:
+def _run(folder, kind, *launcher, own=()):
     """The final state of each of two ranks."""
     folder.mkdir(mode=0o700)
     words = [*launcher, str(SCRIPT), kind, str(folder / "state-"), *own]
@@ -40,9 +37,7 @@ def _run(folder: Path, kind: str, *launcher: str, own: tuple[str, ...] = ()) -> 
         *(pytest.param(one, marks=pytest.mark.all_configurations) for one in ("accumulated", "scaled", "curriculum")),
     ],
 )
-def test_a_loop_that_is_killed_after_a_step_ends_bit_for_bit_as_an_unprotected_one(
-    own_environment: Path, kind: str
-) -> None:
+def test_a_loop_that_is_killed_after_a_step_ends_bit_for_bit_as_an_unprotected_one(own_environment, kind):
     """The GAN after the discriminator's step and before the generator's; the others after their only or first one."""
     job, ranks = f"own-{kind}-{os.getpid()}", ("--nproc-per-node", "2")
     golden = _run(own_environment / f"{kind}-g", kind, *TORCHRUN, *ranks, own=("unprotected",))

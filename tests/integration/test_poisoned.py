@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ft_plugins.errors import EXIT_REFUSED
-from ft_plugins.events import Event, read
+from ft_plugins.events import read
 from ft_plugins.smp.serve.client import Client
 from ft_plugins.smp.serve.leftovers import sweep
 
@@ -56,7 +55,7 @@ class Job:
     folder: Path
     name: str
 
-    def run(self, *words: str, own: tuple[str, ...] = ()) -> tuple[int, str]:
+    def run(self, *words, own=()):
         """Exit status and output of `ft-run`."""
         (self.folder / "run").mkdir(mode=0o700, exist_ok=True)
         (self.folder / "train.py").write_text(SCRIPT)
@@ -71,26 +70,26 @@ class Job:
             )  # fmt: skip
         return done.returncode, out.read_text()
 
-    def events(self, name: str) -> list[Event]:
+    def events(self, name):
         [path] = self.folder.glob(f"run/ft_plugins/{self.name}/*/events.jsonl")
         return [event for event in read(path) if event.name == name]
 
 
 @pytest.fixture
-def job(own_environment: Path) -> Iterator[Job]:
+def job(own_environment):
     folder = Path(tempfile.mkdtemp(dir=own_environment))
     yield Job(folder, f"poison-{os.getpid()}-{folder.name}")
     sweep(folder / "run" / "ft_plugins", 0)
 
 
-def weights(output: str) -> str:
+def weights(output):
     found = re.findall(r"weights (\S+)", output)
     assert len(found) == 1, output[-3000:]
     return str(found[0])
 
 
 @pytest.mark.timeout(1500)
-def test_a_poisoned_job_ends_with_a_verdict_and_goes_on_from_before_it_as_a_clean_one(job: Job) -> None:
+def test_a_poisoned_job_ends_with_a_verdict_and_goes_on_from_before_it_as_a_clean_one(job):
     status, output = job.run()
     assert status == EXIT_REFUSED, output[-3000:]
     [verdict] = job.events("failure.recurred")
@@ -115,7 +114,7 @@ def test_a_poisoned_job_ends_with_a_verdict_and_goes_on_from_before_it_as_a_clea
 
 
 @pytest.mark.timeout(1500)
-def test_an_error_at_one_iteration_of_each_start_ends_with_the_same_verdict_without_newer_versions(job: Job) -> None:
+def test_an_error_at_one_iteration_of_each_start_ends_with_the_same_verdict_without_newer_versions(job):
     status, output = job.run(own=("--cured", "--bad-record"))
     [verdict] = job.events("failure.recurred")
     assert status == EXIT_REFUSED, output[-3000:]

@@ -3,15 +3,11 @@
 Each node has a loopback address of its own and two ranks, which end with their agent.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +19,7 @@ from ft_plugins.launcher.rendezvous.peers import Credentials, ask
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.forkserver import ForkServer, JobSpec
 from harness.job_control import wait_for, wait_for_success, wait_until_gone
 
 BOUND = 120.0
@@ -33,7 +29,7 @@ NPROC = 2
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
+def server():
     with ForkServer([str(RANK), "ft_plugins.launcher.node_launch"]) as found:
         yield found
 
@@ -45,17 +41,17 @@ class Nodes:
     """
 
     size = 3
-    words: tuple[str, ...] = ()  # more arguments of the ranks
-    flags: tuple[str, ...] = ()  # of ft-run
+    words = ()  # more arguments of the ranks
+    flags = ()  # of ft-run
     detect = 3.0
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
+    def __init__(self, server, folder):
         self.journal, self.end = folder / "journal", folder / "end"
-        self.running: dict[str, RunningJob] = {}
+        self.running = {}
         self._server, self._folder = server, folder
         self._port = free_port()
 
-    def start(self, number: int, name: str) -> RunningJob:
+    def start(self, number, name):
         spec = JobSpec(
             entry=f"{RANK}:main",
             argv=(str(self.journal), str(self.end), *self.words),
@@ -76,22 +72,22 @@ class Nodes:
             self._until(lambda: self._lead("meet", "leading"), f"{name} does not lead")
         return self.running[name]
 
-    def met(self, count: int) -> list[dict[str, Any]]:
+    def met(self, count):
         """The last lines of the journal, one for each rank, once `count` incarnations of all of them have met."""
         size = self.size * NPROC
         lines = wait_for(self.journal, lambda lines: len(lines) >= count * size, BOUND)
         return lines[(count - 1) * size : count * size]
 
-    def finish(self) -> None:
+    def finish(self):
         """Let the ranks end; every node succeeds."""
         self.end.touch()
         wait_for_success(self.running, BOUND)
 
-    def waits(self, *names: str) -> None:
+    def waits(self, *names):
         """Wait until the lead says that these nodes wait, as spares or for a round."""
         self._until(lambda: self._lead("look", "names") == [*names], f"{names} do not wait")
 
-    def _lead(self, request: str, field: str) -> Any:
+    def _lead(self, request, field):
         """What the node at the first endpoint replies; None while it does not answer."""
         message = {"do": request} | ({"token": "test"} if request == "look" else {})
         us = Credentials(job_identity.user_secret(), f"meet-{os.getpid()}", "test")
@@ -100,7 +96,7 @@ class Nodes:
         except ConnectionError:
             return None
 
-    def _until(self, holds: Callable[[], Any], otherwise: str) -> None:
+    def _until(self, holds, otherwise):
         deadline = time.monotonic() + BOUND
         while not holds():
             assert time.monotonic() < deadline, otherwise
@@ -108,7 +104,7 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(server: ForkServer, tmp_path: Path) -> Iterator[Nodes]:
+def nodes(server, tmp_path):
     found = Nodes(server, tmp_path)
     yield found
     for job in found.running.values():
@@ -116,7 +112,7 @@ def nodes(server: ForkServer, tmp_path: Path) -> Iterator[Nodes]:
         job.wait(BOUND)
 
 
-def places(lines: list[dict[str, Any]]) -> dict[str, int]:
+def places(lines):
     """Group ranks by node; all ranks are there, each once, and have met each other."""
     assert sorted(line["rank"] for line in lines) == list(range(len(lines)))
     assert {(line["world_size"], line["total"]) for line in lines} == {(len(lines), sum(range(len(lines))))}
@@ -125,7 +121,7 @@ def places(lines: list[dict[str, Any]]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("b", "c", "a")], ids=["of-rank-0", "of-rank-1"])
-def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes: Nodes, names: tuple[str, ...]) -> None:
+def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes, names):
     for number, name in enumerate(names, 1):
         nodes.start(number, name)
     assert places(nodes.met(1)) == {"a": 0, "b": 1, "c": 2}
@@ -140,7 +136,7 @@ def test_the_node_that_leads_is_killed_and_a_substitute_takes_its_rank(nodes: No
 
 
 @pytest.mark.parametrize("lost", ["a", "b"], ids=["which-leads", "which-does-not"])
-def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes: Nodes, lost: str) -> None:
+def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes, lost):
     nodes.size = 2
     nodes.words = ("b" if lost == "a" else "a", lost)  # the one ends early, the other one never
     for number, name in enumerate("ab", 1):
@@ -157,7 +153,7 @@ def test_ranks_that_had_ended_are_started_again_when_another_node_is_lost(nodes:
     nodes.finish()
 
 
-def test_a_node_whose_ranks_had_ended_keeps_its_memory_when_the_job_ends_in_a_failure_elsewhere(nodes: Nodes) -> None:
+def test_a_node_whose_ranks_had_ended_keeps_its_memory_when_the_job_ends_in_a_failure_elsewhere(nodes):
     nodes.size, nodes.words, nodes.flags = 2, ("a", "b"), ("--reft",)
     for number, name in enumerate("ab", 1):
         nodes.start(number, name)
@@ -178,7 +174,7 @@ def test_a_node_whose_ranks_had_ended_keeps_its_memory_when_the_job_ends_in_a_fa
             paths.remove(job.spec.name, job.spec.node)
 
 
-def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes: Nodes) -> None:
+def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes):
     nodes.size = 2
     for number, name in enumerate("ab", 1):
         nodes.start(number, name)
@@ -192,7 +188,7 @@ def test_all_nodes_and_a_spare_end_as_the_job_that_was_refused(nodes: Nodes) -> 
 
 
 @pytest.mark.parametrize("listed", ["ab", "b"], ids=["another-leads", "the-only-endpoint-is-its-own"])
-def test_where_a_node_is_refused_every_node_says_which_and_why_and_ends(tmp_path: Path, listed: str) -> None:
+def test_where_a_node_is_refused_every_node_says_which_and_why_and_ends(tmp_path, listed):
     job, port = f"refused-{os.getpid()}", free_port()
     addresses = {"a": "127.0.0.1", "b": "127.0.0.2"}
     owned = liveness.acquire(paths.lock_of(job, "b"))  # as by an SMP of another run directory
@@ -226,7 +222,7 @@ def test_where_a_node_is_refused_every_node_says_which_and_why_and_ends(tmp_path
     assert "node b was refused: " in said["a"] and "has memory on node b already" in said["a"], said["a"]
 
 
-def test_torchrun_finds_it_by_its_name(tmp_path: Path) -> None:
+def test_torchrun_finds_it_by_its_name(tmp_path):
     metadata = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(metadata, cwd=ROOT, check=True, timeout=BOUND, capture_output=True)
     journal, end = tmp_path / "journal", tmp_path / "end"
@@ -246,11 +242,11 @@ def test_torchrun_finds_it_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def linked() -> Iterator[list[str]]:
+def linked():
     """Two namespaces whose devices eth0 are joined and have link-local addresses alone: fe80::1 and fe80::2."""
     names = [f"ft{os.getpid() % 100000}l{number}" for number in (1, 2)]
 
-    def ip(words: str) -> None:
+    def ip(words):
         subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=BOUND)
 
     made = []
@@ -273,7 +269,7 @@ def linked() -> Iterator[list[str]]:
             ip(f"netns del {name}")
 
 
-def test_a_protected_job_of_nodes_with_link_local_addresses_alone_trains(tmp_path: Path, linked: list[str]) -> None:
+def test_a_protected_job_of_nodes_with_link_local_addresses_alone_trains(tmp_path, linked):
     job, secret = f"linked-{os.getpid()}", tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("x" * 32)

@@ -1,7 +1,5 @@
 """The batch script of launch/slurm under a real Slurm: one controller and three nodes on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -10,10 +8,8 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -71,7 +67,7 @@ PartitionName=high Nodes=n1,n2,n3 MaxTime=INFINITE State=UP PriorityTier=10 Pree
 class Cluster:
     """A Slurm of its own, whose daemons end with the test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.name = f"slurm-{uuid.uuid4().hex[:12]}"  # of jobs: their memory outlives them
         self.environment = {
@@ -80,9 +76,9 @@ class Cluster:
             "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1",
             "FT_RUN": str(Path(sys.executable).with_name("ft-run")), "FT_SECRET": str(folder / "job.secret"),
         }  # fmt: skip
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons = []
 
-    def start(self) -> None:
+    def start(self):
         for name in ("state", "tmp", *(f"spool.{node}" for node in NODES)):
             (self.folder / name).mkdir()
         (self.folder / "munge.key").write_bytes(os.urandom(1024))
@@ -103,24 +99,24 @@ class Cluster:
             self._daemon("slurmd", "-D", "-N", node)
         wait_until(lambda: self.ask("sinfo", "-h", "-o", "%T") == "idle", BOUND, self.logs)
 
-    def _daemon(self, *words: str) -> None:
+    def _daemon(self, *words):
         log = (self.folder / f"{len(self._daemons)}.out").open("wb")
         self._daemons.append(subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, cwd=self.folder))
         log.close()
 
-    def ask(self, *words: str) -> str:
+    def ask(self, *words):
         done = subprocess.run(
             words, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=BOUND, check=False
         )
         return done.stdout.strip()
 
-    def logs(self) -> str:
+    def logs(self):
         return "\n".join(path.read_text()[-2000:] for path in self.folder.glob("*.log"))
 
-    def submit(self, *words: str, options: tuple[str, ...]) -> SlurmJob:
+    def submit(self, *words, options):
         return SlurmJob(self, self.ask("sbatch", "--parsable", f"--job-name={self.name}", *options, *words))
 
-    def end(self) -> None:
+    def end(self):
         self.ask("scancel", "--full", "--signal=KILL", "--user=root")
         below = [child for daemon in self._daemons for child in _below(daemon.pid)]
         for daemon in reversed(self._daemons):
@@ -137,7 +133,7 @@ class Cluster:
         psutil.wait_procs(left, 60)
         self.ask(str(Path(sys.executable).with_name("ft-plugins")), "sweep", "--job", self.name, "--older-than", "0")
 
-    def leftovers(self) -> list[psutil.Process]:
+    def leftovers(self):
         """Processes that a step has left, as SMPs do by design."""
         found = []
         for process in psutil.process_iter():
@@ -147,7 +143,7 @@ class Cluster:
         return found
 
 
-def _below(pid: int) -> list[psutil.Process]:
+def _below(pid):
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
@@ -156,42 +152,42 @@ def _below(pid: int) -> list[psutil.Process]:
 class SlurmJob:
     """A job of that Slurm."""
 
-    def __init__(self, cluster: Cluster, number: str) -> None:
+    def __init__(self, cluster, number):
         assert number.isdigit(), cluster.logs()
         self.cluster, self.number = cluster, number
 
-    def state(self) -> str:
+    def state(self):
         return self._field("JobState")
 
-    def restarts(self) -> int:
+    def restarts(self):
         return int(self._field("Restarts"))
 
-    def _field(self, name: str) -> str:
+    def _field(self, name):
         shown = self.cluster.ask("scontrol", "show", "job", "-o", self.number)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)[name]
 
-    def output(self) -> str:
+    def output(self):
         path = self.cluster.folder / f"slurm-{self.number}.out"
         return path.read_text() if path.exists() else "no output"
 
-    def until(self, *states: str) -> str:
+    def until(self, *states):
         wait_until(lambda: self.state() in states, BOUND, lambda: f"{self.state()}\n{self.output()[-4000:]}")
         return self.state()
 
-    def until_requeued(self, restarts: int) -> None:
+    def until_requeued(self, restarts):
         """Wait for that, and spare the two minutes that Slurm waits before it starts such a job again."""
         wait_until(lambda: self.restarts() == restarts, BOUND, self.output)
         self.until("PENDING", "RUNNING")
         # not at once: within the second of the requeue Slurm takes the new start for the one that it has just revoked
         self.cluster.ask("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
 
-    def events(self, node: str, file: str = "events.jsonl") -> list[dict[str, Any]]:
+    def events(self, node, file="events.jsonl"):
         runtime = Path(self.cluster.environment["XDG_RUNTIME_DIR"])  # a short one: socket paths are bounded
         path = runtime / "ft_plugins" / self.cluster.name / node / file
         return list(entries(path)) if path.exists() else []
 
-    def until_sealed(self, node: str, more: int = 0) -> None:
-        def sealed() -> bool:
+    def until_sealed(self, node, more=0):
+        def sealed():
             found = [line for line in self.events(node) if line["name"] == "snapshot.sealed"]
             return len(found) > more
 
@@ -199,7 +195,7 @@ class SlurmJob:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path):
     made = Cluster(tmp_path)
     try:
         made.start()
@@ -208,7 +204,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         made.end()
 
 
-def words(folder: Path, *flags: str) -> tuple[str, ...]:
+def words(folder, *flags):
     return (
         "--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}",
         "--reft-checkpoint-dir", str(folder / "ck"), "--reft-checkpoint-interval", "0", *flags,
@@ -216,7 +212,7 @@ def words(folder: Path, *flags: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def require_exact(folder: Path) -> None:
+def require_exact(folder):
     """The final state of both ranks is that of a run that never failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(LOOP), "--unprotected"]
     plain = [*command, *BITS, "--state-digest", str(folder / "golden")]
@@ -229,9 +225,7 @@ def require_exact(folder: Path) -> None:
         assert json.loads(killed.read_text()) == json.loads(path.read_text())
 
 
-def test_a_job_that_was_preempted_and_one_at_its_time_limit_resume_from_what_they_wrote(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_that_was_preempted_and_one_at_its_time_limit_resume_from_what_they_wrote(cluster, tmp_path):
     job = cluster.submit(str(SCRIPT), *words(tmp_path), options=("--nodes=2",))
     job.until_sealed("n1")
     high = cluster.submit(options=("--partition=high", "--nodes=3", "--exclusive", "--wrap=true"))
@@ -249,9 +243,7 @@ def test_a_job_that_was_preempted_and_one_at_its_time_limit_resume_from_what_the
     require_exact(tmp_path)
 
 
-def test_a_spare_takes_the_place_of_a_node_whose_processes_were_killed_and_the_job_ends_as_succeeded(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_spare_takes_the_place_of_a_node_whose_processes_were_killed_and_the_job_ends_as_succeeded(cluster, tmp_path):
     job = cluster.submit(str(SCRIPT), *words(tmp_path), options=("--nodes=3",))
     wait_until(lambda: len([1 for node in NODES if job.events(node)]) == 3, BOUND, job.output)
     wait_until(lambda: sum(1 for node in NODES if _trains(job, node)) == 2, BOUND, job.output)
@@ -266,16 +258,16 @@ def test_a_spare_takes_the_place_of_a_node_whose_processes_were_killed_and_the_j
     require_exact(tmp_path)
 
 
-def _committed(job: SlurmJob, node: str) -> bool:
+def _committed(job, node):
     """Whether a lost node could be rebuilt."""
     return any(line["name"] == "version.committed" for line in job.events(node, "events.recent.jsonl"))
 
 
-def _trains(job: SlurmJob, node: str) -> bool:
+def _trains(job, node):
     return any(line["name"] == "snapshot.sealed" for line in job.events(node))
 
 
-def test_a_job_that_is_cancelled_leaves_a_checkpoint_and_stays_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_is_cancelled_leaves_a_checkpoint_and_stays_cancelled(cluster, tmp_path):
     job = cluster.submit(str(SCRIPT), *words(tmp_path), options=("--nodes=2",))
     job.until_sealed("n1")
     job.until_sealed("n2")
@@ -286,7 +278,7 @@ def test_a_job_that_is_cancelled_leaves_a_checkpoint_and_stays_cancelled(cluster
     assert "is in " in job.output()
 
 
-def test_a_job_that_is_refused_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_is_refused_is_not_requeued(cluster, tmp_path):
     job = cluster.submit(str(SCRIPT), *words(tmp_path, "--reft-interval", "-3"), options=("--nodes=2",))
     assert job.until("COMPLETED", "FAILED", "CANCELLED") == "FAILED"
     assert (job.restarts(), job._field("ExitCode")) == (0, "78:0"), job.output()

@@ -1,9 +1,6 @@
 """Starts that do not come to an iteration: the lock of a killed build, ranks that all wait, nothing that attaches."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +37,7 @@ NEVER = "import torch\nprint('trained', flush=True)\n"
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path):
     job = Job(tmp_path)
     (tmp_path / "builds.py").write_text(BUILDS + TRAINER)
     (tmp_path / "never.py").write_text(NEVER)
@@ -49,7 +46,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     assert job.left_behind() == []
 
 
-def test_ranks_that_start_again_do_not_wait_for_the_lock_of_a_build_that_was_killed(job: Job) -> None:
+def test_ranks_that_start_again_do_not_wait_for_the_lock_of_a_build_that_was_killed(job):
     folder = str(job.folder / "extensions")
     run = job.start("--nproc-per-node", "2", script="builds.py", EXTENSIONS=folder, TORCH_EXTENSIONS_DIR=folder)
     assert run.end() == 0, run.output
@@ -62,7 +59,7 @@ def test_ranks_that_start_again_do_not_wait_for_the_lock_of_a_build_that_was_kil
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["for a stale lock", "for something else"])
-def test_a_start_in_which_all_ranks_wait_is_named_with_its_stacks_and_begins_again_once(job: Job, known: bool) -> None:
+def test_a_start_in_which_all_ranks_wait_is_named_with_its_stacks_and_begins_again_once(job, known):
     lock = job.folder / "extensions" / "py311_cpu" / "ext" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -85,7 +82,7 @@ def test_a_start_in_which_all_ranks_wait_is_named_with_its_stacks_and_begins_aga
     assert len(job.events("job.waiting")) == len(job.events("job.advanced")) == (not known)
 
 
-def test_a_script_that_never_attaches_is_an_alarm_and_ends_the_job_if_protection_is_required(job: Job) -> None:
+def test_a_script_that_never_attaches_is_an_alarm_and_ends_the_job_if_protection_is_required(job):
     run = job.start("--nproc-per-node", "2", script="never.py")
     assert run.end() == 0, run.output
     [line] = [line for line in run.output.splitlines() if "ranks.unattached" in line]

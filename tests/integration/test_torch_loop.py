@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,14 +28,14 @@ class Run:
     folder: Path
 
     @property
-    def digests(self) -> Path:
+    def digests(self):
         return self.folder / "state-"
 
     @property
-    def loss_log(self) -> Path:
+    def loss_log(self):
         return self.folder / "loss.jsonl"
 
-    def start(self, *launcher: str, own: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    def start(self, *launcher, own=()):
         self.folder.mkdir(mode=0o700)
         words = [*launcher, str(EXAMPLE), "--iterations", str(ITERATIONS), "--loss-log", str(self.loss_log)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self.folder)}
@@ -49,13 +47,13 @@ class Run:
             )  # fmt: skip
         return subprocess.CompletedProcess(words, done.returncode, out.read_text())
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name):
         [path] = self.folder.glob("ft_plugins/*/*/events.jsonl")
         return [{"rank": event.rank, **event.fields} for event in read(path) if event.name == name]
 
 
 @pytest.fixture
-def folder(own_environment: Path) -> Iterator[Path]:
+def folder(own_environment):
     """One whose path leaves room for that of a socket."""
     folder = own_environment / f"t{len(list(own_environment.iterdir()))}"
     folder.mkdir(mode=0o700)
@@ -70,9 +68,7 @@ def folder(own_environment: Path) -> Iterator[Path]:
         *(pytest.param(one, marks=pytest.mark.all_configurations) for one in ("adam", "sgd", "sgd-momentum")),
     ],
 )
-def test_a_loop_of_plain_torch_that_is_killed_ends_bit_for_bit_as_one_without_the_package(
-    folder: Path, optimizer: str
-) -> None:
+def test_a_loop_of_plain_torch_that_is_killed_ends_bit_for_bit_as_one_without_the_package(folder, optimizer):
     """Its replicas have dropout of their own, and data that are shuffled in every epoch; it dies in its second one."""
     own, ranks = ("--optimizer", optimizer), ("--nproc-per-node", "2")
     golden, killed = Run(folder / "g"), Run(folder / "k")
@@ -87,7 +83,7 @@ def test_a_loop_of_plain_torch_that_is_killed_ends_bit_for_bit_as_one_without_th
     assert_identical(killed, golden, 2)
 
 
-def test_a_loop_that_asks_for_protection_without_ft_run_does_not_train(folder: Path) -> None:
+def test_a_loop_that_asks_for_protection_without_ft_run_does_not_train(folder):
     run = Run(folder / "n")
     done = run.start()
     assert done.returncode == EXIT_REFUSED and not run.loss_log.exists()
@@ -95,7 +91,7 @@ def test_a_loop_that_asks_for_protection_without_ft_run_does_not_train(folder: P
     assert line.startswith("ConfigError: ft_plugins.attach: no system is switched on") and "ft-run" in line
 
 
-def test_replicas_at_their_own_pace_go_on_from_their_last_synchronisation(folder: Path) -> None:
+def test_replicas_at_their_own_pace_go_on_from_their_last_synchronisation(folder):
     """Rank 1 is killed while its replicas apply their third synchronisation."""
     run = Run(folder / "a")
     fault = "--ftp-faults=sync.apply@rank=1,restart=0,hit=8:kill"  # the second of three modules
@@ -115,7 +111,7 @@ def test_replicas_at_their_own_pace_go_on_from_their_last_synchronisation(folder
 
 
 @pytest.mark.parametrize("order", ["average_first", "update_first"])
-def test_killed_while_layers_are_averaged_it_ends_bit_for_bit_as_the_unfailed_run(folder: Path, order: str) -> None:
+def test_killed_while_layers_are_averaged_it_ends_bit_for_bit_as_the_unfailed_run(folder, order):
     """Of three layers two and one in turn, all three after iterations 4, 8, 12 and 16. Killed in the exchange of
     iteration 7, at its second layer; then in the same iteration, when that one is applied."""
     sync = ("--sync-policy", "dreamddp", "--sync-h", "2", "--sync-tau", "4", "--sync-schedule", "equal")

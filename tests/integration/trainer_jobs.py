@@ -7,15 +7,12 @@ What it ends with is written to PREFIX and the rank: digests of parameters, opti
 callbacks, generators, and of every batch. It kills itself with `--kill RESTART:RANK:STEP:WHEN`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,13 +36,13 @@ TIMES = ("_runtime", "_per_second", "_time")
 class Tokens(torch.utils.data.Dataset):
     """Samples that are augmented with random numbers of the process."""
 
-    def __init__(self, size: int, augmented: bool) -> None:
+    def __init__(self, size, augmented):
         self.size, self.augmented, self.read, self.shift = size, augmented, 0, 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.size
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         if index >= self.size:  # of a data set that is iterated
             raise IndexError(index)
         tokens = torch.randint(0, 64, (8 + 4 * (index % 2),), generator=torch.Generator().manual_seed(index))
@@ -57,10 +54,10 @@ class Tokens(torch.utils.data.Dataset):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size = size
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         for index in range(self.size):
             tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
             yield {"input_ids": tokens, "labels": tokens}
@@ -69,27 +66,27 @@ class Stream(torch.utils.data.IterableDataset):
 class Counting(TrainerCallback):
     """A user's callback, with state that nothing exports."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps, self.losses, self.epochs = 0, [], 0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         self.steps += 1
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args, state, control, **kwargs):
         self.epochs += 1
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs):
         self.losses.append(float((logs or {}).get("loss", 0.0)))
 
 
 class Adjusting(TrainerCallback):
     """Changes arguments, parameter groups, the scheduler and the data when training and epochs begin."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs):
         args.max_grad_norm /= 2
         kwargs["lr_scheduler"].base_lrs = [rate * 0.9 for rate in kwargs["lr_scheduler"].base_lrs]
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args, state, control, **kwargs):
         kwargs["train_dataloader"].base_dataloader.dataset.shift += 1
         for group in kwargs["optimizer"].param_groups:
             group["weight_decay"] += 0.01
@@ -98,7 +95,7 @@ class Adjusting(TrainerCallback):
 class Paced:
     """An object of a model, which counts; no snapshot has it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.step = 0
 
 
@@ -106,27 +103,27 @@ class Strange(TrainerCallback):
     """What nothing asks a script not to do. `of` a model: it changes a dropout once, in `exact`; halves the parameters
     when training begins, in `halved`."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs):
         if self.way == "halved":
             with torch.no_grad():
                 for one in kwargs["model"].parameters():
                     one.mul_(0.5)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         if self.way == "exact" and state.global_step == 4:
             kwargs["model"].model.layers[1].self_attn.attention_dropout = 0.3
 
 
-def make_strange(model: Any, way: str) -> None:
+def make_strange(model, way):
     model.seen, model.noise = [0, 1.0], {"loss": [torch.Generator().manual_seed(3)]}
     if way == "object":
         model.paced = Paced()
 
 
-def strange_factor(trainer: Any, model: Any, loss: torch.Tensor) -> float:
+def strange_factor(trainer, model, loss):
     """Of a loss, by what the model and the Trainer keep."""
     inner = getattr(model, "module", model)
     counting = getattr(inner, "paced", None)
@@ -141,49 +138,49 @@ def strange_factor(trainer: Any, model: Any, loss: torch.Tensor) -> float:
 
 
 class Killed(TrainerCallback):
-    def __init__(self, kills: list[str]) -> None:
+    def __init__(self, kills):
         restart, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), int(os.environ["RANK"])
         parts = [one.split(":") for one in kills]
         self._when = {(int(step), when) for r, k, step, when in parts if (int(r), int(k)) == (restart, rank)}
         save = TrainerState.save_to_json  # what a Trainer saves last
 
-        def saving(state: Any, path: str) -> None:
+        def saving(state, path):
             self._die(state.global_step, "saving")
             save(state, path)
 
         TrainerState.save_to_json = saving
 
-    def _die(self, step: int, when: str) -> None:
+    def _die(self, step, when):
         if (step, when) in self._when:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args, state, control, **kwargs):
         self._die(state.global_step + 1, "substep")
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._die(state.global_step + 1, "update")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         self._die(state.global_step, "end")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, **kwargs):
         self._die(state.global_step, "evaluate")
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args, state, control, **kwargs):
         self._die(state.global_step, "saved")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs):
         self._die(state.global_step, "after")
 
 
-def allow_fsdp_on_a_cpu() -> None:
+def allow_fsdp_on_a_cpu():
     """accelerate shards with FSDP2 on devices only; torch does on a CPU too."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     original = AcceleratorState.__init__
 
-    def initialise(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+    def initialise(self, *args, fsdp_plugin=None, **kwargs):
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
@@ -192,7 +189,7 @@ def allow_fsdp_on_a_cpu() -> None:
     AcceleratorState.__init__ = initialise
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("prefix", type=Path)
     parser.add_argument("--deepspeed")
@@ -252,7 +249,7 @@ def main() -> None:
         LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=16, attention_dropout=0.1, **sizes)
     )
 
-    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def collate(samples):
         longest = max(len(one["input_ids"]) for one in samples)
         padded = [torch.nn.functional.pad(one["input_ids"], (0, longest - len(one["input_ids"]))) for one in samples]
         return {"input_ids": torch.stack(padded), "labels": torch.stack(padded)}
@@ -262,17 +259,17 @@ def main() -> None:
 
         tokens = 0
 
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def training_step(self, model, inputs, *args, **kwargs):
             self.tokens += int(inputs["input_ids"].numel())
             self.seen = [*getattr(self, "seen", []), [self.state.global_step, readable(inputs["input_ids"])["xxh3"]]]
             return super().training_step(model, inputs, *args, **kwargs)
 
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(self, model, inputs, *args, **kwargs):
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             return loss * strange_factor(self, model, loss) if given.strange and model.training else loss
 
     counting = Counting()
-    callbacks: list[TrainerCallback] = [counting, Killed(given.kill)]
+    callbacks = [counting, Killed(given.kill)]
     if given.adjust:
         callbacks.append(Adjusting())
     if given.strange:
@@ -290,7 +287,7 @@ def main() -> None:
     write(given.prefix, rank, trainer, outcome, counting, callbacks)
 
 
-def write(prefix: Path, rank: int, trainer: Any, outcome: Any, counting: Any, callbacks: list[Any]) -> None:
+def write(prefix, rank, trainer, outcome, counting, callbacks):
     optimizer = trainer.optimizer
     while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer

@@ -1,11 +1,6 @@
 """One fork server per framework for all scenarios, and a check that they leave nothing behind."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +12,7 @@ SERVERS = frozenset({"torch_server", "fsdp_server", "megatron_server", "deepspee
 
 
 @pytest.fixture(scope="session")
-def torch_server() -> Iterator[ForkServer]:
+def torch_server():
     """Jobs of plain torch."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with ForkServer(["harness.hangs", "ft_plugins.launcher.node_launch"]) as server:
@@ -25,7 +20,7 @@ def torch_server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
-def fsdp_server() -> Iterator[ForkServer]:
+def fsdp_server():
     """Jobs of the FSDP2 example."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with ForkServer(fsdp_runs.PRELOAD) as server:
@@ -33,21 +28,21 @@ def fsdp_server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
-def megatron_server() -> Iterator[ForkServer]:
+def megatron_server():
     """Jobs of the Megatron example."""
     with ForkServer(megatron_runs.PRELOAD) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def deepspeed_server() -> Iterator[ForkServer]:
+def deepspeed_server():
     """Jobs of the DeepSpeed example."""
     with ForkServer(deepspeed_runs.PRELOAD) as server:
         yield server
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, own_environment: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+def jobs(tmp_path, own_environment, request):
     """Makes and starts the jobs of this test, and ends them."""
     made = Jobs(tmp_path, own_environment, lambda framework: request.getfixturevalue(f"{framework}_server"))
     yield made
@@ -55,12 +50,12 @@ def jobs(tmp_path: Path, own_environment: Path, request: pytest.FixtureRequest) 
 
 
 @pytest.fixture(scope="session")
-def made() -> dict[str, Any]:
+def made():
     """The golden runs so far."""
     return {}
 
 
 @pytest.fixture
-def golden(jobs: Jobs, made: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Goldens:
+def golden(jobs, made, tmp_path_factory):
     """Makes unfailed runs, each once for all tests."""
     return Goldens(jobs, made, tmp_path_factory.mktemp)

@@ -7,13 +7,9 @@ shuffled and written again. `random_ltd`: a layer leaves tokens out; its kernels
 `layer_drop`: layers are left out, by DeepSpeed's own schedule, up to 0.18.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import numpy as np
@@ -34,9 +30,7 @@ SAMPLES = 24  # which are less than what is trained on
 class Dropping(Plain):
     """The model, of which layers are left out as the engine says."""
 
-    def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor, progressive_layer_drop: bool = False, pld_theta: float = 1.0
-    ) -> torch.Tensor:
+    def forward(self, tokens, labels, progressive_layer_drop=False, pld_theta=1.0):
         x = self.embedding(tokens)
         for block in self.blocks:
             if not progressive_layer_drop or float(torch.rand(())) < pld_theta:
@@ -44,7 +38,7 @@ class Dropping(Plain):
         return loss(logits(self.embedding, self.norm(x)), labels)
 
 
-def settings(feature: str, folder: Path, sequence: int) -> dict[str, Any]:
+def settings(feature, folder, sequence):
     """What the configuration has in addition."""
     if feature == "layer_drop":
         return {"progressive_layer_drop": {"enabled": True, "theta": 0.3, "gamma": 0.2}}
@@ -71,7 +65,7 @@ def settings(feature: str, folder: Path, sequence: int) -> dict[str, Any]:
     return {"data_efficiency": {"enabled": True, "seed": 9, "data_sampling": sampling, "data_routing": routing}}
 
 
-def write_metrics(folder: Path) -> None:
+def write_metrics(folder):
     """The files of an analysed data set: sample n is as hard as n says."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("samples", "metrics"):
@@ -81,7 +75,7 @@ def write_metrics(folder: Path) -> None:
         utils.close_mmap_dataset_builder(builder, f"{folder}/{name}")
 
 
-def shortened(batch: Any, sampler: dict[str, Any]) -> Any:
+def shortened(batch, sampler):
     """The batch, at the length that the curriculum is at."""
     return [one[:, : sampler["current_difficulties"]["length"]] for one in batch]
 
@@ -89,7 +83,7 @@ def shortened(batch: Any, sampler: dict[str, Any]) -> Any:
 class Short(Plain):
     """The model, for sequences of any length up to that of its embedding."""
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens, labels):
         embedding = self.embedding
         x = embedding.dropout(
             torch.nn.functional.embedding(tokens, embedding.weight) + embedding.place[: tokens.shape[1]]
@@ -99,7 +93,7 @@ class Short(Plain):
         return loss(logits(embedding, self.norm(x)), labels)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--feature", required=True)
     own, words = parser.parse_known_args(argv)

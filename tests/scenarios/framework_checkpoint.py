@@ -4,14 +4,10 @@ What a job at another data-parallel size has to do in the same way: tensors by m
 rest as Megatron-LM keeps it, of the first replica of each place in the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +27,7 @@ from ft_plugins.config import Config, launch_context  # noqa: E402
 SHARDING = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     context = launch_context()
     config, words = Config.from_flags(argv)
     parser = argparse.ArgumentParser()
@@ -61,21 +57,21 @@ def main(argv: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def sharded(job: Job, loading: bool) -> dict[str, Any]:
+def sharded(job, loading):
     model = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(job.chunks)}
     whole = {key: value for state in model.values() for key, value in state.items()}
     optimizer = job.optimizer.sharded_state_dict(whole, is_loading=loading, metadata=SHARDING)
     return {**model, "optimizer": optimizer}
 
 
-def place(folder: Path) -> Path:
+def place(folder):
     stage, tensor = (
         parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     )  # fmt: skip
     return folder / f"place-{stage}-{tensor}.pt"
 
 
-def save(job: Job, folder: Path) -> None:
+def save(job, folder):
     if dist.get_rank() == 0:
         (folder / "tensors").mkdir(parents=True)
     dist.barrier()
@@ -92,7 +88,7 @@ def save(job: Job, folder: Path) -> None:
     dist.barrier()
 
 
-def load(job: Job, folder: Path) -> None:
+def load(job, folder):
     found = dist_checkpointing.load(sharded(job, True), str(folder / "tensors"))
     for index, chunk in enumerate(job.chunks):
         chunk.load_state_dict(found[f"model{index}"], strict=False)  # without the empty `_extra_state` of its parts

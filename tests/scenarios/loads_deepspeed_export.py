@@ -3,32 +3,28 @@
 --load <folder> --samples <how many all replicas had read> <flags of the DeepSpeed example>
 """
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Sequence
-from typing import Any
 
 import deepspeed
 import deepspeed_gpt
 from byte_text import Sampler
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--load", required=True)
     parser.add_argument("--samples", type=int, required=True)
     own, words = parser.parse_known_args(argv)
     initialize = deepspeed.initialize
 
-    def loaded(*args: Any, **kwargs: Any) -> Any:
+    def loaded(*args, **kwargs):
         built = initialize(*args, **kwargs)
         found, _ = built[0].load_checkpoint(own.load)
         assert found is not None, "DeepSpeed has found nothing to load"
         return built
 
     class Started(Sampler):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.position = own.samples
 

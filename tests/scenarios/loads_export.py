@@ -6,11 +6,7 @@ As Megatron-LM's load_checkpoint does it: the common state first, then model, op
 state. Nothing of ft_plugins reads the checkpoint; its host only makes the digests that are compared.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +20,7 @@ from megatron_gpt import parse, write_digest
 from ft_plugins.config import launch_context
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     folder, prefix, *words = argv
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -36,12 +32,12 @@ def main(argv: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def load(job: Job, folder: str) -> None:
+def load(job, folder):
     """Model, optimizer, scheduler, counters, generators. The tensor and pipeline parallel sizes are the writer's."""
     common = dist_checkpointing.load_common_state_dict(folder)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    wanted: dict[str, Any] = {
+    wanted = {
         f"model{index}": chunk.sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(unwrap_model(job.chunks))
     }

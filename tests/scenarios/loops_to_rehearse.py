@@ -3,12 +3,9 @@
 ft-run --nproc-per-node 1 tests/scenarios/loops_to_rehearse.py --reft --case exact
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
-from collections.abc import Iterator
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -21,23 +18,23 @@ CASES = ("exact", "generator", "curriculum", "from_zero", "rate", "unseeded", "k
 class Later(TensorDataset):
     """Makes what it draws from when its first sample is read, and keeps more with every one."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
+    def __init__(self, *tensors):
         super().__init__(*tensors)
-        self.state: dict[str, list[float]] = {}
+        self.state = {}
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+    def __getitem__(self, index):
         if not hasattr(self, "noise"):
             self.noise = random.Random(3)
         self.state.setdefault(f"shard {index % 7}", []).append(self.noise.random())
         return (self.tensors[0][index] + self.state[f"shard {index % 7}"][-1] + 0.01 * len(self.state),)
 
 
-def batches(loader: DataLoader[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+def batches(loader):
     while True:
         yield from loader
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=CASES, default="exact")
     case = parser.parse_args().case

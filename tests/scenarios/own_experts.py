@@ -3,10 +3,7 @@
 --experts-over 2 <flags of the DeepSpeed example>
 """
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Sequence
 
 import deepspeed
 import torch
@@ -23,7 +20,7 @@ EXPERTS = 4
 class Mixture(Plain):
     """The model, with a mixture of experts behind its blocks; gates draw random numbers."""
 
-    def __init__(self, sizes: Sizes, over: int) -> None:
+    def __init__(self, sizes, over):
         super().__init__(sizes)
         self.blocks = self.blocks[:1]
         expert = torch.nn.Sequential(
@@ -31,7 +28,7 @@ class Mixture(Plain):
         )
         self.mixture = MoE(sizes.hidden, expert, EXPERTS, over, k=1, noisy_gate_policy="RSample", min_capacity=2)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens, labels):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -39,7 +36,7 @@ class Mixture(Plain):
         return loss(logits(self.embedding, self.norm(x + mixed)), labels) + 0.01 * balance
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--experts-over", type=int, required=True)
     own, words = parser.parse_known_args(argv)

@@ -9,12 +9,9 @@ of these iterations overflow. `--mode eval` trains in evaluation mode, `--mode m
 engine and reads from a list; neither evaluates.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random
-from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -33,10 +30,10 @@ EPOCH = 3  # iterations
 class Stream(IterableDataset):
     """Samples in an order by lot, that nobody can know without reading."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for index in torch.randperm(len(self.data)).tolist():
             yield self.data[index]
 
@@ -44,20 +41,20 @@ class Stream(IterableDataset):
 class Augmented(Dataset[Any]):
     """Samples of which worker processes change a token by lot."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.data)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         tokens, labels = self.data[index]
         tokens = tokens.clone()
         tokens[random.randrange(len(tokens))] = int(torch.randint(0, 64, ()))
         return tokens, labels
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--loader", default="shuffled")
     parser.add_argument("--mode", default="train")
@@ -105,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def loader(kind: str, data: Any, micro: int) -> DataLoader:
+def loader(kind, data, micro):
     if kind == "distributed":
         return DataLoader(data, micro, sampler=DistributedSampler(data, seed=5))
     if kind == "stream":
@@ -115,7 +112,7 @@ def loader(kind: str, data: Any, micro: int) -> DataLoader:
     return DataLoader(data, micro, shuffle=True, generator=torch.Generator().manual_seed(6 + dist.get_rank()))
 
 
-def iterations(engine: Any, training: Any, skipped: Sequence[int], model: Any) -> Iterator[dict[str, Any]]:
+def iterations(engine, training, skipped, model):
     """The epoch's, each with its loss."""
     total = torch.zeros(())
     each = engine.gradient_accumulation_steps()
@@ -133,7 +130,7 @@ def iterations(engine: Any, training: Any, skipped: Sequence[int], model: Any) -
 
 
 @torch.no_grad()
-def evaluate(engine: Any, validation: DataLoader) -> None:
+def evaluate(engine, validation):
     engine.eval()
     for tokens, labels in islice(iter(validation), 2):
         engine(tokens, labels)

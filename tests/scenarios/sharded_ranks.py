@@ -4,17 +4,13 @@ A mesh of one dimension is the default group: the example's own mesh would make 
 longer with many ranks than training does.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from fsdp_loop import parse, train
 from torch.distributed.device_mesh import init_device_mesh
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     """Run one rank. Raises FtError if the user has to decide something."""
     args = parse(argv)
     torch.set_num_threads(1)

@@ -8,15 +8,11 @@ of the ranks of replica i modulo M: that of the rank at its own place, or, if th
 of all of its ranks. The statistics of the penalty are dropped if the number of replicas is another one.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 CARRIED = "ft_plugins.local_sgd"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("framework", choices=["deepspeed", "megatron"])
     parser.add_argument("--give-at", type=int)
@@ -51,10 +47,10 @@ class Given(BaseException):
     would close connections that others still read from, and its agent would wait for its return."""
 
 
-def give(own: argparse.Namespace) -> None:
+def give(own):
     version_point = Session._version_point
 
-    def giving(session: Any, step: int, last: bool) -> None:
+    def giving(session, step, last):
         version_point(session, step, last)
         if step == own.give_at:
             host = session._carrying
@@ -65,11 +61,11 @@ def give(own: argparse.Namespace) -> None:
             dist.barrier()
             raise Given
 
-    Session._version_point = giving  # type: ignore[method-assign]
+    Session._version_point = giving
 
 
-def take(own: argparse.Namespace) -> None:
-    def taking(session: Any, loaded: int) -> int:
+def take(own):
+    def taking(session, loaded):
         host, (before, now) = session._carrying, own.replica_ranks
         replica, place = divmod(dist.get_rank(), now)
         first = replica % own.replicas * before
@@ -92,10 +88,10 @@ def take(own: argparse.Namespace) -> None:
         session._pending = small
         return int(given[0][0])
 
-    Session._restore = taking  # type: ignore[method-assign]
+    Session._restore = taking
 
 
-def taken(item: Any, parts: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor:
+def taken(item, parts):
     """The tensor of an item, from one that is equal or from the pieces of a whole."""
     same = [tensor for tensor, piece in parts if piece == item.piece]
     if same:

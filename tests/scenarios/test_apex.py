@@ -2,18 +2,14 @@
 a checkout; nothing of it is built.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from harness import apex_jobs
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 
 pytestmark = [
@@ -30,7 +26,7 @@ SETTING = {  # that no other one of them has in its groups
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", apex_jobs.KINDS)
-def test_under_deepspeed(jobs: Jobs, tmp_path: Path, kind: str, stage: int) -> None:
+def test_under_deepspeed(jobs, tmp_path, kind, stage):
     configuration = DeepSpeedConfiguration(2, stage, bf16=bool(stage), untested=True, sub_group_size=8_000)
     words, script = ("--apex", kind), "harness.apex_jobs:deepspeed_example"
     golden = DeepSpeedRun("golden", tmp_path / "golden", configuration, script=script, words=words)
@@ -44,7 +40,7 @@ def test_under_deepspeed(jobs: Jobs, tmp_path: Path, kind: str, stage: int) -> N
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]")
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", apex_jobs.KINDS)
-def test_under_megatron(jobs: Jobs, tmp_path: Path, kind: str, bf16: bool) -> None:
+def test_under_megatron(jobs, tmp_path, kind, bf16):
     configuration = MegatronConfiguration(bf16, False, False, sgd=kind != "FusedAdam")
     entry = "harness.apex_jobs:megatron_example"
     golden = MegatronRun("golden", tmp_path / "golden", configuration, argv=("--apex", kind))

@@ -1,7 +1,5 @@
 """Bad input gets one clear line that names the remedy, and loses nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
@@ -15,20 +13,20 @@ import pytest
 from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.slots import SlotState
-from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.job_control import Entry, entries, wait_for, wait_until_stopped
+from harness.forkserver import JobSpec
+from harness.job_control import entries, wait_for, wait_until_stopped
 from harness.megatron_runs import EXAMPLE
 
 Spec = Callable[..., JobSpec]
 BOUND = 280
 
 
-def fills(jobs: Spec, tmp_path: Path, *words: str, flags: tuple[str, ...] = ("--reft",), mib: int = 8) -> JobSpec:
+def fills(jobs, tmp_path, *words, flags=("--reft",), mib=8):
     argv = ("--mib", str(mib), "--journal", str(tmp_path / "journal"), *words)
     return jobs(entry="harness.fills:main", argv=argv, flags=flags)
 
 
-def left_behind(server: ForkServer, jobs: Spec, tmp_path: Path) -> JobSpec:
+def left_behind(server, jobs, tmp_path):
     """A job of six iterations, whose agent was killed in the fifth: four versions were sealed."""
     spec = fills(jobs, tmp_path, "--iterations", "6", flags=("--reft", "--ftp-faults", "update.begin@iteration=5:stop"))
     job = server.start(spec)
@@ -38,11 +36,11 @@ def left_behind(server: ForkServer, jobs: Spec, tmp_path: Path) -> JobSpec:
     return dataclasses.replace(spec, flags=("--reft",))
 
 
-def sealed(entry: Entry, iteration: int) -> bool:
+def sealed(entry, iteration):
     return entry["name"] == "snapshot.sealed" and entry["iteration"] == iteration
 
 
-def refused(job: RunningJob) -> str:
+def refused(job):
     """The one line with which a job was refused, without a restart."""
     outcome = job.wait(BOUND)
     assert (outcome["status"], outcome["restarts"]) == ("refused", 0), (outcome, job.tail())
@@ -53,7 +51,7 @@ def refused(job: RunningJob) -> str:
     return str(outcome["reason"])
 
 
-def resumed(server: ForkServer, spec: JobSpec) -> int:
+def resumed(server, spec):
     """The iteration that the job restores; it must end in order."""
     before = len(entries(Path(spec.argv[3])))
     job = server.start(spec)
@@ -64,9 +62,7 @@ def resumed(server: ForkServer, spec: JobSpec) -> int:
     return int(restored.fields["iteration"])
 
 
-def test_too_little_shared_memory_is_refused_before_the_first_step_with_mount_and_bytes(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_too_little_shared_memory_is_refused_before_the_first_step_with_mount_and_bytes(torch_server, jobs, tmp_path):
     free = os.statvfs("/dev/shm")
     mib = free.f_bavail * free.f_frsize // 3 // (1 << 20) + 256
     spec = fills(jobs, tmp_path, "--iterations", "6", mib=mib)
@@ -76,9 +72,7 @@ def test_too_little_shared_memory_is_refused_before_the_first_step_with_mount_an
 
 
 @pytest.mark.parametrize("what", ["another model", "another topology"])
-def test_state_of_another_job_is_refused_by_name_and_kept(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, what: str
-) -> None:
+def test_state_of_another_job_is_refused_by_name_and_kept(torch_server, jobs, tmp_path, what):
     spec = left_behind(torch_server, jobs, tmp_path)
     if what == "another model":
         other = dataclasses.replace(spec, argv=(*spec.argv, "--tensors", "5"))
@@ -90,9 +84,7 @@ def test_state_of_another_job_is_refused_by_name_and_kept(
     assert resumed(torch_server, spec) == 4, "nothing was lost by it"
 
 
-def test_fresh_answers_it_and_counts_for_the_first_incarnation_only(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_fresh_answers_it_and_counts_for_the_first_incarnation_only(torch_server, jobs, tmp_path):
     spec = left_behind(torch_server, jobs, tmp_path)
     faults = "update.begin@iteration=3,restart=0:kill"
     fresh = dataclasses.replace(spec, flags=("--reft", "--ftp-resume", "fresh", "--ftp-faults", faults))
@@ -102,9 +94,7 @@ def test_fresh_answers_it_and_counts_for_the_first_incarnation_only(
 
 
 @pytest.mark.parametrize("part", ["data", "seal"])
-def test_a_flipped_byte_in_the_newest_slot_makes_the_older_version_the_newest(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, part: str
-) -> None:
+def test_a_flipped_byte_in_the_newest_slot_makes_the_older_version_the_newest(torch_server, jobs, tmp_path, part):
     spec = left_behind(torch_server, jobs, tmp_path)
     segment = Segment(path_of(spec.name, spec.node, 0))
     newest = max((slot for slot in segment.slots() if slot.state is SlotState.CLEAN), key=lambda slot: slot.version)
@@ -119,8 +109,8 @@ def test_a_flipped_byte_in_the_newest_slot_makes_the_older_version_the_newest(
 
 
 def test_a_flipped_bit_in_the_lineage_of_the_oldest_slot_of_one_rank_does_not_restart_the_job(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+    torch_server, jobs, tmp_path
+):
     """Given two ranks with their versions, and the same command given again."""
     words, stop = ("--iterations", "6", "--replicated"), "update.begin@iteration=5:stop"
     spec = dataclasses.replace(fills(jobs, tmp_path, *words, flags=("--reft", "--ftp-faults", stop)), nproc=2)
@@ -141,8 +131,8 @@ def test_a_flipped_bit_in_the_lineage_of_the_oldest_slot_of_one_rank_does_not_re
 
 @pytest.mark.parametrize(("nbytes", "said"), [(8, "its segment was damaged"), (256, "cannot be used as its segment")])
 def test_a_damaged_or_foreign_segment_is_refused_by_name_and_fresh_replaces_it(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, nbytes: int, said: str
-) -> None:
+    torch_server, jobs, tmp_path, nbytes, said
+):
     spec = left_behind(torch_server, jobs, tmp_path)
     with open(path_of(spec.name, spec.node, 0), "r+b") as segment:
         segment.write(b"GARBAGE!" * (nbytes // 8))
@@ -153,15 +143,13 @@ def test_a_damaged_or_foreign_segment_is_refused_by_name_and_fresh_replaces_it(
     assert resumed(torch_server, dataclasses.replace(spec, flags=("--reft", "--ftp-resume", "fresh"))) == 0
 
 
-def end_smp(spec: JobSpec) -> None:
+def end_smp(spec):
     """Kill this job's SMP, so that the next one has to adopt what lies there."""
     pid = [line["pid"] for line in entries(spec.run_dir / "events.jsonl") if line["name"] == "incarnation.fenced"][-1]
     os.kill(pid, 9)
 
 
-def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undisturbed(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undisturbed(torch_server, jobs, tmp_path):
     stop = "iteration.forward@iteration=100:stop"
     spec = fills(jobs, tmp_path, "--iterations", "200", flags=("--reft", "--ftp-faults", stop))
     first = torch_server.start(spec)
@@ -176,7 +164,7 @@ def test_a_second_job_of_the_same_name_is_refused_and_the_first_one_ends_undistu
     assert entries(tmp_path / "journal")[-1]["ended"] == 200
 
 
-def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trains_on() -> None:
+def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trains_on():
     program = (
         f"import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[1])!r});"
         "from ft_plugins import session; from ft_plugins.config import Config;"
@@ -195,9 +183,7 @@ def test_without_an_smp_required_protection_is_refused_and_a_job_without_it_trai
     assert "protection.lost" in without.stderr, "the alarm"
 
 
-def test_other_data_under_the_same_name_is_refused_and_the_same_data_resumes(
-    megatron_server: ForkServer, jobs: Spec, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_other_data_under_the_same_name_is_refused_and_the_same_data_resumes(megatron_server, jobs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("t")  # a long path would be shortened in the message
     first, other = folder / "a.txt", folder / "b.txt"
     first.write_text("To be, or not to be, that is the question. " * 1000)

@@ -4,18 +4,13 @@ replica's own state, from copies that were sent in bubbles, and the job ends as 
 Each emulated node holds one stage of one replica; n0 and n1 keep each other's copies, and so do n2 and n3.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from harness.claims import assert_restored
-from harness.emulated_nodes import EmulatedHost, network
+from harness.emulated_nodes import network
 from harness.golden import assert_identical
-from harness.jobs import Goldens, Jobs
 from harness.multinode import MultiNodeJob
 from harness.shapes import JobShape
 
@@ -30,7 +25,7 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="nee
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[EmulatedHost]]:
+def hosts():
     with network([11, 12, 13, 14, 25]) as found:
         yield found
 
@@ -42,15 +37,13 @@ def hosts() -> Iterator[list[EmulatedHost]]:
         pytest.param("megatron", (*LOCAL, "--sync-apply", "update"), (), 15, id="local-sgd-megatron"),
         pytest.param("deepspeed", LOCAL, (), 15, id="local-sgd-deepspeed", marks=needs_deepspeed),
         pytest.param("megatron", AVERAGED, (), 14, id="averaging-megatron"),
-        pytest.param(
-            "deepspeed", AVERAGED, (), 14, id="averaging-deepspeed", marks=needs_deepspeed
-        ),
+        pytest.param("deepspeed", AVERAGED, (), 14, id="averaging-deepspeed", marks=needs_deepspeed),
     ],
 )
 def test_a_lost_node_gets_its_replicas_own_state_from_copies_in_bubbles(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost], framework: str, system: tuple[str, ...],
-    protection: tuple[str, ...], committed: int,
-) -> None:  # fmt: skip
+    jobs, golden, tmp_path, hosts, framework, system,
+    protection, committed,
+):  # fmt: skip
     noise = DRIFTING if system is AVERAGED else ""
     baft = ("--baft", "--baft-link-mbps", LINK_MBPS)
     run = SHAPE.run(framework, tmp_path / "run", (*baft, *protection, *system), protected=True).armed(noise)

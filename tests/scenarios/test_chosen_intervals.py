@@ -4,17 +4,13 @@ Failures are said to be rare, so after its first measurement a job takes snapsho
 however fast the machine is. How much less depends on it: what is checked follows from what the job announced.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from harness.claims import restored
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import RunningJob
 from harness.golden import assert_identical
-from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 
 ITERATIONS, FIRST, SECOND = 40, 24, 33  # iterations in which a rank is killed
@@ -24,20 +20,20 @@ RARE = 1e-4  # failures of a node per day, of hardware and of software: one in t
 pytestmark = pytest.mark.all_configurations
 
 
-def kills(rank: int) -> str:
+def kills(rank):
     return (
         f"iteration.forward@iteration={FIRST},rank={rank},restart=0:kill;"
         f"update.middle@iteration={SECOND},rank=0,restart=1:kill"
     )
 
 
-def assert_chosen_once_and_followed(job: RunningJob, ranks: int) -> None:
+def assert_chosen_once_and_followed(job, ranks):
     """All ranks captured at the iterations that follow from the one change, and from its half after each kill."""
     change, *at_restarts = job.events("interval.changed")
     since, interval = change.fields["iteration"], change.fields["interval"]
     assert since == SNAPSHOTS + 1 and interval > 1 and change.rank == 0, change
 
-    def due(before: int, every: int) -> int:
+    def due(before, every):
         return max(i for i in range(1, before) if (i < since or i % every == 0))
 
     # in its forward a version may not be sealed yet; in its update it is
@@ -54,9 +50,7 @@ def assert_chosen_once_and_followed(job: RunningJob, ranks: int) -> None:
         assert sealed == expected, (rank, change)
 
 
-def test_a_megatron_job_that_chose_its_interval_is_killed_twice_and_ends_as_the_unfailed_run(
-    golden: Goldens, jobs: Jobs
-) -> None:
+def test_a_megatron_job_that_chose_its_interval_is_killed_twice_and_ends_as_the_unfailed_run(golden, jobs):
     configuration = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=False)
     whole = golden(MegatronRun("golden", Path(), configuration, iterations=ITERATIONS, ranks=4))
     flags = ("--reft-interval", "auto", "--reft-hw-rate", str(RARE), "--reft-sw-rate", str(RARE))
@@ -68,9 +62,7 @@ def test_a_megatron_job_that_chose_its_interval_is_killed_twice_and_ends_as_the_
     assert_identical(run, whole, 4)
 
 
-def test_a_deepspeed_job_that_chose_its_interval_is_killed_twice_and_ends_as_the_unfailed_run(
-    golden: Goldens, jobs: Jobs
-) -> None:
+def test_a_deepspeed_job_that_chose_its_interval_is_killed_twice_and_ends_as_the_unfailed_run(golden, jobs):
     pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
     configuration = DeepSpeedConfiguration(2, 1)
     whole = golden(DeepSpeedRun("golden", Path(), configuration, iterations=ITERATIONS))

@@ -1,9 +1,5 @@
 """The emulated cluster: Megatron's own schedule over throttled links, compute that sleeps, copies in its bubbles."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from ft_plugins.errors import FtError
@@ -16,7 +12,7 @@ REST = [(OFF, 3), (ONCE, 3), (ON, 4)]
 
 
 @pytest.fixture
-def places() -> Iterator[list[EmulatedHost]]:
+def places():
     with network(range(1, cluster.NODES + 1)) as found:
         if not found[0].namespace:
             pytest.skip("network namespaces cannot be made here")
@@ -24,9 +20,7 @@ def places() -> Iterator[list[EmulatedHost]]:
 
 
 @pytest.mark.all_configurations
-def test_copies_of_all_ranks_go_in_bubbles_and_only_while_protection_is_on(
-    places: list[EmulatedHost], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_copies_of_all_ranks_go_in_bubbles_and_only_while_protection_is_on(places, tmp_path_factory):
     folder = tmp_path_factory.mktemp("c")
     one = cluster.shapes(64)[0]
     with ForkServer(cluster.PRELOAD) as server:
@@ -54,7 +48,7 @@ def test_copies_of_all_ranks_go_in_bubbles_and_only_while_protection_is_on(
     assert any(each[-1]["in_bubbles"] for each in went), "some in bubbles"
 
 
-def test_without_throttled_links_it_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_without_throttled_links_it_is_refused(tmp_path_factory):
     here = [EmulatedHost("", "127.0.0.1", "lo")] * cluster.NODES
     with pytest.raises(FtError, match="network namespaces"):
-        cluster.run(None, cluster.shapes(64)[0], here, tmp_path_factory.mktemp("c"), REST, 1.0)  # type: ignore[arg-type]
+        cluster.run(None, cluster.shapes(64)[0], here, tmp_path_factory.mktemp("c"), REST, 1.0)

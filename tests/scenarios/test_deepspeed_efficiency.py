@@ -1,7 +1,5 @@
 """DeepSpeed's curricula, random-LTD and progressive layer drop go on in a killed job as they would have."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +8,6 @@ import pytest
 
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 
 SCRIPT = f"{Path(__file__).with_name('efficient.py')}:main"
 NEEDED = {"layer_drop": "deepspeed.runtime.progressive_layer_drop"}  # module that has the feature
@@ -20,7 +17,7 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs th
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("feature", ["sampling", "random_ltd", "layer_drop"])
-def test_its_schedule_goes_on_where_it_was(jobs: Jobs, tmp_path: Path, feature: str) -> None:
+def test_its_schedule_goes_on_where_it_was(jobs, tmp_path, feature):
     if find_spec(NEEDED.get(feature, "deepspeed")) is None:
         pytest.skip(f"this DeepSpeed has no {feature}")
     words = ("--feature", feature)

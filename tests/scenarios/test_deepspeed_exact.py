@@ -4,9 +4,6 @@ Golden runs are not protected at all. Every comparison is over all inventory ite
 all losses, evaluations included.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +14,6 @@ from harness import kernels
 from harness.claims import assert_proven, restored
 from harness.deepspeed_runs import ITERATIONS, DeepSpeedConfiguration, DeepSpeedRun, computes_in_fp16
 from harness.golden import assert_identical, loss_differences, losses, state_differences
-from harness.jobs import Goldens, Jobs
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -60,9 +56,7 @@ CONFIGURATIONS = (
 MORE = CONFIGURATIONS[8:]  # whose state is of the same kinds as that of others
 
 
-def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
-    jobs: Jobs, golden: Goldens, tmp_path: Path
-) -> None:
+def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(jobs, golden, tmp_path):
     first = golden(DeepSpeedRun("golden", Path(), SMALLEST))
     again = DeepSpeedRun("again", tmp_path / "again", SMALLEST)
     other = DeepSpeedRun("other", tmp_path / "other", SMALLEST, seed=4321)
@@ -83,8 +77,8 @@ def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
     ],
 )
 def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
-    golden: Goldens, jobs: Jobs, configuration: DeepSpeedConfiguration, record_property: Callable[[str, object], None]
-) -> None:
+    golden, jobs, configuration, record_property
+):
     if configuration.fp16 and not computes_in_fp16():
         pytest.skip("this CPU does not compute in fp16")
     if configuration.offload == "own":
@@ -110,7 +104,7 @@ def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run
 
 
 @pytest.mark.all_configurations
-def test_what_two_optimizers_update_ends_as_the_unfailed_run(jobs: Jobs, tmp_path: Path) -> None:
+def test_what_two_optimizers_update_ends_as_the_unfailed_run(jobs, tmp_path):
     """ZeRO-3 updates what an offload of a part leaves on the device with an optimizer of its own."""
     configuration = DeepSpeedConfiguration(2, 3, offload="torch", ratio=0.5, sub_group_size=8_000)
     script, kills = "harness.deepspeed_runs:with_a_device", (

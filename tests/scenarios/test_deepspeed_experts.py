@@ -1,7 +1,5 @@
 """DeepSpeed jobs with MoE layers: experts are replicated over the ranks that have the same ones, and over no others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +10,6 @@ from harness.claims import assert_restored
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from harness.emulated_nodes import network
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 from harness.multinode import MultiNodeJob
 
 SCRIPT = f"{Path(__file__).with_name('own_experts.py')}:main"
@@ -30,9 +27,7 @@ CONFIGURATIONS = (
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("configuration, over", CONFIGURATIONS, ids=str)
-def test_experts_of_a_killed_job_end_as_those_of_the_unfailed_one(
-    jobs: Jobs, tmp_path: Path, configuration: DeepSpeedConfiguration, over: int
-) -> None:
+def test_experts_of_a_killed_job_end_as_those_of_the_unfailed_one(jobs, tmp_path, configuration, over):
     words = ("--experts-over", str(over))
     golden = DeepSpeedRun("golden", tmp_path / "golden", configuration, {}, 1234, 6, SCRIPT, words)
     jobs.finish(golden)
@@ -46,7 +41,7 @@ def test_experts_of_a_killed_job_end_as_those_of_the_unfailed_one(
 
 
 @pytest.mark.all_configurations
-def test_experts_of_a_node_that_is_lost_are_rebuilt(jobs: Jobs, tmp_path: Path) -> None:
+def test_experts_of_a_node_that_is_lost_are_rebuilt(jobs, tmp_path):
     """Of four nodes, two each have the same experts, and all of them the rest of the model."""
     words = ("--experts-over", "2")
     golden = DeepSpeedRun("golden", tmp_path / "golden", CONFIGURATIONS[0][0], {}, 1234, 30, SCRIPT, words)

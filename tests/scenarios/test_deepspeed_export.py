@@ -4,8 +4,6 @@ The job that loads it is not protected. DeepSpeed's checkpoints have neither dat
 put their data in place by `engine.global_steps`, and these have no dropout.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +15,6 @@ import pytest
 from ft_plugins.snapshot.checkpoint import checkpoint
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from harness.golden import explain, losses, state_differences
-from harness.jobs import Jobs
 
 BEGUN, ITERATIONS = 3, 6  # an epoch of the script with loaders of its own has three
 OWN_LOADER = f"{Path(__file__).with_name('own_loader.py')}:main"
@@ -48,9 +45,7 @@ MORE = CONFIGURATIONS[2:]
         for one in CONFIGURATIONS
     ],
 )
-def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bit(
-    jobs: Jobs, tmp_path: Path, configuration: DeepSpeedConfiguration
-) -> None:
+def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bit(jobs, tmp_path, configuration):
     words = ("--dropout", "0", *(("--eval-at", "0") if configuration.pp else ("--loader", "distributed")))
     golden = DeepSpeedRun("golden", tmp_path / "golden", configuration, {}, 1234, ITERATIONS, words=words)
     if not configuration.pp:
@@ -87,14 +82,14 @@ def test_an_exported_checkpoint_is_loaded_by_deepspeed_and_trained_on_bit_for_bi
     assert path.name in line
 
 
-def unused(line: str, configuration: DeepSpeedConfiguration) -> bool:
+def unused(line, configuration):
     """Whether a difference is in what the last stage has and does not read."""
     stage = configuration.ranks // max(1, configuration.pp)  # the pipeline is the outermost axis
     last = range(configuration.ranks - stage, configuration.ranks) if configuration.pp else ()
     return UNUSED in line and any(line.startswith(f"rank {rank}: ") for rank in last)
 
 
-def exported(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
+def exported(folder, target):
     """`ft-plugins export` as a user gives it, without the job."""
     command = [Path(sys.executable).with_name("ft-plugins"), "export", folder, "--to", target]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -3,8 +3,6 @@
 Likewise where updates were skipped: versions count completed iterations, and counters and scheduler are restored.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun, computes_in_fp16
-from harness.forkserver import RunningJob
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 
 SCRIPT = f"{Path(__file__).with_name('own_loader.py')}:main"
 CONFIGURATION = DeepSpeedConfiguration(2, 1)
@@ -24,9 +20,7 @@ ITERATIONS = 7  # an epoch has three
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
 
-def golden_and_killed(
-    jobs: Jobs, folder: Path, configuration: DeepSpeedConfiguration, kills: str, *words: str
-) -> tuple[DeepSpeedRun, RunningJob]:
+def golden_and_killed(jobs, folder, configuration, kills, *words):
     """The unfailed run is not protected; the other one ended as it did, after as many restarts as kills."""
     golden = DeepSpeedRun("golden", folder / "golden", configuration, {}, 1234, ITERATIONS, SCRIPT, words)
     jobs.finish(golden)
@@ -43,9 +37,7 @@ def golden_and_killed(
         *(pytest.param(one, marks=pytest.mark.all_configurations) for one in ("shuffled", "stream", "augmented")),
     ],
 )
-def test_a_loader_of_the_scripts_own_goes_on_where_it_was(
-    jobs: Jobs, tmp_path: Path, kind: str
-) -> None:
+def test_a_loader_of_the_scripts_own_goes_on_where_it_was(jobs, tmp_path, kind):
     kills = "update.begin@iteration=3,rank=1,restart=0:kill;iteration.forward@iteration=5,rank=0,restart=1:kill"
     _, job = golden_and_killed(jobs, tmp_path, CONFIGURATION, kills, "--loader", kind)
     said = job.log.read_text()
@@ -54,7 +46,7 @@ def test_a_loader_of_the_scripts_own_goes_on_where_it_was(
 
 
 @pytest.mark.all_configurations
-def test_frozen_layers_of_zero3_are_restored_too(jobs: Jobs, tmp_path: Path) -> None:
+def test_frozen_layers_of_zero3_are_restored_too(jobs, tmp_path):
     kills = "update.begin@iteration=3,rank=1,restart=0:kill;update.middle@iteration=5,rank=0,restart=1:kill"
     _, job = golden_and_killed(jobs, tmp_path, DeepSpeedConfiguration(2, 3), kills, "--frozen")
     assert [sorted({event.fields["iteration"] for event in job.events("state.restored")})] == [[2, 4]]
@@ -73,9 +65,7 @@ SKIPPING = (
     [SKIPPING[0], *(pytest.param(each, marks=pytest.mark.all_configurations) for each in SKIPPING[1:])],
     ids=str,
 )
-def test_a_skipped_update_is_an_iteration_of_its_own(
-    jobs: Jobs, tmp_path: Path, configuration: DeepSpeedConfiguration
-) -> None:
+def test_a_skipped_update_is_an_iteration_of_its_own(jobs, tmp_path, configuration):
     kills = "update.end@iteration=2,rank=0,restart=0:kill;iteration.forward@iteration=6,rank=1,restart=1:kill"
     if configuration.fp16 and not computes_in_fp16():
         pytest.skip("this CPU does not compute in fp16")
@@ -88,9 +78,7 @@ def test_a_skipped_update_is_an_iteration_of_its_own(
 
 
 @pytest.mark.parametrize("mode", ["eval", "module"])
-def test_training_that_the_engine_is_not_told_of_is_captured(
-    jobs: Jobs, tmp_path: Path, mode: str
-) -> None:
+def test_training_that_the_engine_is_not_told_of_is_captured(jobs, tmp_path, mode):
     kills = "update.begin@iteration=3,rank=1,restart=0:kill;update.middle@iteration=6,rank=0,restart=1:kill"
     _, job = golden_and_killed(jobs, tmp_path, CONFIGURATION, kills, "--mode", mode)
     assert [sorted({event.fields["iteration"] for event in job.events("state.restored")})] == [[2, 5]]

@@ -4,9 +4,6 @@ With both at hand the larger iteration wins, whichever was loaded first; what is
 trains with, not what its load has replaced.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import ForkServer, JobSpec, RunningJob
 from harness.golden import assert_identical
 from harness.job_control import lose_memory, run_to_end, stop_after, write_checkpoints
-from harness.jobs import Jobs
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
 
@@ -27,17 +22,17 @@ FLAGS = ("--reft", "--ftp-detect-seconds", "120", "--reft-checkpoint-interval", 
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., DeepSpeedRun]:
+def run(tmp_path):
     """Makes runs of the script that are not protected by their configuration."""
 
-    def made(name: str, stage: int, *words: str) -> DeepSpeedRun:
+    def made(name, stage, *words):
         configuration = DeepSpeedConfiguration(2, stage)
         return DeepSpeedRun(name, tmp_path / name, configuration, {}, 1234, ITERATIONS, SCRIPT, words)
 
     return made
 
 
-def protected(jobs: Jobs, run: DeepSpeedRun, *words: str, faults: str = "") -> JobSpec:
+def protected(jobs, run, *words, faults=""):
     """By flags, which can be others at the next start."""
     folder = run.folder.parent / "checkpoints"
     flags = (*FLAGS, "--reft-checkpoint-dir", str(folder), *(("--ftp-faults", faults) if faults else ()))
@@ -45,16 +40,14 @@ def protected(jobs: Jobs, run: DeepSpeedRun, *words: str, faults: str = "") -> J
     return jobs(**{key: value for key, value in spec.items() if key != "name"})  # the same at each start
 
 
-def restored(job: RunningJob) -> list[tuple[str, int]]:
+def restored(job):
     """Tier and iteration of each restore of rank 0."""
     found = [event.fields for event in job.events("state.restored") if event.rank == 0]
     return [(fields["tier"], fields["iteration"]) for fields in found]
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.all_configurations)])
-def test_when_memory_is_gone_a_job_goes_on_from_storage(
-    deepspeed_server: ForkServer, jobs: Jobs, run: Callable[..., DeepSpeedRun], stage: int
-) -> None:
+def test_when_memory_is_gone_a_job_goes_on_from_storage(deepspeed_server, jobs, run, stage):
     golden, other = run("golden", stage), run("other", stage)
     jobs.finish(golden)
     spec = protected(jobs, other)
@@ -68,9 +61,7 @@ def test_when_memory_is_gone_a_job_goes_on_from_storage(
 @pytest.mark.parametrize(
     "stage", [1, *(pytest.param(each, marks=pytest.mark.all_configurations) for each in (0, 2, 3))]
 )
-def test_an_older_checkpoint_that_the_script_loads_gives_way_to_memory(
-    deepspeed_server: ForkServer, jobs: Jobs, tmp_path: Path, run: Callable[..., DeepSpeedRun], stage: int
-) -> None:
+def test_an_older_checkpoint_that_the_script_loads_gives_way_to_memory(deepspeed_server, jobs, tmp_path, run, stage):
     golden, other = run("golden", stage), run("other", stage)
     jobs.finish(golden)
     own = str(tmp_path / "own")
@@ -81,9 +72,7 @@ def test_an_older_checkpoint_that_the_script_loads_gives_way_to_memory(
     assert_identical(other, golden, 2)
 
 
-def test_a_newer_checkpoint_that_the_script_loads_wins_and_is_protected(
-    deepspeed_server: ForkServer, jobs: Jobs, tmp_path: Path, run: Callable[..., DeepSpeedRun]
-) -> None:
+def test_a_newer_checkpoint_that_the_script_loads_wins_and_is_protected(deepspeed_server, jobs, tmp_path, run):
     own = str(tmp_path / "own")
     jobs.finish(run("writes", 1, "--save", own, "--save-at", "4"))
     golden, other = run("golden", 1, "--load", own), run("other", 1)

@@ -6,10 +6,7 @@ megatron-core with two replicas and a distributed optimizer, so that what the dr
 exchange takes several iterations, so most iterations are of no version that the others could continue from.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +18,6 @@ from harness.claims import assert_restored, restored
 from harness.emulated_nodes import LOOPBACK
 from harness.golden import assert_identical
 from harness.job_control import wait_until
-from harness.jobs import Goldens, Jobs
 from harness.multinode import BOUND, MultiNodeJob
 from harness.shapes import JobShape
 
@@ -31,13 +27,13 @@ AUDITED = ("--paft", "--paft-mode", "audit", "--paft-audit-interval", "1")
 EDIT = ("--sync-policy", "edit", "--sync-tau", "4", "--sync-warmup", "1", "--sync-apply", "update")
 
 
-def drain(job: MultiNodeJob, node: str) -> None:
+def drain(job, node):
     """The command, on the machine of all nodes. Raises FtError."""
     assert control.drain  # is imported, which takes long
     cli.app(["drain", node, "--job", job.nodes["n1"].spec.name], standalone_mode=False)
 
 
-def until_spare(job: MultiNodeJob, name: str) -> None:
+def until_spare(job, name):
     note = job.nodes[name].spec.run_dir / "ft-run.json"
     wait_until(lambda: note.exists() and "is a spare" in note.read_text(), BOUND, lambda: job.nodes[name].tail())
 
@@ -49,15 +45,15 @@ def until_spare(job: MultiNodeJob, name: str) -> None:
     ids=["a-node", "the-node-that-leads", "replicas-are-audited", "replicas-differ"],
 )
 def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
-    jobs: Jobs,
-    golden: Goldens,
-    tmp_path: Path,
-    leaving: str,
-    replicas: tuple[str, ...],
-    flags: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    jobs,
+    golden,
+    tmp_path,
+    leaving,
+    replicas,
+    flags,
+    monkeypatch,
+    capsys,
+):
     shape = replace(SHAPE, distributed=replicas != EDIT)  # replicas that train alone hold an optimizer each
     run = shape.run("megatron", tmp_path / "run", (*SLOWLY, *replicas, *flags), protected=True)
     with MultiNodeJob(jobs, run, 2, LOOPBACK[:2]) as job:
@@ -92,9 +88,7 @@ def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
 
 
 @pytest.mark.all_configurations
-def test_a_node_whose_rank_was_the_first_to_fail_twice_gives_its_place_to_a_spare(
-    jobs: Jobs, golden: Goldens, tmp_path: Path
-) -> None:
+def test_a_node_whose_rank_was_the_first_to_fail_twice_gives_its_place_to_a_spare(jobs, golden, tmp_path):
     run = SHAPE.run("megatron", tmp_path / "run", protected=True)
     faults = ";".join(f"iteration.forward@iteration={at},restart={restart}:kill" for restart, at in enumerate((60, 90)))
     with MultiNodeJob(jobs, run, 2, LOOPBACK[:2]) as job:

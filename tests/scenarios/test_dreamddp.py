@@ -5,41 +5,32 @@ to 3, 5 to 7 and 9, all of them after 4 and 8. Compared are all items of all ran
 which layers were averaged when.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.averagings import averagings, reached
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import RunningJob
 from harness.fsdp_runs import FsdpRun
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
-from harness.runs import ExampleRun
 
 TAU, ITERATIONS = 4, 9
 SYNC = {"policy": "dreamddp", "tau": TAU, "h": 2, "schedule": "equal"}
 FLAGS = tuple(f"--sync-{key}={value}" for key, value in SYNC.items())
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
-Make = Callable[[Path, str, str], ExampleRun]
 
 
-def deepspeed(configuration: DeepSpeedConfiguration, **keys: Any) -> Make:
-    def run(folder: Path, versions: str, kills: str) -> ExampleRun:
+def deepspeed(configuration, **keys):
+    def run(folder, versions, kills):
         protected = {"reft": {"versions": versions}, "faults": kills} if versions else {}
         return DeepSpeedRun("d", folder, configuration, {"sync": {**SYNC, **keys}, **protected}, iterations=ITERATIONS)
 
     return run
 
 
-def fsdp(*argv: str) -> Make:
-    def run(folder: Path, versions: str, kills: str) -> ExampleRun:
+def fsdp(*argv):
+    def run(folder, versions, kills):
         protected = ("--reft", "--reft-versions", versions) if versions else ()
         argv_of_run = ("--local", "--shards", "2", *argv)
         return FsdpRun("f", folder, argv_of_run, (*protected, *FLAGS, "--sync-shard-ranks", "2"), kills)
@@ -47,8 +38,8 @@ def fsdp(*argv: str) -> Make:
     return run
 
 
-def megatron(configuration: MegatronConfiguration, *argv: str) -> Make:
-    def run(folder: Path, versions: str, kills: str) -> ExampleRun:
+def megatron(configuration, *argv):
+    def run(folder, versions, kills):
         flags = (*FLAGS, *(("--reft-versions", versions) if versions else ()))
         return MegatronRun(
             "m", folder, configuration, bool(versions), kills, flags=flags, argv=argv, iterations=ITERATIONS
@@ -76,15 +67,13 @@ JOBS = [
 ]  # fmt: skip
 
 
-def synchronised(job: RunningJob) -> set[int]:
+def synchronised(job):
     return {event.fields["iteration"] for event in job.events("replicas.synchronised")}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ranks", "make"), JOBS)
-def test_killed_while_layers_are_averaged_it_ends_as_the_unfailed_run(
-    ranks: int, make: Make, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_killed_while_layers_are_averaged_it_ends_as_the_unfailed_run(ranks, make, jobs, tmp_path):
     """Three kills: while layers are exchanged behind a backward, while they are applied before an update, and once more
     after the last synchronisation of all. Once with versions of synchronisations alone, and once with all."""
     whole = make(tmp_path / "golden", "", "")
@@ -92,7 +81,7 @@ def test_killed_while_layers_are_averaged_it_ends_as_the_unfailed_run(
     expected = averagings([unfailed])
     assert {step for _, step in expected} == {1, 2, 3, 5, 6, 7, 9} and synchronised(unfailed) == {4, 8}
 
-    def hit(rank: int, after: int, iteration: int) -> int:
+    def hit(rank, after, iteration):
         return reached(expected, TAU, rank, after, iteration)
 
     later = {

@@ -6,12 +6,9 @@ give other bits. Today's unfailed run shows whether it does: then only the resto
 bytes of the checkpoint are compared in `tests/unit/snapshot`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +17,8 @@ from ft_plugins.cli.end_command import end
 from ft_plugins.snapshot.segment import header, paths
 from harness import earlier_state
 from harness.earlier_state import FRAMEWORKS, RANKS, STORED, EarlierJob
-from harness.forkserver import JobSpec, RunningJob
 from harness.golden import explain, losses, state_differences, tree_differences
 from harness.job_control import BOUND, run_to_end
-from harness.jobs import Jobs
 
 each_framework = pytest.mark.parametrize(
     "framework",
@@ -37,15 +32,15 @@ each_framework = pytest.mark.parametrize(
 class Continued:
     """A job that finds what an archive holds, in storage and, if asked for, in memory."""
 
-    def __init__(self, jobs: Jobs, folder: Path, framework: str) -> None:
+    def __init__(self, jobs, folder, framework):
         self._jobs, self._framework, self._folder = jobs, framework, folder
         self.state = earlier_state.unpack(framework, folder / "archive")
         self.run = EarlierJob(framework, folder / "continued")
-        self.spec: JobSpec = jobs(**self.run.fields(folder / "checkpoints"))
+        self.spec = jobs(**self.run.fields(folder / "checkpoints"))
         self.stored = folder / "checkpoints" / self.spec.name
         shutil.copytree(self.state.folder / "checkpoint", self.stored)
 
-    def fill_memory(self, layout: bytes) -> list[Path]:
+    def fill_memory(self, layout):
         """Put the segments where the job looks for them, as of the version of that word. Returns their paths."""
         found = []
         for rank in range(RANKS):
@@ -59,10 +54,10 @@ class Continued:
             found.append(path)
         return found
 
-    def start(self) -> RunningJob:
+    def start(self):
         return self._jobs.server(self._framework).start(self.spec)
 
-    def finish_from(self, tier: str) -> None:
+    def finish_from(self, tier):
         """Run it to its end, restored from a tier, and compare that with today's unfailed run and the stored one."""
         job = run_to_end(self._jobs.server(self._framework), self.spec)
         restored = {(event.fields["tier"], event.fields["iteration"]) for event in job.events("state.restored")}
@@ -84,21 +79,17 @@ class Continued:
 
 
 @pytest.fixture
-def continued(jobs: Jobs, tmp_path: Path, framework: str) -> Continued:
+def continued(jobs, tmp_path, framework):
     return Continued(jobs, tmp_path, framework)
 
 
 @each_framework
-def test_a_checkpoint_of_an_earlier_version_is_restored_and_ends_as_its_unfailed_run(
-    continued: Continued, framework: str
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_restored_and_ends_as_its_unfailed_run(continued, framework):
     continued.finish_from("storage")
 
 
 @each_framework
-def test_memory_of_an_earlier_version_is_restored_exactly_if_its_layout_is_todays_else_refused(
-    continued: Continued, framework: str
-) -> None:
+def test_memory_of_an_earlier_version_is_restored_exactly_if_its_layout_is_todays_else_refused(continued, framework):
     layout = continued.state.about.layout.encode()
     segments = continued.fill_memory(layout)
     if int.from_bytes(layout, "little") == header.MAGIC:
@@ -108,22 +99,20 @@ def test_memory_of_an_earlier_version_is_restored_exactly_if_its_layout_is_today
 
 
 @pytest.mark.parametrize("framework", ["torch"])
-def test_memory_of_another_layout_is_refused_by_name_and_nothing_of_it_or_of_storage_is_void(
-    continued: Continued, framework: str
-) -> None:
+def test_memory_of_another_layout_is_refused_by_name_and_nothing_of_it_or_of_storage_is_void(continued, framework):
     segments = continued.fill_memory(b"FTPSEG01")
     require_refused(continued, segments)
     end(continued.spec.name)  # the way out that the line names
     continued.finish_from("storage")
 
 
-def contents(continued: Continued, segments: list[Path]) -> dict[Path, bytes]:
+def contents(continued, segments):
     """Every byte of the job's checkpoints and memory."""
     stored = [path for path in continued.stored.rglob("*") if path.is_file()]
     return {path: path.read_bytes() for path in [*stored, *segments]}
 
 
-def require_refused(continued: Continued, segments: list[Path]) -> None:
+def require_refused(continued, segments):
     """The start is refused in one line that names a segment and the way out; every byte stays as it was."""
     before = contents(continued, segments)
     outcome = continued.start().wait(BOUND)

@@ -3,15 +3,12 @@
 The witness is the state in which the writing run ended: digests of every tensor and of the small state, by rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
@@ -19,10 +16,9 @@ import xxhash
 from ft_plugins.model.topology import Topology
 from ft_plugins.snapshot.checkpoint import checkpoint, persist
 from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
-from harness.forkserver import ForkServer, JobSpec
+from harness.forkserver import JobSpec
 from harness.golden import explain, tree_differences
 from harness.job_control import run_to_end
-from harness.jobs import Jobs
 from harness.megatron_runs import ITERATIONS, RANKS, MegatronConfiguration, MegatronRun
 
 BOUND = 240
@@ -39,8 +35,8 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_an_exported_checkpoint_loads_into_megatron_bit_for_bit_also_at_other_sizes(
-    megatron_server: ForkServer, jobs: Jobs, tmp_path: Path, configuration: MegatronConfiguration
-) -> None:
+    megatron_server, jobs, tmp_path, configuration
+):
     run, folder = written(jobs, tmp_path, configuration)
     target = tmp_path / "exported"
     said = export(folder, target)
@@ -56,7 +52,7 @@ def test_an_exported_checkpoint_loads_into_megatron_bit_for_bit_also_at_other_si
     assert_same_optimizer_state(folder, half)
 
 
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(jobs: Jobs, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(jobs, tmp_path):
     _, folder = written(jobs, tmp_path, CONFIGURATIONS[1])
     targets = tmp_path / "targets"
     (targets / "full").mkdir(parents=True)
@@ -82,9 +78,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(jobs: Jobs, tmp_
         assert words in line and what in line, line
 
 
-def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(
-    torch_server: ForkServer, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(torch_server, jobs, tmp_path):
     flags = ("--reft", "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", "4")
     argv = ("--iterations", "4", "--mib", "1", "--journal", str(tmp_path / "journal"))
     run_to_end(torch_server, jobs(entry="harness.fills:main", argv=argv, flags=flags, nproc=2))
@@ -93,7 +87,7 @@ def test_a_job_of_torch_alone_has_no_format_to_be_exported_to(
     assert "not a checkpoint of a Megatron or DeepSpeed job" in line and str(folder) in line
 
 
-def written(jobs: Jobs, tmp_path: Path, configuration: MegatronConfiguration) -> tuple[MegatronRun, Path]:
+def written(jobs, tmp_path, configuration):
     """A run that ended in order, and the checkpoint of its last iteration."""
     flags = ("--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", str(ITERATIONS))
     run = MegatronRun("written", tmp_path / "run", configuration, protected=True, flags=flags)
@@ -102,19 +96,19 @@ def written(jobs: Jobs, tmp_path: Path, configuration: MegatronConfiguration) ->
     return run, folder
 
 
-def command(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
+def command(folder, target):
     """`ft-plugins export` as a user gives it, without a device and without the job."""
     words = [Path(sys.executable).with_name("ft-plugins"), "export", folder, "--to", target]
     return subprocess.run(words, capture_output=True, text=True, timeout=BOUND)
 
 
-def export(folder: Path, target: Path) -> str:
+def export(folder, target):
     done = command(folder, target)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
 
 
-def refused(folder: Path, target: Path) -> str:
+def refused(folder, target):
     """The one line with which an export was refused; nothing is left where it was to be."""
     before = sorted(path.name for path in target.parent.iterdir())
     done = command(folder, target)
@@ -124,9 +118,7 @@ def refused(folder: Path, target: Path) -> str:
     return line
 
 
-def loaded(
-    server: ForkServer, folder: Path, configuration: MegatronConfiguration, target: Path, *more: str, ranks: int = RANKS
-) -> Path:
+def loaded(server, folder, configuration, target, *more, ranks=RANKS):
     """The prefix of the digests of a job of `ranks` that has loaded `target`."""
     folder.mkdir()
     checkpoint = target / f"iter_{int((target / 'latest_checkpointed_iteration.txt').read_text()):07d}"
@@ -136,21 +128,21 @@ def loaded(
     return folder / "state-"
 
 
-def state(prefix: Path, rank: int) -> dict[str, Any]:
+def state(prefix, rank):
     """All but the data position, which Megatron's checkpoints do not have (it follows from the counters), and the
     number of updates, which Megatron's own load leaves in the distributed optimizer's groups, where Adam ignores it.
     """
-    found: dict[str, Any] = json.loads(Path(f"{prefix}{rank:05d}.json").read_text())
+    found = json.loads(Path(f"{prefix}{rank:05d}.json").read_text())
     del found["small"]["position"]
     for group in (each for groups in found["small"]["groups"] for each in groups):
         group.pop("step", None)
     return found
 
 
-def assert_same_model(run: MegatronRun, half: Path) -> None:
+def assert_same_model(run, half):
     """Half as many replicas hold the same parameters."""
 
-    def address(rank: int) -> tuple[int, int, int]:
+    def address(rank):
         at = HALF.coords(rank)
         return at.tp, at.pp, at.dp
 
@@ -160,7 +152,7 @@ def assert_same_model(run: MegatronRun, half: Path) -> None:
         assert state(run.digests, rank)["parameters"] == state(half, peer)["parameters"]
 
 
-def assert_same_optimizer_state(folder: Path, half: Path) -> None:
+def assert_same_optimizer_state(folder, half):
     """Masters and moments, of which one rank holds now what two have written."""
     shares = CheckpointReader(folder)
     for peer in range(HALF.world_size):

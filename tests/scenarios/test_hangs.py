@@ -1,16 +1,12 @@
 """A job that hangs is noticed, its culprit named with stacks, and goes on; one that is only slow is left alone."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ft_plugins.events import catalogue
 from ft_plugins.rehearse.driver import free_port
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.forkserver import RunningJob
 from harness.job_control import entries, wait_for
 from harness.jobs import write_secret
 
@@ -19,12 +15,8 @@ HANG_SECONDS = "2"
 
 
 @pytest.fixture
-def run(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
-) -> Callable[..., tuple[RunningJob, list[dict[str, Any]]]]:
-    def start(
-        *words: str, restarts: int, hang_seconds: str = HANG_SECONDS, flags: tuple[str, ...] = (), bound: float = BOUND
-    ) -> tuple[RunningJob, list[dict[str, Any]]]:
+def run(torch_server, jobs, tmp_path):
+    def start(*words, restarts, hang_seconds=HANG_SECONDS, flags=(), bound=BOUND):
         journal = tmp_path / "journal"
         given = ("--reft", "--ftp-hang-seconds", hang_seconds, *flags)
         argv = ("--journal", str(journal), *words)
@@ -39,16 +31,16 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def unfailed() -> dict[int, str]:
+def unfailed():
     """The digest of each rank's final state where nothing happens, once a test has found it."""
     return {}
 
 
-def ended(found: list[dict[str, Any]]) -> dict[int, str]:
+def ended(found):
     return {entry["rank"]: entry["ended"] for entry in found if "ended" in entry}
 
 
-def require_as_unfailed(run: Any, unfailed: dict[int, str], found: list[dict[str, Any]], tmp_path: Path) -> None:
+def require_as_unfailed(run, unfailed, found, tmp_path):
     """Compares bit for bit with a run in which nothing happens."""
     assert len(ended(found)) == 2
     if not unfailed:
@@ -69,8 +61,8 @@ def require_as_unfailed(run: Any, unfailed: dict[int, str], found: list[dict[str
     ],
 )
 def test_a_job_that_hangs_restarts_with_its_culprit_named_and_ends_as_the_unfailed_one(
-    run: Any, unfailed: dict[int, str], tmp_path: Path, how: str, phase: str, function: str, ranks: list[int]
-) -> None:
+    run, unfailed, tmp_path, how, phase, function, ranks
+):
     job, found = run("--how", how, restarts=1, flags=("--ftp-detect-seconds", "60"))
     [hung] = [event.fields for event in job.events(catalogue.JOB_HUNG.name)]
     assert (hung["iteration"], hung["phase"], hung["ranks"], hung["even"]) == (6, phase, ranks, not ranks)
@@ -91,17 +83,15 @@ def test_a_job_that_hangs_restarts_with_its_culprit_named_and_ends_as_the_unfail
 
 
 @pytest.mark.parametrize("how", ["slow-evaluation", "slow-first", "slow-save"])
-def test_a_job_that_is_slow_where_it_may_be_is_left_alone(
-    run: Any, unfailed: dict[int, str], tmp_path: Path, how: str
-) -> None:
+def test_a_job_that_is_slow_where_it_may_be_is_left_alone(run, unfailed, tmp_path, how):
     job, found = run("--how", how, restarts=0)
     assert job.events(catalogue.JOB_HUNG.name) == []
     require_as_unfailed(run, unfailed, found, tmp_path)
 
 
 def test_by_default_a_rank_that_takes_more_than_a_minute_between_two_iterations_is_left_alone_with_an_alarm(
-    run: Any, unfailed: dict[int, str], tmp_path: Path
-) -> None:
+    run, unfailed, tmp_path
+):
     job, found = run("--how", "slow-upload", "--seconds", "75", restarts=0, hang_seconds="auto", bound=300)
     assert job.events(catalogue.JOB_HUNG.name) == []
     [waiting] = [event.fields for event in job.events(catalogue.JOB_WAITING.name)]
@@ -112,7 +102,7 @@ def test_by_default_a_rank_that_takes_more_than_a_minute_between_two_iterations_
     require_as_unfailed(run, unfailed, found, tmp_path)
 
 
-def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run: Any) -> None:
+def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run):
     job, found = run("--how", "straggle", "--seconds", "0.1", "--iterations", "50", restarts=0)
     [slow] = [event.fields for event in job.events(catalogue.RANK_SLOWED.name)]
     assert slow["about"] == 1 and slow["factor"] > 1.5 and slow["seconds"] > 0.05
@@ -120,11 +110,11 @@ def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run: Any) -> None:
 
 
 def run_on_two_nodes(
-    server: ForkServer,
-    jobs: Callable[..., JobSpec],
-    folder: Path,
-    how: str,
-) -> tuple[list[RunningJob], list[dict[str, Any]]]:
+    server,
+    jobs,
+    folder,
+    how,
+):
     """Start a rank on each of two nodes, which protect each other, and wait for both."""
     secret, journal = write_secret(folder), folder / "journal"
     endpoint, running = f"localhost:{free_port()}", list[RunningJob]()
@@ -142,9 +132,7 @@ def run_on_two_nodes(
     return running, entries(journal)
 
 
-def test_on_two_nodes_both_name_the_rank_of_one_and_go_on(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], run: Any, unfailed: dict[int, str], tmp_path: Path
-) -> None:
+def test_on_two_nodes_both_name_the_rank_of_one_and_go_on(torch_server, jobs, run, unfailed, tmp_path):
     running, found = run_on_two_nodes(torch_server, jobs, tmp_path, "sleep-forward")
     for rank, job in enumerate(running):
         [hung] = [event.fields for event in job.events(catalogue.JOB_HUNG.name)]

@@ -2,20 +2,14 @@
 ends as the unfailed one, by the copies that were sent in such bubbles. The devices are emulated (harness.late_jobs).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from harness.claims import assert_restored, restores
-from harness.emulated_nodes import EmulatedHost, network
+from harness.emulated_nodes import network
 from harness.golden import assert_identical
-from harness.job_control import Entry
-from harness.jobs import Goldens, Jobs
 from harness.late_jobs import KILLED_IN
 from harness.multinode import MultiNodeJob, until
 from harness.shapes import JobShape
@@ -27,12 +21,12 @@ ENTRY = "harness.late_jobs:deepspeed_example"
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[EmulatedHost]]:
+def hosts():
     with network([11, 12, 25]) as found:
         yield found
 
 
-def sent_in_openings(entries: list[Entry]) -> list[int]:
+def sent_in_openings(entries):
     """The versions since the first resume of which a node sent something while a device had its gate open for a bubble;
     on a busy machine some of that arrives late."""
     sent = [e for e in entries if e["name"] == "exchange.sent" and e["lineage"] > 1]
@@ -40,8 +34,8 @@ def sent_in_openings(entries: list[Entry]) -> list[int]:
 
 
 def test_a_rank_killed_in_a_bubble_that_its_device_opened_and_then_a_lost_node_resume_bit_for_bit(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost]
-) -> None:
+    jobs, golden, tmp_path, hosts
+):
     run = replace(SHAPE.run("deepspeed", tmp_path / "run", BAFT, protected=True), script=ENTRY)
     with MultiNodeJob(jobs, run, 2, hosts) as job:
         job.start_all()

@@ -6,8 +6,6 @@ statistics decide that, so it differs after a resume without them. Anchors and o
 the synchronisations that follow.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 from harness.claims import restored, synchronisations
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
 from harness.golden import assert_identical
-from harness.jobs import Goldens, Jobs
 
 ITERATIONS = 9  # one after the synchronisation of iteration 8, whose result is in its forward or its update
 
@@ -33,7 +30,7 @@ CONFIGURATIONS = {
 }
 
 
-def unfailed(name: str) -> DeepSpeedRun:
+def unfailed(name):
     configuration, sync = CONFIGURATIONS[name]
     return DeepSpeedRun("golden", Path(), configuration, {"sync": sync}, iterations=ITERATIONS)
 
@@ -62,8 +59,8 @@ RESTORED = {
 @pytest.mark.parametrize("versions", ["sync", "every"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_deepspeed_job_killed_between_and_within_synchronisations_ends_as_the_unfailed_one(
-    golden: Goldens, jobs: Jobs, name: str, versions: str
-) -> None:
+    golden, jobs, name, versions
+):
     """Three kills: between two synchronisations, in the middle of an exchange, and in the middle of applying one. The
     block comes from the DeepSpeed configuration, which names the ranks of a replica before the engine is built."""
     configuration, sync = CONFIGURATIONS[name]
@@ -89,8 +86,8 @@ STALLS = {
 
 @pytest.mark.parametrize("stall", STALLS)
 def test_a_rank_that_stops_in_the_middle_of_an_exchange_is_replaced_and_the_job_ends_as_the_unfailed_one(
-    golden: Goldens, jobs: Jobs, stall: str
-) -> None:
+    golden, jobs, stall
+):
     """Nothing has died: without either, the others would wait for half an hour."""
     configuration, sync = CONFIGURATIONS[PIPELINE]
     whole, expected = golden(unfailed(PIPELINE)), synchronisations(golden.job(unfailed(PIPELINE)))

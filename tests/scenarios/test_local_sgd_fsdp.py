@@ -5,8 +5,6 @@ items of all ranks, all small state, the losses of rank 0 (evaluations included)
 and clipped are compared. Synchronisations are after iterations 2, 4, 6 and 8; an evaluation is after 4 and 8.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from harness.claims import restored, synchronisations
 from harness.emulated_nodes import network
 from harness.fsdp_runs import FsdpRun
 from harness.golden import assert_identical
-from harness.jobs import DETECT, Goldens, Jobs
+from harness.jobs import DETECT
 from harness.multinode import BOUND, MultiNodeJob
 
 RANKS = 4
@@ -27,7 +25,7 @@ EDIT = (
 )
 LOCAL = ("--local", "--shards", "2")
 FORWARD, WAIT, UPDATE = "tied-forward", "untied-bf16-offload-wait", "tied-update"
-CONFIGURATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # flags of the example and of ft-run
+CONFIGURATIONS = {  # flags of the example and of ft-run
     FORWARD: (LOCAL, EDIT),
     WAIT: ((*LOCAL, "--untied", "--bf16"), (*EDIT, "--sync-apply", "wait", "--sync-offload")),
     UPDATE: (LOCAL, (*EDIT, "--sync-apply", "update")),
@@ -47,15 +45,15 @@ RESTORED = {
 }
 
 
-def unfailed(name: str) -> FsdpRun:
+def unfailed(name):
     return FsdpRun("golden", Path(), *CONFIGURATIONS[name])
 
 
 @pytest.mark.parametrize("versions", RESTORED)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_killed_between_synchronisations_in_an_exchange_and_in_the_outer_step_it_ends_as_the_unfailed_run(
-    golden: Goldens, jobs: Jobs, name: str, versions: str
-) -> None:
+    golden, jobs, name, versions
+):
     """With apply forward the exchange of iteration 6 runs in the forward of 7, and that of 8 in the evaluation; with
     update both run behind the next iteration."""
     argv, flags = CONFIGURATIONS[name]
@@ -71,7 +69,7 @@ def test_killed_between_synchronisations_in_an_exchange_and_in_the_outer_step_it
     assert any(one["left_out"] for one in expected.values()) and any(one["clipped"] for one in expected.values())
 
 
-def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(jobs: Jobs, tmp_path: Path) -> None:
+def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(jobs, tmp_path):
     """Else the test above would compare runs that never trained on their own."""
     equal = {}
     for iterations in (7, 8):
@@ -84,9 +82,7 @@ def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(j
 @pytest.mark.parametrize(
     "argv", [("--shards", "2"), ("--shards", "4", "--bf16", "--untied")], ids=["hybrid", "sharded"]
 )
-def test_reft_alone_protects_a_job_that_is_killed_around_an_update(
-    jobs: Jobs, golden: Goldens, argv: tuple[str, ...]
-) -> None:
+def test_reft_alone_protects_a_job_that_is_killed_around_an_update(jobs, golden, argv):
     """Without local SGD, replicated by FSDP itself and not at all; golden is without the package."""
     kills = "update.begin@iteration=5,rank=3,restart=0:kill;update.end@iteration=7,rank=0,restart=1:kill"
     run = FsdpRun("killed", jobs.folder, argv, ("--reft",), kills)
@@ -95,7 +91,7 @@ def test_reft_alone_protects_a_job_that_is_killed_around_an_update(
     assert_identical(run, golden(FsdpRun("golden", Path(), argv)), RANKS)
 
 
-def test_replicas_that_nothing_keeps_together_are_refused_at_start(jobs: Jobs) -> None:
+def test_replicas_that_nothing_keeps_together_are_refused_at_start(jobs):
     """Their snapshots would take parts of each. The flag of the script is that of local SGD, which is not on."""
     outcome = jobs.start(FsdpRun("apart", jobs.folder, LOCAL, ("--reft",))).wait(BOUND)
     assert outcome["status"] == "refused", outcome
@@ -103,9 +99,7 @@ def test_replicas_that_nothing_keeps_together_are_refused_at_start(jobs: Jobs) -
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_a_node_that_is_lost_in_a_synchronisation_is_rebuilt_from_parity(
-    golden: Goldens, jobs: Jobs, nodes: int
-) -> None:
+def test_a_node_that_is_lost_in_a_synchronisation_is_rebuilt_from_parity(golden, jobs, nodes):
     """Each replica on a node of its own, or each shard. RAIM5, version at a synchronisation: parameters and outer
     momentum have a replica elsewhere, the inner optimizer's state has none. The ranks of the node stop in the outer
     step of iteration 6, in the forward of 7; then it is destroyed."""

@@ -5,14 +5,11 @@ are taken there. With apply forward a rank killed in the first forward of iterat
 synchronised; with apply update the synchronisation of iteration 4 is in flight.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from harness.golden import assert_identical
-from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
 
 EDIT = ("--sync-policy", "edit", "--sync-tau", "2", "--sync-penalty-warmup", "1", "--sync-clip", "0.05")
@@ -41,9 +38,9 @@ GATHERED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interlea
 )
 @pytest.mark.parametrize("versions", ["sync", "every"])
 def test_killed_between_synchronisations_and_in_one_it_ends_as_the_unfailed_run(
-    jobs: Jobs, golden: Goldens, configuration: MegatronConfiguration, sync: tuple[str, ...], argv: tuple[str, ...],
-    versions: str,
-) -> None:  # fmt: skip
+    jobs, golden, configuration, sync, argv,
+    versions,
+):  # fmt: skip
     flags = (*EDIT, *sync)
     whole = golden(MegatronRun("golden", Path(), configuration, flags=flags, argv=argv))
     protected = (*flags, "--reft-versions", versions)
@@ -56,7 +53,7 @@ def test_killed_between_synchronisations_and_in_one_it_ends_as_the_unfailed_run(
     assert rounds == {2, 4, 6, 8}
 
 
-def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(jobs: Jobs) -> None:
+def test_replicas_differ_between_synchronisations_and_are_equal_after_the_last(jobs):
     """Else the tests above would compare runs that never trained on their own."""
     ends = {}
     for name, iterations in (("apart", 7), ("equal", 8)):

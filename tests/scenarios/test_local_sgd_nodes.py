@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,14 +20,11 @@ from ft_plugins.model.digest import tensor_digest
 from harness.averagings import averagings, reached
 from harness.claims import restores
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.emulated_nodes import EmulatedHost, network
-from harness.forkserver import RunningJob
+from harness.emulated_nodes import network
 from harness.golden import assert_identical, explain, losses, state_differences
 from harness.job_control import captured
-from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 from harness.multinode import MultiNodeJob, until
-from harness.runs import ExampleRun
 
 BOUND = 280  # seconds for one wait; far more than it takes on an idle machine
 TAU, ITERATIONS = 3, 10
@@ -57,14 +53,14 @@ class Mode:
     batch: int = 12  # its global batch
     policy: dict[str, Any] = field(default_factory=lambda: EDIT)
 
-    def run(self, name: str, folder: Path, ranks: int, protected: bool, iterations: int, batch: int = 0) -> ExampleRun:
+    def run(self, name, folder, ranks, protected, iterations, batch=0):
         """A run of the example."""
         sync = {**self.policy, **self.block}
         if self.framework == "deepspeed":
             configuration = DeepSpeedConfiguration(
                 ranks, self.stage, bf16=False, pp=self.pp, axes="data-pipe-model", batch=batch
             )
-            block: dict[str, Any] = {"sync": sync, **({"reft": {}} if protected else {})}
+            block = {"sync": sync, **({"reft": {}} if protected else {})}
             return DeepSpeedRun(name, folder, configuration, block, iterations=iterations)
         flags = [f"--sync-{key.replace('_', '-')}={value}" for key, value in sync.items()]
         argv = (*DATA_LAST, "--tp", "1", "--pp", str(self.pp), *self.argv)
@@ -90,37 +86,37 @@ MODES = [
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[EmulatedHost]]:
+def places():
     with network([11, 12, 13, 14, 5]) as found:
         yield found
 
 
-def stopping(mode: Mode, fault: str) -> tuple[tuple[str, ...], dict[str, str]]:
+def stopping(mode, fault):
     """Further arguments of `MultiNodeJob.start` that arm a fault on one node."""
     if mode.framework == "deepspeed":
         return ("--ftp-faults", fault), {}  # its file is common to all nodes
     return (), {"faults": fault}
 
 
-def until_all_captured(job: MultiNodeJob, iteration: int) -> None:
+def until_all_captured(job, iteration):
     """Wait until every rank of every node has captured `iteration`.
 
     Not until it is committed: a job that has just restarted exchanges the version it restored first, so a quick one may
     begin to capture `iteration` before it is announced, and then it never is.
     """
     for each in job.nodes.values():
-        until(each, lambda lines, ranks=each.spec.nproc: captured(lines, iteration, ranks), BOUND)  # type: ignore[misc]
+        until(each, lambda lines, ranks=each.spec.nproc: captured(lines, iteration, ranks), BOUND)
 
 
-def tiers(job: RunningJob) -> list[tuple[str, int]]:
+def tiers(job):
     """Tier and iteration that each incarnation of a node restored."""
     return [(fields["tier"], fields["iteration"]) for fields in restores(job)]
 
 
 def lose_both(
-    mode: Mode, jobs: Jobs, folder: Path, places: list[EmulatedHost], stops: tuple[str, str],
-    until_second: Callable[[MultiNodeJob], None],
-) -> MultiNodeJob:  # fmt: skip
+    mode, jobs, folder, places, stops,
+    until_second,
+):  # fmt: skip
     """Run a job on two nodes of which each is lost in turn, n1 first: where its ranks 0 and 2 stop. The second one once
     `until_second` returns. The run is in `folder`; it ends with substitutes for both."""
     run = mode.run("nodes", folder, 4, True, ITERATIONS)
@@ -144,8 +140,8 @@ def lose_both(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_node_lost_between_synchronisations_and_one_right_after_one_are_rebuilt_from_parity(
-    mode: Mode, jobs: Jobs, golden: Goldens, tmp_path: Path, places: list[EmulatedHost]
-) -> None:
+    mode, jobs, golden, tmp_path, places
+):
     """What the second synchronisation has changed is not captured everywhere when the second node is lost. Until a
     version is committed by the substitute, too, a second loss is one too many."""
     whole = golden(mode.run("golden", Path(), 4, False, ITERATIONS))
@@ -166,9 +162,7 @@ LAYERED = [
 
 
 @pytest.mark.parametrize("mode", LAYERED)
-def test_a_node_lost_while_layers_are_averaged_is_rebuilt_from_parity(
-    mode: Mode, jobs: Jobs, golden: Goldens, tmp_path: Path, places: list[EmulatedHost]
-) -> None:
+def test_a_node_lost_while_layers_are_averaged_is_rebuilt_from_parity(mode, jobs, golden, tmp_path, places):
     """All layers are synchronised after iterations 3, 6 and 9. A rank of one node stops in iteration 5, while layers
     are applied, and one of the other node in 8, in their exchange."""
     unfailed = mode.run("golden", Path(), 4, False, ITERATIONS)
@@ -183,9 +177,7 @@ def test_a_node_lost_while_layers_are_averaged_is_rebuilt_from_parity(
     assert found == {key: expected[key] for key in found} and {step for _, step in found} >= {8, 10}
 
 
-def reference(
-    jobs: Jobs, mode: Mode, name: str, folder: Path, ranks: int, iterations: int, *words: object
-) -> ExampleRun:
+def reference(jobs, mode, name, folder, ranks, iterations, *words):
     """A run without snapshots, whose state `takes_over` writes and reads. `ranks`: of the job; its configuration is
     that of the job that is resized."""
     run = mode.run(name, folder, mode.ranks, False, iterations, mode.batch)
@@ -194,9 +186,9 @@ def reference(
     return run
 
 
-def parameters(run: ExampleRun, rank: int) -> dict[str, Any]:
+def parameters(run, rank):
     """Digests of a rank's parameters at the end, by name."""
-    found: dict[str, Any] = run.state(rank)["parameters"]
+    found = run.state(rank)["parameters"]
     return found
 
 
@@ -211,18 +203,14 @@ RESIZED = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("mode", "replicas"), RESIZED)
-def test_a_job_goes_on_with_one_replica_fewer_and_again_with_all(
-    mode: Mode, replicas: int, jobs: Jobs, tmp_path: Path, places: list[EmulatedHost]
-) -> None:
+def test_a_job_goes_on_with_one_replica_fewer_and_again_with_all(mode, replicas, jobs, tmp_path, places):
     """The state of iteration 3 is taken over by the replicas that are left, that of iteration 6 by all. Where
     synchronisations are applied behind an iteration, one more follows the last one, so that the final state shows it.
     """
     in_flight, ranks = mode.stage > 0, replicas * PER_NODE
     mode, last = replace(mode, ranks=ranks), 3 * TAU + in_flight
     run = mode.run("resized", tmp_path / "resized", ranks, True, last, mode.batch)
-    job = MultiNodeJob(
-        jobs, run, replicas, places[:4], *PATIENT, "--reft-wait-seconds", "1", min_nodes=replicas - 1
-    )
+    job = MultiNodeJob(jobs, run, replicas, places[:4], *PATIENT, "--reft-wait-seconds", "1", min_nodes=replicas - 1)
     stops = [f"iteration.forward@iteration={2 * TAU + 2},rank=0,restart=1:stop"]
     stops += [f"iteration.forward@iteration={TAU + 2},rank=2:stop", ""]
     for number, stop in enumerate(stops[:replicas]):
@@ -255,9 +243,7 @@ def test_a_job_goes_on_with_one_replica_fewer_and_again_with_all(
         assert all(other != first for other in others) if in_flight else all(other == first for other in others)
 
 
-def test_instances_of_the_distributed_optimizer_continue_with_fewer_ranks_each(
-    jobs: Jobs, tmp_path: Path, places: list[EmulatedHost]
-) -> None:
+def test_instances_of_the_distributed_optimizer_continue_with_fewer_ranks_each(jobs, tmp_path, places):
     """Four nodes of one rank, two instances; one node is lost, another one is a spare. The replicas stay the same ones,
     so statistics of norms do too: they decide what is left out and clipped."""
     mode, last = replace(DISTOPT, ranks=4, batch=24), 3 * TAU
@@ -278,7 +264,7 @@ def test_instances_of_the_distributed_optimizer_continue_with_fewer_ranks_each(
     assert_continues(run, whole, 2, since=TAU)
 
 
-def assert_continues(run: ExampleRun, whole: ExampleRun, ranks: int, since: int) -> None:
+def assert_continues(run, whole, ranks, since):
     """The final state of two runs is identical, and so are their losses after iteration `since`."""
     found = state_differences(run.digests, whole.digests, ranks)
     assert not found, explain(found)
@@ -289,7 +275,7 @@ def assert_continues(run: ExampleRun, whole: ExampleRun, ranks: int, since: int)
 # export
 
 
-def written(jobs: Jobs, mode: Mode, folder: Path, iteration: int) -> tuple[ExampleRun, Path]:
+def written(jobs, mode, folder, iteration):
     """A protected run of two replicas that ends at `iteration`, and the checkpoint of that iteration."""
     run = mode.run("written", folder, 2 * PER_NODE, True, iteration)
     stores = ("--reft-checkpoint-dir", str(folder / "ck"), "--reft-checkpoint-interval", str(iteration))
@@ -299,7 +285,7 @@ def written(jobs: Jobs, mode: Mode, folder: Path, iteration: int) -> tuple[Examp
     return run, found
 
 
-def export(checkpoint: Path, target: Path) -> str:
+def export(checkpoint, target):
     """`ft-plugins export` as a user gives it. Returns what it prints."""
     command = [Path(sys.executable).with_name("ft-plugins"), "export", checkpoint, "--to", target]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND)
@@ -307,11 +293,11 @@ def export(checkpoint: Path, target: Path) -> str:
     return done.stdout
 
 
-def tensors_in(folder: Path) -> list[Any]:
+def tensors_in(folder):
     """Digests of all tensors in the files of a DeepSpeed checkpoint."""
-    found: list[Any] = []
+    found = []
 
-    def visit(value: Any) -> None:
+    def visit(value):
         if isinstance(value, torch.Tensor):
             found.append(tensor_digest(value.detach()))
         for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
@@ -322,7 +308,7 @@ def tensors_in(folder: Path) -> list[Any]:
     return found
 
 
-def moments(run: ExampleRun, rank: int) -> dict[str, Any]:
+def moments(run, rank):
     """Digests of a rank's first moments at the end, by item."""
     items = run.state(rank)["items"]
     return {name: digest for name, digest in items.items() if name.endswith("exp_avg")}
@@ -330,9 +316,7 @@ def moments(run: ExampleRun, rank: int) -> dict[str, Any]:
 
 @needs_deepspeed
 @pytest.mark.parametrize("mode", [pytest.param(PIPELINE, id="deepspeed-pipeline")])
-def test_an_export_has_the_synchronised_parameters_and_the_moments_of_the_first_replica(
-    mode: Mode, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_an_export_has_the_synchronised_parameters_and_the_moments_of_the_first_replica(mode, jobs, tmp_path):
     run, checkpoint = written(jobs, mode, tmp_path / "run", 2 * TAU)
     said = export(checkpoint, tmp_path / "exported")
     assert f"iteration {2 * TAU}" in said and "replica" not in said
@@ -348,9 +332,7 @@ def test_an_export_has_the_synchronised_parameters_and_the_moments_of_the_first_
 
 @needs_deepspeed
 @pytest.mark.parametrize("mode", [pytest.param(ZERO2, id="deepspeed-zero2-in-flight")])
-def test_an_export_of_replicas_that_differ_is_the_first_one_and_says_so(
-    mode: Mode, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_an_export_of_replicas_that_differ_is_the_first_one_and_says_so(mode, jobs, tmp_path):
     """Its synchronisation was in flight: what the first replica had then is what it has without one."""
     _, checkpoint = written(jobs, mode, tmp_path / "run", TAU)
     said = export(checkpoint, tmp_path / "exported")
@@ -366,9 +348,7 @@ def test_an_export_of_replicas_that_differ_is_the_first_one_and_says_so(
 @pytest.mark.parametrize(
     "mode", [pytest.param(REPLICATED, id="megatron"), pytest.param(DISTOPT, id="megatron-distopt")]
 )
-def test_an_export_loads_into_megatron_with_the_synchronised_parameters(
-    mode: Mode, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_an_export_loads_into_megatron_with_the_synchronised_parameters(mode, jobs, tmp_path):
     """All replicas of the job that loads it hold what the first one had, bit for bit. With apply forward the example
     describes its state before the last synchronisation is applied: then the run that waits for it is compared."""
     run, checkpoint = written(jobs, mode, tmp_path / "run", 2 * TAU)
@@ -379,7 +359,7 @@ def test_an_export_loads_into_megatron_with_the_synchronised_parameters(
     assert f"iteration {2 * TAU}" in said and "replica" not in said
     loaded = replace(run, folder=tmp_path / "loaded")
     iteration = tmp_path / "exported" / f"iter_{2 * TAU:07d}"
-    argv = (str(iteration), str(loaded.digests), *mode.megatron.argv(), *run.argv)  # type: ignore[attr-defined]
+    argv = (str(iteration), str(loaded.digests), *mode.megatron.argv(), *run.argv)
     jobs.finish(loaded, entry=LOADER, argv=argv, flags=())
     for rank in range(2 * PER_NODE):
         first = rank % PER_NODE

@@ -6,10 +6,8 @@ four nodes, nodes 0 and 2 share the sharding groups of one pipeline stage, and 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -25,10 +23,9 @@ from harness.claims import (
     restores,
     stored,
 )
-from harness.emulated_nodes import EmulatedHost, network
+from harness.emulated_nodes import network
 from harness.golden import assert_identical
 from harness.job_control import wait_until
-from harness.jobs import Goldens, Jobs
 from harness.multinode import BOUND, MultiNodeJob
 from harness.shapes import JobShape
 
@@ -41,13 +38,13 @@ TWENTY, FOURTEEN = replace(SHARDED, iterations=20), replace(SHARDED, iterations=
 
 
 @pytest.fixture(autouse=True)
-def _installed(request: pytest.FixtureRequest) -> None:
+def _installed(request):
     if "deepspeed" in request.node.name and not find_spec("deepspeed"):
         pytest.skip("needs the extra [deepspeed]")
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[EmulatedHost]]:
+def hosts():
     with network([11, 12, 13, 14, 15, 16, 5, 25]) as found:
         yield found
 
@@ -65,7 +62,7 @@ class Killed:
     committed: int = 2
     frameworks: tuple[str, ...] = (MEGATRON,)
 
-    def rows(self, name: str) -> list[object]:
+    def rows(self, name):
         return [pytest.param(self, framework, id=f"{name}-{framework}") for framework in self.frameworks]
 
 
@@ -94,9 +91,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize(("case", "framework"), [row for name, case in KILLED.items() for row in case.rows(name)])
-def test_nodes_that_are_killed_are_rebuilt_on_substitutes(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost], case: Killed, framework: str
-) -> None:
+def test_nodes_that_are_killed_are_rebuilt_on_substitutes(jobs, golden, tmp_path, hosts, case, framework):
     run = case.shape.run(framework, tmp_path / "run", case.flags, protected=True)
     with MultiNodeJob(jobs, run, case.nodes, hosts) as job:
         job.start_all()
@@ -112,9 +107,7 @@ def test_nodes_that_are_killed_are_rebuilt_on_substitutes(
     assert_identical(run, golden(case.shape.run(framework)), run.ranks)
 
 
-def test_a_node_that_is_cut_off_is_missed_and_goes_on_by_itself_to_no_effect(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost]
-) -> None:
+def test_a_node_that_is_cut_off_is_missed_and_goes_on_by_itself_to_no_effect(jobs, golden, tmp_path, hosts):
     run = SHARDED.run(MEGATRON, tmp_path / "run", protected=True)
     with MultiNodeJob(jobs, run, 4, hosts) as job:
         job.start_all()
@@ -128,8 +121,8 @@ def test_a_node_that_is_cut_off_is_missed_and_goes_on_by_itself_to_no_effect(
 
 
 def test_a_node_whose_processes_all_stop_with_connections_open_is_missed_and_its_replicas_were_compared(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost]
-) -> None:
+    jobs, golden, tmp_path, hosts
+):
     run = REPLICATED.run(MEGATRON, tmp_path / "run", protected=True)
     with MultiNodeJob(jobs, run, 4, hosts) as job:
         job.start_all()
@@ -153,9 +146,7 @@ def test_a_node_whose_processes_all_stop_with_connections_open_is_missed_and_its
         ("raim5", "n1", "the parts of ranks 2, 3, 6, 7 are gone with 2 nodes that protect each other"),
     ],
 )
-def test_without_storage_a_silent_start_from_the_beginning_is_refused(
-    jobs: Jobs, tmp_path: Path, hosts: list[EmulatedHost], redundancy: str, first: str, said: str
-) -> None:
+def test_without_storage_a_silent_start_from_the_beginning_is_refused(jobs, tmp_path, hosts, redundancy, first, said):
     """Of neighbours, one kept the copy of the other; of one sharding group, parity makes up for one."""
     flags = ("--reft-redundancy", redundancy)
     run = replace(SHARDED, iterations=100).run(MEGATRON, tmp_path / "run", flags, protected=True)
@@ -171,13 +162,11 @@ def test_without_storage_a_silent_start_from_the_beginning_is_refused(
         assert not job.events("state.lost")
 
 
-def stores(tmp_path: Path) -> tuple[str, ...]:
+def stores(tmp_path):
     return "--reft-checkpoint-dir", str(tmp_path / "ck"), "--reft-checkpoint-interval", "3"
 
 
-def test_from_storage_all_nodes_restore_the_newest_checkpoint_and_say_why(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost]
-) -> None:
+def test_from_storage_all_nodes_restore_the_newest_checkpoint_and_say_why(jobs, golden, tmp_path, hosts):
     run = FOURTEEN.run(MEGATRON, tmp_path / "run", stores(tmp_path), protected=True)
     with MultiNodeJob(jobs, run, 4, hosts) as job:
         job.start_all()
@@ -207,8 +196,8 @@ def test_from_storage_all_nodes_restore_the_newest_checkpoint_and_say_why(
     ],
 )
 def test_a_checkpoint_during_which_a_node_is_killed_is_never_taken_for_a_complete_one(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost], lost: str, point: str
-) -> None:
+    jobs, golden, tmp_path, hosts, lost, point
+):
     run = FOURTEEN.run(MEGATRON, tmp_path / "run", stores(tmp_path), protected=True)
     with MultiNodeJob(jobs, run, 4, hosts) as job:
         job.start_all({lost: f"{point}:stop"})
@@ -243,9 +232,9 @@ HALF_SENT = ";".join(f"exchange.frame@epoch=1,iteration={at},frame=1:stop" for a
     ],
 )
 def test_of_a_node_lost_while_it_sends_what_is_half_there_is_passed_over_for_the_version_before(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost], shape: JobShape, silent: bool,
-    framework: str,
-) -> None:  # fmt: skip
+    jobs, golden, tmp_path, hosts, shape, silent,
+    framework,
+):  # fmt: skip
     run = shape.run(framework, tmp_path / "run", PATIENT, protected=True)
     with MultiNodeJob(jobs, run, 4, hosts) as job:
         job.start_all({"n2": HALF_SENT})
@@ -271,8 +260,8 @@ def test_of_a_node_lost_while_it_sends_what_is_half_there_is_passed_over_for_the
     ],
 )
 def test_a_rank_killed_while_it_captures_and_its_node_sends_resumes_on_every_node_from_the_version_that_was_sent(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost], shape: JobShape, framework: str
-) -> None:
+    jobs, golden, tmp_path, hosts, shape, framework
+):
     """Version 8 is held half sent, version 9 ends half captured."""
     hold, kill = "exchange.frame@epoch=1,iteration=8,frame=1", "capture.bucket.end@rank=5,iteration=9,restart=0"
     run = shape.run(framework, tmp_path / "run", BUBBLES, protected=True)
@@ -292,8 +281,8 @@ def test_a_rank_killed_while_it_captures_and_its_node_sends_resumes_on_every_nod
 
 @pytest.mark.parametrize("framework", BOTH)
 def test_after_a_replica_was_repaired_the_version_that_a_lost_node_gets_back_is_certified(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, hosts: list[EmulatedHost], framework: str
-) -> None:
+    jobs, golden, tmp_path, hosts, framework
+):
     shape = JobShape(1, 2, 3, False, 160, 12)
     flags = ("--baft", "--paft", "--paft-mode", "audit", "--paft-audit-interval", "1")
     run = shape.run(framework, tmp_path / "run", flags, protected=True)

@@ -5,10 +5,7 @@ A tiny GPT is sharded over all ranks (FSDP2), so no two ranks hold the same stat
 rank of a node that will be lost stops itself first, so it is known how far the job has come.
 """
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,15 +16,14 @@ import psutil
 import pytest
 
 from ft_plugins.collective.operations import place_of
-from ft_plugins.events import Event, catalogue
+from ft_plugins.events import catalogue
 from ft_plugins.redundancy.grouping import redundancy_groups
 from ft_plugins.snapshot.segment.paths import SHM
-from harness.emulated_nodes import EmulatedHost, network
-from harness.forkserver import JobSpec, RunningJob
+from harness.emulated_nodes import network
 from harness.fsdp_runs import EXAMPLE, FsdpRun
 from harness.golden import assert_identical
-from harness.job_control import Entry, run_to_end
-from harness.jobs import DETECT, Jobs
+from harness.job_control import run_to_end
+from harness.jobs import DETECT
 from harness.multinode import BOUND, MultiNodeJob, until
 
 SCRIPT = f"{Path(__file__).with_name('sharded_ranks.py')}:main"
@@ -45,29 +41,29 @@ DETECT_SECONDS = "60"  # a rank that has stopped itself is not found to be lost 
 class ShardedRun(FsdpRun):
     """A run whose model is sharded over all ranks."""
 
-    def spec(self, **fields: object) -> JobSpec:
+    def spec(self, **fields):
         return super().spec(**{"entry": SCRIPT, **fields})
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[EmulatedHost]]:
+def places():
     """One for each node of the job and each substitute."""
     with network(range(11, 11 + NODES + len(PAIR) + 1)) as hosts:
         yield hosts
 
 
-def ranks_at(position: int) -> range:
+def ranks_at(position):
     return range(position * PER_NODE, (position + 1) * PER_NODE)
 
 
-def all_events(nodes: Iterable[RunningJob], name: str) -> list[Event]:
+def all_events(nodes, name):
     return sorted((event for job in nodes for event in job.events(name)), key=lambda event: event.time)
 
 
-def until_restored(nodes: Iterable[RunningJob]) -> None:
+def until_restored(nodes):
     """Wait until all ranks of every node have been restored for the first time."""
 
-    def restored(lines: list[Entry]) -> bool:
+    def restored(lines):
         names = [entry["name"] for entry in lines]
         assert catalogue.STATE_LOST.name not in names, "no tier had a version"
         return names.count(catalogue.STATE_RESTORED.name) == PER_NODE
@@ -76,17 +72,17 @@ def until_restored(nodes: Iterable[RunningJob]) -> None:
         until(job, restored)
 
 
-def until_committed_since(nodes: Iterable[RunningJob], time: float) -> None:
+def until_committed_since(nodes, time):
     """Wait until every node has committed a version after `time`."""
 
-    def committed(lines: list[Entry]) -> bool:
+    def committed(lines):
         return any(e["name"] == catalogue.VERSION_COMMITTED.name and e["time"] > time for e in lines)
 
     for job in nodes:
         until(job, committed)
 
 
-def connections(pid: int) -> Iterator[tuple[str, str]]:
+def connections(pid):
     """Local and remote address of each established connection (IPv4) of a process, as the kernel writes them."""
     lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]  # of all processes on its node
     ends = {line.split()[9]: (line.split()[1], line.split()[2]) for line in lines if line.split()[3] == "01"}
@@ -97,13 +93,13 @@ def connections(pid: int) -> Iterator[tuple[str, str]]:
                 yield ends[inode]
 
 
-def connected_ranks(pids: dict[int, int], agents: Iterable[int]) -> dict[int, set[int]]:
+def connected_ranks(pids, agents):
     """The ranks with which each rank has one connection more than the framework makes.
 
     The framework connects each rank with each other one in the same way; the rest are the package's. What several
     processes have is their agent's, from which they were forked.
     """
-    holders: dict[tuple[str, str], list[int]] = {}
+    holders = {}
     for rank, pid in (*pids.items(), *((-1, agent) for agent in agents)):
         for ends in connections(pid):
             holders.setdefault(ends, []).append(rank)
@@ -119,13 +115,13 @@ def connected_ranks(pids: dict[int, int], agents: Iterable[int]) -> dict[int, se
     return {rank: {other for other in pids if other != rank and counts[rank, other] > framework} for rank in pids}
 
 
-def neighbours(rank: int) -> set[int]:
+def neighbours(rank):
     """The ranks with which a rank is connected in the tree."""
     place = place_of(rank, RANKS, PER_NODE)
     return {*place.children, *([] if place.parent is None else [place.parent])}
 
 
-def is_inner(position: int) -> bool:
+def is_inner(position):
     """Whether a node other than the root connects others with the rest, in the trees of ranks and of SMPs."""
     below = any(child not in ranks_at(position) for child in place_of(position * PER_NODE, RANKS, PER_NODE).children)
     if find_spec("ft_plugins.smp.tree.tree") is not None:
@@ -133,8 +129,8 @@ def is_inner(position: int) -> bool:
     return position > 0 and below
 
 
-def assert_recovered(job: MultiNodeJob, restores: Collection[Event], lost: Collection[int], fresh: Collection[str],
-                     versions: range) -> int:  # fmt: skip
+def assert_recovered(job, restores, lost, fresh,
+                     versions):  # fmt: skip
     """All ranks restored one version, the `lost` ones from parity on the `fresh` nodes. Returns its iteration."""
     assert sorted(event.rank for event in restores if event.rank is not None) == list(range(RANKS))
     [(tier, iteration)] = {(event.fields["tier"], event.fields["iteration"]) for event in restores}
@@ -145,7 +141,7 @@ def assert_recovered(job: MultiNodeJob, restores: Collection[Event], lost: Colle
     return int(iteration)
 
 
-def assert_nothing_left(job: MultiNodeJob, places: Iterable[EmulatedHost]) -> None:
+def assert_nothing_left(job, places):
     """No process or socket, no shared memory; run directories only of the nodes that were not lost."""
     for place in places:
         if place.namespace:  # a process of the job is in the one of its node
@@ -159,9 +155,7 @@ def assert_nothing_left(job: MultiNodeJob, places: Iterable[EmulatedHost]) -> No
 
 
 @pytest.mark.timeout(1200)
-def test_a_job_of_16_nodes_loses_two_of_different_groups_and_one_that_connects_others(
-    jobs: Jobs, tmp_path: Path, places: list[EmulatedHost]
-) -> None:
+def test_a_job_of_16_nodes_loses_two_of_different_groups_and_one_that_connects_others(jobs, tmp_path, places):
     groups = redundancy_groups([str(rank // PER_NODE) for rank in range(RANKS)], [range(RANKS)], GROUP, losses=1)
     together = {group for group in groups for position in PAIR if ranks_at(position)[0] in group}
     assert len(together) == 2

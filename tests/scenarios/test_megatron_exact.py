@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +14,9 @@ import pytest
 
 from harness import megatron_runs
 from harness.claims import assert_proven, restored
-from harness.forkserver import RunningJob
 from harness.golden import assert_identical, loss_differences, losses, state_differences
 from harness.job_control import wait_for, wait_until_stopped
-from harness.jobs import Goldens, Jobs
-from harness.megatron_runs import ALL, HARDEST, ITERATIONS, RANKS, SKIPPED, MegatronConfiguration, MegatronRun
+from harness.megatron_runs import ALL, HARDEST, ITERATIONS, RANKS, SKIPPED, MegatronRun
 
 BOUND = 240  # seconds for one run; ten times what it takes on an idle machine
 
@@ -32,25 +29,23 @@ DEFAULT = {  # of the product, what the default run takes: both precisions, opti
 }
 
 
-def start(jobs: Jobs, configuration: MegatronConfiguration, kills: str) -> tuple[MegatronRun, RunningJob]:
+def start(jobs, configuration, kills):
     run = MegatronRun("protected", jobs.folder, configuration, protected=True, kills=kills)
     return run, jobs.start(run)
 
 
-def unfailed(configuration: MegatronConfiguration) -> MegatronRun:
+def unfailed(configuration):
     return MegatronRun("golden", Path(), configuration)
 
 
-def resumed(job: RunningJob) -> list[int]:
+def resumed(job):
     """The iteration of each restore, asserting that it came from the process tier and lost at most one iteration."""
     for event in job.events("state.restored"):
         assert event.fields["tier"] == "process" and 0 <= event.fields["lost"] <= 1, event
     return restored(job)
 
 
-def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
-    jobs: Jobs, golden: Goldens, tmp_path: Path
-) -> None:
+def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(jobs, golden, tmp_path):
     first = golden(unfailed(HARDEST))
     again = MegatronRun("again", tmp_path / "again", HARDEST)
     other = MegatronRun("other", tmp_path / "other", HARDEST, seed=4321)
@@ -63,7 +58,7 @@ def test_unfailed_runs_are_equal_to_each_other_and_unequal_with_another_seed(
     assert loss_differences(other.loss_log, first.loss_log)
 
 
-def test_the_injected_infinity_skips_an_update(golden: Goldens) -> None:
+def test_the_injected_infinity_skips_an_update(golden):
     entries = losses(golden(unfailed(HARDEST)).loss_log)
     assert entries[SKIPPED]["skipped"] and not entries[SKIPPED + 1]["skipped"]
     assert "valid_loss_hex" in entries[megatron_runs.EVALUATED], "one evaluation lies within the run"
@@ -77,8 +72,8 @@ def test_the_injected_infinity_skips_an_update(golden: Goldens) -> None:
     ],
 )
 def test_killed_in_forward_and_in_the_optimizer_step_it_ends_as_the_unfailed_run(
-    golden: Goldens, jobs: Jobs, configuration: MegatronConfiguration, record_property: Callable[[str, object], None]
-) -> None:
+    golden, jobs, configuration, record_property
+):
     whole = golden(unfailed(configuration))
     record_property("unprotected", "succeeded")  # for tests/matrix.sh
     kills = (
@@ -134,7 +129,7 @@ STORIES = {
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(golden: Goldens, jobs: Jobs, name: str) -> None:
+def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(golden, jobs, name):
     story = STORIES[name]
     run, job = start(jobs, HARDEST, story.kills)
     outcome = job.wait(BOUND)
@@ -154,7 +149,7 @@ def test_wherever_it_is_killed_it_ends_as_the_unfailed_run(golden: Goldens, jobs
     assert_identical(run, golden(unfailed(HARDEST)), RANKS)
 
 
-def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(golden: Goldens, jobs: Jobs) -> None:
+def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(golden, jobs):
     """Data position and RNG are restored although no iteration begins any more."""
     run, job = start(jobs, HARDEST, "shutdown.before@rank=2,restart=0:stop")
     sealed = {"name": "snapshot.sealed", "iteration": ITERATIONS}
@@ -175,7 +170,7 @@ def test_killed_when_nothing_is_left_to_run_it_ends_as_the_unfailed_run(golden: 
     assert_identical(run, golden(unfailed(HARDEST)), RANKS)
 
 
-def test_killed_at_the_agent_the_same_command_given_again_resumes(golden: Goldens, jobs: Jobs) -> None:
+def test_killed_at_the_agent_the_same_command_given_again_resumes(golden, jobs):
     run, job = start(jobs, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 4, BOUND)
     job.kill()
@@ -188,7 +183,7 @@ def test_killed_at_the_agent_the_same_command_given_again_resumes(golden: Golden
 
 
 @pytest.mark.parametrize("with_trainer", [False, True], ids=["alone", "with-a-trainer"])
-def test_the_smp_killed_loses_at_most_one_iteration(golden: Goldens, jobs: Jobs, with_trainer: bool) -> None:
+def test_the_smp_killed_loses_at_most_one_iteration(golden, jobs, with_trainer):
     run, job = start(jobs, HARDEST, "")
     wait_for(run.loss_log, lambda lines: len(lines) >= 3, BOUND)
     os.kill(job.events("smp.started")[-1].pid, signal.SIGKILL)

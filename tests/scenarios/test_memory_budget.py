@@ -1,11 +1,8 @@
 """Host memory for protection: three times the captured share, claimed at start and nothing later; with nodes that
 protect each other as much as is printed, and as much more as capture needs."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -13,15 +10,14 @@ from ft_plugins.smp.serve.client import Client
 from ft_plugins.snapshot.segment.paths import parity_path_of, path_of, segments_of
 from harness.emulated_nodes import LOOPBACK
 from harness.fills_runs import FillsRun
-from harness.forkserver import JobSpec, RunningJob
 from harness.job_control import wait_for, wait_until_stopped
-from harness.jobs import DETECT, Jobs
+from harness.jobs import DETECT
 from harness.multinode import MultiNodeJob
 
 MIB = 256
 
 
-def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(jobs: Jobs) -> None:
+def test_three_slots_are_claimed_before_step_0_and_the_kernel_agrees(jobs):
     run = FillsRun("fills", jobs.folder, 12, mib=MIB)
     job = jobs.start(run.armed("iteration.forward@iteration=1:stop;iteration.forward@iteration=9,restart=0:kill"))
     spec = job.spec
@@ -48,7 +44,7 @@ NODES, SHARE_MIB = 3, 32
 PARITY = 2 / (NODES - 1)  # shares: two versions of it, by RAIM5
 
 
-def start(jobs: Jobs, iterations: int, *flags: str) -> list[RunningJob]:
+def start(jobs, iterations, *flags):
     """Start a rank on each of the nodes, which protect each other."""
     run = FillsRun("fills", jobs.folder, iterations, NODES, SHARE_MIB, 0.2)
     job = MultiNodeJob(jobs, run, NODES, LOOPBACK[:NODES], DETECT, "60", *flags)
@@ -56,16 +52,14 @@ def start(jobs: Jobs, iterations: int, *flags: str) -> list[RunningJob]:
     return [*job.nodes.values()]
 
 
-def wait_for_commits(job: RunningJob, count: int) -> None:
+def wait_for_commits(job, count):
     """Wait until so many versions have come to count."""
     events = job.spec.run_dir / "events.jsonl"
     wait_for(events, lambda lines: sum(e["name"] == "version.committed" for e in lines) >= count, 120)
 
 
 @pytest.mark.parametrize("slots", [5, 3, 2])
-def test_as_many_slots_as_are_asked_for_are_claimed_at_start_and_parity_of_two_versions(
-    jobs: Jobs, slots: int
-) -> None:
+def test_as_many_slots_as_are_asked_for_are_claimed_at_start_and_parity_of_two_versions(jobs, slots):
     """Over n nodes parity of a version is 1/(n-1) of a share, by the kernel's word. With any number of slots versions
     come to count, and no fence waits for that."""
     running = start(jobs, 8, "--reft-slots", str(slots))
@@ -88,8 +82,8 @@ def test_as_many_slots_as_are_asked_for_are_claimed_at_start_and_parity_of_two_v
 
 
 def test_without_a_number_two_slots_are_claimed_at_start_and_more_once_sending_takes_several_iterations(
-    jobs: Jobs,
-) -> None:
+    jobs,
+):
     """Sending a version takes some seven iterations here."""
     faults = "iteration.forward@iteration=1:stop"
     running = start(jobs, 60, "--reft-exchange-mbps", "200", "--ftp-faults", faults)
@@ -115,7 +109,7 @@ def test_without_a_number_two_slots_are_claimed_at_start_and_more_once_sending_t
     assert "2 slots x" in told and "up to 5 slots" in told
 
 
-def files(spec: JobSpec) -> tuple[Path, Path]:
+def files(spec):
     """The segment and the parity of a node with one rank."""
     (segment,) = segments_of(spec.name, spec.node)
     return segment, parity_path_of(spec.name, spec.node)

@@ -2,17 +2,13 @@
 where EMERGING_OPTIMIZERS_PATH names a checkout; nothing of it is built.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from harness import muon_jobs
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 
 pytestmark = [
@@ -27,14 +23,12 @@ KILLS = "iteration.forward@iteration=4,rank=1,restart=0:kill;update.middle@itera
 class WithoutScaler(MegatronConfiguration):
     """Muon's optimizers have no loss scaler, whatever the precision."""
 
-    has_scaler = False  # type: ignore[assignment]
+    has_scaler = False
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", muon_jobs.KINDS)
-def test_killed_in_forward_and_in_the_update_it_ends_as_the_unfailed_run(
-    jobs: Jobs, tmp_path: Path, kind: str, bf16: bool
-) -> None:
+def test_killed_in_forward_and_in_the_update_it_ends_as_the_unfailed_run(jobs, tmp_path, kind, bf16):
     configuration = WithoutScaler(bf16, False, False)
     golden = MegatronRun("golden", tmp_path / "golden", configuration, argv=("--muon", kind))
     jobs.finish(golden, entry=ENTRY)

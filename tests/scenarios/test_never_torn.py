@@ -4,20 +4,17 @@ Every tensor of the job is filled with its iteration number (`harness.fills`), 2
 what it has restored, which tensors are not filled with that number, and in which states it found the slots.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from ft_plugins.smp.serve.client import Client
-from harness.forkserver import ForkServer, JobSpec, RunningJob
-from harness.job_control import Entry, entries, wait_for
+from harness.forkserver import JobSpec
+from harness.job_control import entries, wait_for
 
 ENTRY = "harness.fills:main"
 MANY = 10_000  # restarts: here a version may be restored often on purpose
@@ -25,7 +22,7 @@ MANY = 10_000  # restarts: here a version may be restored often on purpose
 Spec = Callable[..., JobSpec]
 
 
-def fills(jobs: Spec, journal: Path, iterations: int, faults: str = "", mib: int = 256, ranks: int = 1) -> JobSpec:
+def fills(jobs, journal, iterations, faults="", mib=256, ranks=1):
     """Several ranks hold the same tensors, and each captures its share of them."""
     flags = ("--reft", "--reft-bucket-mib", "16", *(("--ftp-faults", faults) if faults else ()))
     argv = ("--iterations", str(iterations), "--mib", str(mib), "--journal", str(journal))
@@ -33,14 +30,14 @@ def fills(jobs: Spec, journal: Path, iterations: int, faults: str = "", mib: int
     return jobs(entry=ENTRY, argv=argv, flags=flags, max_restarts=MANY, nproc=ranks)
 
 
-def assert_never_torn(found: Sequence[Entry]) -> None:
+def assert_never_torn(found):
     for entry in found:
         assert entry["torn"] == [], entry
         if "restored" in entry:
             assert entry["counter"] == entry["restored"], "small state and tensors are of one version"
 
 
-def assert_at_most_one_lost(job: RunningJob) -> None:
+def assert_at_most_one_lost(job):
     for event in job.events("state.restored"):
         assert event.fields["tier"] == "process"
         assert 0 <= event.fields["lost"] <= 1, event
@@ -66,9 +63,7 @@ TRAINER_POINTS = [
 ]
 
 
-def test_a_trainer_killed_at_every_named_point_in_turn_resumes_a_complete_version(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_a_trainer_killed_at_every_named_point_in_turn_resumes_a_complete_version(torch_server, jobs, tmp_path):
     """One incarnation per point, after a first one that has sealed versions."""
     points = ["iteration.forward@hit=5", *TRAINER_POINTS]
     faults = ";".join(
@@ -105,8 +100,8 @@ POINTS_OF_ONE_OF_TWO = [
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_of_two_ranks_killed_at_every_named_point_in_turn_leaves_both_with_one_complete_version(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, killed: int
-) -> None:
+    torch_server, jobs, tmp_path, killed
+):
     """What is restored is put together from both shares: one rank may have sealed a version that the other has not."""
     points = ["iteration.forward@hit=5", *POINTS_OF_ONE_OF_TWO]
     faults = ";".join(
@@ -121,7 +116,7 @@ def test_one_of_two_ranks_killed_at_every_named_point_in_turn_leaves_both_with_o
     found = entries(journal)
     assert_never_torn(found)
     assert_at_most_one_lost(job)
-    restored: dict[int, set[int]] = {}
+    restored = {}
     for entry in found:
         if "restored" in entry:
             restored.setdefault(entry["restart"], set()).add(entry["restored"])
@@ -132,9 +127,7 @@ def test_one_of_two_ranks_killed_at_every_named_point_in_turn_leaves_both_with_o
 
 
 @pytest.mark.parametrize("point", ["shutdown.before", "shutdown.after"])
-def test_a_trainer_killed_at_the_messages_of_shutdown_resumes_the_last_version(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, point: str
-) -> None:
+def test_a_trainer_killed_at_the_messages_of_shutdown_resumes_the_last_version(torch_server, jobs, tmp_path, point):
     journal = tmp_path / "journal"
     job = torch_server.start(fills(jobs, journal, 4, f"{point}@restart=0:kill"))
     assert job.wait(60)["status"] == "succeeded", job.tail()
@@ -145,9 +138,7 @@ def test_a_trainer_killed_at_the_messages_of_shutdown_resumes_the_last_version(
 
 @pytest.mark.parametrize("message", ["attach", "restore", "shutdown"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_an_smp_killed_at_a_message_is_replaced_and_loses_nothing(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, message: str, moment: str
-) -> None:
+def test_an_smp_killed_at_a_message_is_replaced_and_loses_nothing(torch_server, jobs, tmp_path, message, moment):
     """The first request of the kind that arrives after a version exists: a trainer is killed for attach and restore."""
     journal = tmp_path / "journal"
     hit = 1 if message == "shutdown" else 2
@@ -162,7 +153,7 @@ def test_an_smp_killed_at_a_message_is_replaced_and_loses_nothing(
     assert_at_most_one_lost(job)
 
 
-def kill_trainer_at_random(job: RunningJob, journal: Path, kills: int, rng: random.Random, longest: float) -> None:
+def kill_trainer_at_random(job, journal, kills, rng, longest):
     """Kill the trainer `kills` times, each a random time after it has begun to train; the job restarts it each time."""
     for number in range(kills):
         wait_for(journal, lambda found, n=number: len(found) > n, 60)
@@ -175,7 +166,7 @@ def kill_trainer_at_random(job: RunningJob, journal: Path, kills: int, rng: rand
             os.close(descriptor)
 
 
-def _pause(seconds: float) -> None:
+def _pause(seconds):
     """The random moment itself is what is tested; nothing is waited for."""
     import time
 
@@ -184,12 +175,10 @@ def _pause(seconds: float) -> None:
 
 @pytest.mark.timeout(3600)  # a hundred restarts, a bound of its own for each
 @pytest.mark.parametrize(("old", "young"), [pytest.param(12, 4, id="short"), pytest.param(72, 32, id="long")])
-def test_a_trainer_killed_at_random_times_resumes_a_complete_version(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, old: int, young: int
-) -> None:
+def test_a_trainer_killed_at_random_times_resumes_a_complete_version(torch_server, jobs, tmp_path, old, young):
     """`old` times one job that has long had versions, and `young` jobs of which most die before they have three."""
     rng = random.Random(20261121)
-    found: list[Entry] = []
+    found = []
     journal = tmp_path / "long" / "journal"
     journal.parent.mkdir()
     spec = fills(jobs, journal, 1_000_000)
@@ -200,7 +189,7 @@ def test_a_trainer_killed_at_random_times_resumes_a_complete_version(
         assert_at_most_one_lost(job)
     finally:
         job.kill()
-    early: list[Entry] = []
+    early = []
     for number in range(young):
         folder = tmp_path / f"y{number}"
         folder.mkdir()

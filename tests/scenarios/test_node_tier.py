@@ -4,12 +4,9 @@ Three emulated nodes with one rank each; tensors are filled with their iteration
 node at the point; then that node is destroyed whole. The exchange is throttled so that it takes many iterations.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +15,17 @@ from ft_plugins.cli.status_command import text_of
 from ft_plugins.cli.status_facts import facts_of
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import paths
-from harness.emulated_nodes import EmulatedHost, network
+from harness.emulated_nodes import network
 from harness.fills_runs import FillsRun
-from harness.forkserver import RunningJob
-from harness.job_control import Entry, entries, wait_for
-from harness.jobs import DETECT, Jobs
+from harness.job_control import entries, wait_for
+from harness.jobs import DETECT
 from harness.multinode import MultiNodeJob
 
 BOUND = 280
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[EmulatedHost]]:
+def places():
     with network(range(31, 37)) as found:
         yield found
 
@@ -37,29 +33,29 @@ def places() -> Iterator[list[EmulatedHost]]:
 class Nodes(MultiNodeJob):
     """Three nodes that fill 8 MiB each, and what they have written."""
 
-    def __init__(self, jobs: Jobs, run: FillsRun, places: list[EmulatedHost]) -> None:
+    def __init__(self, jobs, run, places):
         super().__init__(jobs, run, 3, places)
         self.journal, self._places = run.journal, list(places)
 
-    def begin(self, name: str, faults: str = "", mbps: int = 80, detect: int = 10, *more: str) -> RunningJob:
+    def begin(self, name, faults="", mbps=80, detect=10, *more):
         """Start a node at the next address."""
         flags = (DETECT, str(detect), "--reft-exchange-mbps", str(mbps), *more)
         return self.start(name, self._places.pop(0), *flags, faults=faults)
 
-    def counted(self, name: str) -> int:
+    def counted(self, name):
         """The newest iteration that counts, as a node has said."""
         return max((event.fields["iteration"] for event in self.nodes[name].events("version.committed")), default=0)
 
-    def lose_at_stop(self, name: str) -> None:
+    def lose_at_stop(self, name):
         """Wait until the SMP of a node has stopped itself, then destroy the node."""
         self.until_smp_stopped(name)
         self.destroy(name)
 
-    def restored(self, restores: int) -> list[Entry]:
+    def restored(self, restores):
         """What was written at restores, once there are so many."""
         return wait_for(self.journal, lambda found: len(found) >= restores, BOUND)
 
-    def end(self) -> None:
+    def end(self):
         for job in self.nodes.values():
             job.kill()
         for job in self.nodes.values():
@@ -67,7 +63,7 @@ class Nodes(MultiNodeJob):
         assert_whole(entries(self.journal))
 
 
-def assert_whole(found: list[Entry]) -> None:
+def assert_whole(found):
     """Every restore was of one complete version, the same on all ranks that restored together."""
     for entry in found:
         assert entry["torn"] == [] and entry["counter"] == entry["restored"], entry
@@ -77,8 +73,8 @@ def assert_whole(found: list[Entry]) -> None:
 
 
 @pytest.fixture
-def job(jobs: Jobs, tmp_path: Path, places: list[EmulatedHost]) -> Callable[..., Nodes]:
-    def make(replicated: bool = False) -> Nodes:
+def job(jobs, tmp_path, places):
+    def make(replicated=False):
         return Nodes(jobs, FillsRun("fills", tmp_path, 1_000_000, 3, 8, 0.05, replicated), places)
 
     return make
@@ -94,7 +90,7 @@ POINTS = [
 ]
 
 
-def refused_or_young(story: Nodes, under_way: int) -> None:
+def refused_or_young(story, under_way):
     """Nothing has counted: the job ends with the reason, unless not even two versions had been captured, or the nodes
     that are left have all of the first one to be exchanged."""
     deadline = time.monotonic() + BOUND
@@ -121,9 +117,7 @@ def refused_or_young(story: Nodes, under_way: int) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_before(
-    job: Callable[..., Nodes], point: str
-) -> None:
+def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_before(job, point):
     story = job()
     story.begin("n0")
     story.begin("n2")
@@ -144,7 +138,7 @@ def test_a_node_lost_at_a_point_of_the_exchange_leaves_the_version_that_counted_
 
 
 @pytest.mark.parametrize("point", ["rebuild.frame@hit=4", "parity_store.xored@hit=2"], ids=["decode", "redundancy"])
-def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Callable[..., Nodes], point: str) -> None:
+def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job, point):
     story = job()
     for name in ("n0", "n1", "n2"):
         story.begin(name)
@@ -161,7 +155,7 @@ def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job: Calla
     story.end()
 
 
-def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: Callable[..., Nodes]) -> None:
+def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job):
     story = job()
     for name in ("n0", "n1", "n2"):
         story.begin(name)
@@ -178,9 +172,7 @@ def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job: C
     ("point", "replicated"),
     [("parity_store.xored@hit=21", False), ("exchange.check@hit=8", True), ("parity_store.seal.before@hit=4", True)],
 )
-def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_right(
-    job: Callable[..., Nodes], point: str, replicated: bool
-) -> None:
+def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_right(job, point, replicated):
     """Between XOR and cursor of what is sent; where replicas are compared; when all that is not sent is there."""
     story = job(replicated)
     story.begin("n0")
@@ -201,8 +193,8 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
 
 
 def test_a_job_that_chooses_its_interval_leaves_time_for_the_exchange_and_rebuilds_a_lost_node(
-    job: Callable[..., Nodes],
-) -> None:
+    job,
+):
     """An exchange takes at least 1.6 s here, and an iteration 0.05 s; no failure is expected."""
     story = job()
     auto = ("--reft-interval", "auto", "--reft-hw-rate", "0", "--reft-sw-rate", "0")
@@ -226,13 +218,13 @@ def test_a_job_that_chooses_its_interval_leaves_time_for_the_exchange_and_rebuil
     story.end()
 
 
-def printed(story: Nodes, *words: str) -> list[int]:
+def printed(story, *words):
     """How often each `protection.<word>` was printed on all nodes."""
     said = "".join(running.tail(1000) for running in story.nodes.values())
     return [said.count(f"ft_plugins: protection.{word}: node ") for word in words]
 
 
-def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_commit(job: Callable[..., Nodes]) -> None:
+def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_commit(job):
     """One node sends no more while its ranks train on and its SMP answers; then its SMP is replaced."""
     story = job()
     story.begin("n0", mbps=400, detect=5)
@@ -260,8 +252,8 @@ def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_comm
 
 
 def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_resumes_from_that_memory(
-    job: Callable[..., Nodes],
-) -> None:
+    job,
+):
     """As systemd does at a logout (RemoveIPC), or a cleaning script: segments, parity store and lock of one node."""
     story = job()
     for name in ("n0", "n1", "n2"):
@@ -292,7 +284,7 @@ def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_r
     story.end()
 
 
-def _named(running: RunningJob, name: str, count: int) -> list[Entry]:
+def _named(running, name, count):
     """The events of that name in the history of a node, once there are so many."""
     path = running.spec.run_dir / "events.jsonl"
     found = wait_for(path, lambda lines: sum(line["name"] == name for line in lines) >= count, BOUND)

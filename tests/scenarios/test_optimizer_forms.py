@@ -2,17 +2,13 @@
 the unfailed one. Runs where TRANSFORMER_ENGINE_PATH names a checkout (v2.9); nothing of it is built.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from harness import transformer_engine_jobs
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 
 pytestmark = [
@@ -37,9 +33,7 @@ CASES = {  # whether the gather of parameters overlaps the forward
 
 
 @pytest.mark.parametrize(("kept", "overlap"), [(kept, one) for kept, each in CASES.items() for one in each])
-def test_killed_in_forward_and_in_the_update_it_ends_as_the_unfailed_run(
-    jobs: Jobs, tmp_path: Path, kept: str, overlap: bool
-) -> None:
+def test_killed_in_forward_and_in_the_update_it_ends_as_the_unfailed_run(jobs, tmp_path, kept, overlap):
     configuration = MegatronConfiguration(True, True, overlap, overlap)
     words = ("--state", kept, "--tp", "1", "--layers", "4" if overlap else "2")
     golden = MegatronRun("golden", tmp_path / "golden", configuration, argv=words, ranks=4)

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
 from harness.deepspeed_runs import DeepSpeedConfiguration, DeepSpeedRun
-from harness.forkserver import RunningJob
 from harness.golden import assert_identical, explain, loss_differences, state_differences
 from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
-from harness.runs import ExampleRun
 from harness.shapes import FRAMEWORKS, JobShape
 
 ITERATIONS = 7
@@ -29,7 +26,7 @@ NOISE = "update.gradients:gauss=0.001"
 DYN = ("--paft", "--paft-h", "3", "--paft-h-min", "2", "--paft-h-max", "3")
 
 
-def shape(dp: int, sharded: bool = False, tp: int = 1, pp: int = 1) -> JobShape:
+def shape(dp, sharded=False, tp=1, pp=1):
     return JobShape(tp, pp, dp, sharded, ITERATIONS)
 
 
@@ -42,42 +39,40 @@ class Bench:
     golden: Goldens
     clipping: bool = True
 
-    def run(
-        self, of: JobShape, *flags: str, protected: bool = False, faults: str = "", name: str = "run"
-    ) -> ExampleRun:
+    def run(self, of, *flags, protected=False, faults="", name="run"):
         found = of.run(self.framework, self.jobs.folder / name, flags, protected).armed(faults)
         if isinstance(found, DeepSpeedRun) and not self.clipping:
             return replace(found, configuration=replace(found.configuration, clipping=0.0))
         return found
 
-    def finish(self, run: ExampleRun) -> RunningJob:
+    def finish(self, run):
         return self.jobs.finish(run, None)
 
-    def clean(self, of: JobShape) -> ExampleRun:
+    def clean(self, of):
         """The run without systems and faults."""
         return self.golden(self.run(of))
 
 
 @pytest.fixture(params=FRAMEWORKS)
-def bench(request: pytest.FixtureRequest, jobs: Jobs, golden: Goldens) -> Bench:
+def bench(request, jobs, golden):
     if request.param == "deepspeed":
         pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
     return Bench(request.param, jobs, golden)
 
 
-def once(job: RunningJob, name: str) -> dict[str, Any]:
+def once(job, name):
     """The one event of that name."""
     (event,) = job.events(name)
     return {**event.fields, "rank": event.rank}
 
 
-def agree(run: ExampleRun, ranks: range) -> bool:
+def agree(run, ranks):
     """Whether these ranks have ended with the same items and parameters."""
     ends = [run.state(rank) for rank in ranks]
     return all((end["items"], end["parameters"]) == (ends[0]["items"], ends[0]["parameters"]) for end in ends)
 
 
-def assert_same(run: ExampleRun, clean: ExampleRun, ranks: int) -> None:
+def assert_same(run, clean, ranks):
     """The same end, but for what a replica has counted: an update that it alone has skipped was skipped."""
     found = state_differences(run.digests, clean.digests, ranks) + loss_differences(run.loss_log, clean.loss_log)
     found = [line for line in found if "skipped_updates" not in line]
@@ -98,9 +93,7 @@ FLIPS = {
 @pytest.mark.parametrize(
     "flipped", ["parameters", *(pytest.param(one, marks=pytest.mark.all_configurations) for one in list(FLIPS)[1:])]
 )
-def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
-    bench: Bench, flipped: str
-) -> None:
+def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(bench, flipped):
     if (bench.framework, flipped) == ("deepspeed", "copies"):
         pytest.skip("without ZeRO these jobs are fp32, and compute with what the optimizer holds")
     if bench.framework == "deepspeed" and flipped in ("gradients", "nan"):
@@ -128,7 +121,7 @@ def test_a_flipped_bit_is_named_and_repaired_and_the_run_ends_as_the_clean_one(
 # ------------------------------------------------------------------------------------------------ two replicas
 
 
-def test_two_that_differ_are_averaged(bench: Bench) -> None:
+def test_two_that_differ_are_averaged(bench):
     two = shape(2)
     clean = bench.clean(two)
     run = bench.run(two, *AUDIT, "1", faults="update.parameters@iteration=4,rank=1:flip=20~5")
@@ -139,7 +132,7 @@ def test_two_that_differ_are_averaged(bench: Bench) -> None:
 
 
 @pytest.mark.all_configurations
-def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_the_clean_one(bench: Bench) -> None:
+def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_the_clean_one(bench):
     two = shape(2)
     clean = bench.clean(two)
     flip = "update.parameters@iteration=4,rank=1,restart=0:flip=20~5"
@@ -154,9 +147,7 @@ def test_two_that_differ_send_the_job_back_to_where_they_agreed_and_it_ends_as_t
 
 
 @pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.all_configurations)])
-def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
-    bench: Bench, dp: int
-) -> None:
+def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(bench, dp):
     sharded = shape(dp, sharded=True)
     clean = bench.clean(sharded)
     at = QUIET[bench.framework][1]
@@ -170,9 +161,7 @@ def test_a_wrong_copy_of_shards_is_found_and_gathered_anew(
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("bf16, overlap", [(False, False), (False, True), (True, True)])
-def test_what_is_gathered_is_compared_also_if_it_would_be_gathered_in_the_next_forward(
-    jobs: Jobs, golden: Goldens, bf16: bool, overlap: bool
-) -> None:
+def test_what_is_gathered_is_compared_also_if_it_would_be_gathered_in_the_next_forward(jobs, golden, bf16, overlap):
     """Rank 1 is wrong six times, in its own shard or elsewhere. Of fp32 shards the gathered parameters are replicas,
     and a majority repairs the shard itself: gathering again would spread what is wrong in it."""
     flips = ";".join(f"update.copies@iteration={step},rank=1:flip={12 if bf16 else 20}~{step}" for step in range(2, 8))
@@ -191,9 +180,7 @@ def test_what_is_gathered_is_compared_also_if_it_would_be_gathered_in_the_next_f
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("mode", ["dyn", "largest", "sync"])
-def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_was_not(
-    bench: Bench, mode: str
-) -> None:
+def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_was_not(bench, mode):
     """Rank 1 dies in the forward behind the update of a turn (3, then 5 or 6), while its average is under way."""
     two = shape(2)
     words = {"dyn": DYN, "largest": (*DYN, "--paft-noise-of", "largest")}.get(
@@ -214,7 +201,7 @@ def test_killed_while_an_averaging_is_in_flight_it_ends_as_the_noised_run_that_w
 
 
 @pytest.mark.all_configurations
-def test_killed_between_two_audits_it_ends_as_the_clean_run(bench: Bench) -> None:
+def test_killed_between_two_audits_it_ends_as_the_clean_run(bench):
     """In the same job a wrong replica before the kill, and another after it."""
     four = shape(4)
     clean = bench.clean(four)
@@ -232,7 +219,7 @@ def test_killed_between_two_audits_it_ends_as_the_clean_run(bench: Bench) -> Non
 
 
 @pytest.mark.all_configurations
-def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(bench: Bench) -> None:
+def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(bench):
     """Every stage and tensor rank has replicas of its own; all ranks take one interval."""
     cube = shape(2, tp=2, pp=2)
     clean = bench.clean(cube)
@@ -242,7 +229,7 @@ def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(bench: Ben
     job = bench.finish(run)
     told = once(job, "audit.failed")
     assert told["iteration"] == at and 6 in told["ranks"] and len(told["ranks"]) == 2
-    turns: dict[int, set[Any]] = {}
+    turns = {}
     for event in job.events("replicas.averaged"):
         turns.setdefault(event.fields["iteration"], set()).add((event.fields["next"], event.fields["divergence"]))
     assert sorted(turns) == [3, 6] and all(len(said) == 1 for said in turns.values())
@@ -250,9 +237,7 @@ def test_in_a_job_of_three_dimensions_averaging_and_audit_go_together(bench: Ben
     assert_identical(run, clean, 8)
 
 
-def test_a_script_with_deepspeed_and_its_own_loop_is_repaired_before_its_next_forward(
-    jobs: Jobs, golden: Goldens
-) -> None:
+def test_a_script_with_deepspeed_and_its_own_loop_is_repaired_before_its_next_forward(jobs, golden):
     """What it computes between the engine's calls cannot be computed again, and need not be."""
     pytest.importorskip("deepspeed", reason="needs the extra [deepspeed]")
     clean = DeepSpeedRun("audited", jobs.folder, DeepSpeedConfiguration(4, 0, bf16=False))

@@ -1,7 +1,5 @@
 """What `ft-plugins plan memory` prints is what a job of these sizes claims, by the kernel's figure."""
 
-from __future__ import annotations
-
 import pytest
 
 from ft_plugins.config import Config
@@ -11,14 +9,14 @@ from ft_plugins.systems.reft.dry_claim import DryJob, plan_claim
 from harness.emulated_nodes import LOOPBACK
 from harness.fills_runs import FillsRun
 from harness.job_control import wait_for
-from harness.jobs import DETECT, Jobs
+from harness.jobs import DETECT
 from harness.multinode import MultiNodeJob
 
 NODES, RANKS, MIB, TENSORS = 2, 2, 8, 37
 
 
 @pytest.mark.parametrize("replicated", [False, True], ids=["sharded", "replicated"])
-def test_a_job_claims_what_was_planned(jobs: Jobs, replicated: bool) -> None:
+def test_a_job_claims_what_was_planned(jobs, replicated):
     flags = ("--reft", "--reft-checkpoint-dir", str(jobs.folder / "ck"), "--reft-checkpoint-interval", "0")
     run = FillsRun("fills", jobs.folder, 30, NODES * RANKS, MIB, 0.2, replicated, flags)
     nodes = MultiNodeJob(jobs, run, NODES, LOOPBACK[:NODES], DETECT, "60")

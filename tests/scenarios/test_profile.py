@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from ft_plugins.model.timeline import Kind, Timeline
+from ft_plugins.model.timeline import Kind
 from harness.deepspeed_runs import DeepSpeedConfiguration
-from harness.forkserver import ForkServer
 from harness.golden import assert_identical
 from harness.job_control import run_to_end
 from harness.profiled import ProfiledRun
@@ -39,12 +37,12 @@ class Pipeline:
     chunks: int = 1
 
     @property
-    def merges(self) -> bool:
+    def merges(self):
         """Whether some bubbles become one: where stages drain, Megatron waits for a send until its receiver is there,
         which in a ring of more than two stages may be one that has still to compute."""
         return self.chunks > 1 and self.stages > 2
 
-    def order(self, stage: int) -> list[Operation]:
+    def order(self, stage):
         """What a stage computes: forwards to warm up, then one forward and one backward in turn, then what is left."""
         warm_up = self.stages - stage - 1
         if self.chunks > 1:
@@ -64,7 +62,7 @@ class Pipeline:
             found += [forward, backward]
         return found + backwards[len(rest) :]
 
-    def before(self, stage: int, operation: Operation) -> tuple[int, Operation] | None:
+    def before(self, stage, operation):
         """What has to be over before, and where; None for what begins a microbatch."""
         kind, microbatch, chunk = operation
         step, ends = (-1, 0) if kind is Kind.FORWARD else (1, self.stages - 1)
@@ -74,14 +72,14 @@ class Pipeline:
             return self.stages - 1 - ends, (kind, microbatch, chunk + step)
         return None if kind is Kind.FORWARD else (stage, (Kind.FORWARD, microbatch, chunk))
 
-    def idle_after(self) -> list[dict[Operation | None, int]]:
+    def idle_after(self):
         """By stage: after which operations it is idle, and how many forwards long; None: before its first one. The
         stages end together."""
-        over: dict[tuple[int, Operation], int] = {}  # when, in forwards
+        over = {}  # when, in forwards
         at = [0] * self.stages
-        found: list[dict[Operation | None, int]] = [{} for _ in range(self.stages)]
+        found = [{} for _ in range(self.stages)]
         left = [self.order(stage) for stage in range(self.stages)]
-        last: list[Operation | None] = [None] * self.stages
+        last = [None] * self.stages
         while any(left):
             for stage, operations in enumerate(left):
                 needed = operations and self.before(stage, operations[0])
@@ -99,11 +97,11 @@ class Pipeline:
         return found
 
 
-def compute(timeline: Timeline) -> list[Operation]:
+def compute(timeline):
     return [found for found in timeline.shape if found[0] in (Kind.FORWARD, Kind.BACKWARD)]
 
 
-def finish(server: ForkServer, run: ProfiledRun) -> ProfiledRun:
+def finish(server, run):
     run.folder.mkdir()
     if run.entry == "deepspeed":
         stages = int(run.argv[run.argv.index("--pp") + 1])
@@ -116,7 +114,7 @@ def finish(server: ForkServer, run: ProfiledRun) -> ProfiledRun:
     return run
 
 
-def check(server: ForkServer, entry: str, folder: Path, pipeline: Pipeline, argv: tuple[str, ...]) -> None:
+def check(server, entry, folder, pipeline, argv):
     """Run it recorded and slow, and as the plain example; what was recorded is what the schedule says."""
     runs = []
     forward = FORWARD * pipeline.stages / 2
@@ -149,7 +147,7 @@ def check(server: ForkServer, entry: str, folder: Path, pipeline: Pipeline, argv
             assert span.end - span.begin >= slept - 1e-9, "added up from lengths"
 
 
-def test_the_schedule_as_it_is_played_through_here_is_the_textbooks() -> None:
+def test_the_schedule_as_it_is_played_through_here_is_the_textbooks():
     forward, backward = Kind.FORWARD, Kind.BACKWARD
     pipeline = Pipeline(2, 3)
     assert [kind.value[0] + str(one) for kind, one, _ in pipeline.order(0)] == ["f0", "f1", "b0", "f2", "b1", "b2"]
@@ -181,8 +179,8 @@ def test_the_schedule_as_it_is_played_through_here_is_the_textbooks() -> None:
     ],
 )
 def test_what_was_recorded_of_megatron_is_its_schedule_and_nothing_else_changes(
-    megatron_server: ForkServer, tmp_path: Path, pipeline: Pipeline, argv: tuple[str, ...]
-) -> None:
+    megatron_server, tmp_path, pipeline, argv
+):
     check(megatron_server, "megatron", tmp_path, pipeline, (*MEGATRON, "--pp", str(pipeline.stages), *argv))
 
 
@@ -192,7 +190,5 @@ def test_what_was_recorded_of_megatron_is_its_schedule_and_nothing_else_changes(
     [Pipeline(2, 4), pytest.param(Pipeline(4, 4), marks=pytest.mark.all_configurations)],
     ids=["two-stages", "four-stages"],
 )
-def test_what_was_recorded_of_deepspeed_is_its_schedule_and_nothing_else_changes(
-    deepspeed_server: ForkServer, tmp_path: Path, pipeline: Pipeline
-) -> None:
+def test_what_was_recorded_of_deepspeed_is_its_schedule_and_nothing_else_changes(deepspeed_server, tmp_path, pipeline):
     check(deepspeed_server, "deepspeed", tmp_path, pipeline, (*DEEPSPEED, "--pp", str(pipeline.stages)))

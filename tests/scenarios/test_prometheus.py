@@ -1,26 +1,22 @@
 """A real Prometheus scrapes a job of two emulated nodes: what it answers, for every panel of the dashboard."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ft_plugins.metrics.derived import query
 from ft_plugins.metrics.table import METRICS
 from ft_plugins.smp.watch import liveness
-from harness.emulated_nodes import EmulatedHost, network
+from harness.emulated_nodes import network
 from harness.fills_runs import FillsRun
 from harness.job_control import wait_until
-from harness.jobs import DETECT, Jobs
+from harness.jobs import DETECT
 from harness.multinode import MultiNodeJob
 
 RULES = Path(__file__).parents[2] / "launch/prometheus/alerts.yml"
@@ -39,17 +35,17 @@ KNOWN = {
 class Prometheus:
     """A server in the network of a node, and what it answers."""
 
-    def __init__(self, prefix: list[str]) -> None:
+    def __init__(self, prefix):
         self._prefix = prefix
 
-    def ask(self, expression: str) -> list[dict[str, Any]]:
+    def ask(self, expression):
         """The series of a query. Raises AssertionError if it is refused."""
         words = ["promtool", "query", "instant", "-o", "json", f"http://{OWN}", expression]
         done = subprocess.run([*self._prefix, *words], capture_output=True, text=True, timeout=SECONDS, check=False)
         assert done.returncode == 0, f"{expression}: {done.stdout}{done.stderr}"
         return list(json.loads(done.stdout) or [])
 
-    def nodes(self, expression: str) -> set[str]:
+    def nodes(self, expression):
         """The nodes of the series of a query; none while the server is not ready."""
         try:
             return {series["metric"]["node"] for series in self.ask(expression)}
@@ -58,7 +54,7 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, places: list[EmulatedHost]) -> Iterator[Prometheus]:
+def prometheus(folder, places):
     """A server that scrapes these places each second and evaluates the rules."""
     targets = [f"{place.address}:{PORT}" for place in places]
     config = {
@@ -82,7 +78,7 @@ def prometheus(folder: Path, places: list[EmulatedHost]) -> Iterator[Prometheus]
 
 
 @pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
-def test_prometheus_scrapes_two_nodes_and_answers_every_query_of_the_dashboard(jobs: Jobs, tmp_path: Path) -> None:
+def test_prometheus_scrapes_two_nodes_and_answers_every_query_of_the_dashboard(jobs, tmp_path):
     with network((41, 42)) as places:
         run = FillsRun("fills", tmp_path, 1_000_000, 2, 8, 0.05, False)
         with MultiNodeJob(jobs, run, 2, places) as story, prometheus(tmp_path, places) as server:
@@ -90,7 +86,7 @@ def test_prometheus_scrapes_two_nodes_and_answers_every_query_of_the_dashboard(j
                 story.start(name, place, DETECT, "30", "--ftp-metrics", f"{place.address}:{PORT}")
             story.until_committed(3)
 
-            def known() -> bool:
+            def known():
                 return all(server.nodes(name) == {"a", "b"} for name in sorted(KNOWN))
 
             wait_until(known, SECONDS, lambda: f"known: {sorted(n for n in KNOWN if server.nodes(n) == {'a', 'b'})}")

@@ -1,12 +1,9 @@
 """A rehearsal of whole jobs: a loop that continues is exact, any other is named with its iteration and cause."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ SCRIPT = Path(__file__).with_name("loops_to_rehearse.py")
 SECONDS = 1200.0  # a bound for a job that hangs
 
 
-def rehearsed(folder: Path, *words: str, options: tuple[str, ...] = (), ranks: int = 1) -> dict[str, Any]:
+def rehearsed(folder, *words, options=(), ranks=1):
     """The outcome of a rehearsal, as programs see it."""
     tool = str(Path(sys.executable).with_name("ft-plugins"))
     job = ["ft-run", "--nproc-per-node", str(ranks), "--ftp-preload", "off", "--reft", *words]
@@ -23,12 +20,12 @@ def rehearsed(folder: Path, *words: str, options: tuple[str, ...] = (), ranks: i
         capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
-    outcome: dict[str, Any] = json.loads(done.stdout)
+    outcome = json.loads(done.stdout)
     assert outcome["exact"] == (done.returncode == 0), outcome
     return outcome
 
 
-def test_a_loop_that_continues_is_exact_over_an_epochs_end_and_evaluations(tmp_path: Path) -> None:
+def test_a_loop_that_continues_is_exact_over_an_epochs_end_and_evaluations(tmp_path):
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "exact", options=("--iterations", "13"))
     assert outcome["exact"], outcome
     assert outcome["kills"] == [5, 6] and outcome["comparison"]["restored"] == [3, 4], "each is computed again"
@@ -47,8 +44,8 @@ def test_a_loop_that_continues_is_exact_over_an_epochs_end_and_evaluations(tmp_p
     ],
 )
 def test_state_that_nothing_captures_is_named_by_the_first_iteration_that_lacks_it_and_by_what_begins_again(
-    tmp_path: Path, case: str, kind: str, said: str
-) -> None:
+    tmp_path, case, kind, said
+):
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", case)
     difference = outcome["comparison"]["difference"]
     assert not outcome["exact"] and difference["iteration"] == 4 and difference["kind"] == kind
@@ -56,8 +53,8 @@ def test_state_that_nothing_captures_is_named_by_the_first_iteration_that_lacks_
 
 
 def test_what_a_data_set_makes_later_is_restored_and_what_the_script_carries_is_named_under_the_verdict(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "later")
     assert outcome["exact"], outcome
     named = [line for line in outcome["notices"] if "since nothing restores it: main.running 0.0, was " in line]
@@ -66,18 +63,18 @@ def test_what_a_data_set_makes_later_is_restored_and_what_the_script_carries_is_
     assert "another phase" not in " ".join(outcome["not_exercised"]), "a step of the rate was seen"
 
 
-def test_data_that_no_seed_decides_is_not_exact_and_that_shows_without_a_failure(tmp_path: Path) -> None:
+def test_data_that_no_seed_decides_is_not_exact_and_that_shows_without_a_failure(tmp_path):
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "unseeded")
     difference = outcome["comparison"]["irreproducible"]
     assert not outcome["exact"] and (difference["iteration"], difference["kind"]) == (1, "the batch")
 
 
-def test_kernels_that_are_not_deterministic_leave_everything_but_the_trajectory(tmp_path: Path) -> None:
+def test_kernels_that_are_not_deterministic_leave_everything_but_the_trajectory(tmp_path):
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "kernel")
     assert outcome["exact"] and outcome["comparison"]["irreproducible"]["kind"] == "state"
 
 
-def test_a_job_on_two_emulated_nodes_survives_the_loss_of_one(tmp_path: Path) -> None:
+def test_a_job_on_two_emulated_nodes_survives_the_loss_of_one(tmp_path):
     outcome = rehearsed(
         tmp_path, "launch/examples/torch_loop.py", "--iterations", "40", options=("--nodes", "2"), ranks=2
     )

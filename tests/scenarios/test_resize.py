@@ -4,17 +4,12 @@ Real megatron-core at PP2, with and without TP2, on emulated nodes, each one rep
 of these sizes end, bit for bit, that go on from each other by checkpoints of Megatron's own at the same iterations.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness.emulated_nodes import EmulatedHost, network
-from harness.forkserver import RunningJob
+from harness.emulated_nodes import network
 from harness.golden import assert_identical
-from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 from harness.multinode import MultiNodeJob, until
 
@@ -26,12 +21,12 @@ PP = 2
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[EmulatedHost]]:
+def places():
     with network([11, 12, 13, 14, 5]) as found:
         yield found
 
 
-def resized(job: RunningJob) -> int:
+def resized(job):
     """The iteration at which state of another size was taken over, in this node's next incarnation."""
     found = until(job, lambda lines: any(e["name"] == "state.resharded" for e in lines))
     return int(next(e for e in reversed(found) if e["name"] == "state.resharded")["iteration"])
@@ -46,9 +41,7 @@ def resized(job: RunningJob) -> int:
         pytest.param(False, 2, id="replicated-tp2", marks=pytest.mark.all_configurations),
     ],
 )
-def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
-    jobs: Jobs, tmp_path: Path, places: list[EmulatedHost], distributed: bool, tp: int
-) -> None:
+def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(jobs, tmp_path, places, distributed, tp):
     configuration = MegatronConfiguration(bf16=True, distributed_optimizer=distributed, interleaved=False)
     argv, per_node = (*ARGV, *BATCH, "--tp", str(tp)), tp * PP
     most, fewer = 4 * per_node, 3 * per_node
@@ -69,7 +62,7 @@ def test_a_job_goes_on_with_fewer_nodes_and_again_with_all(
     for each in job.nodes.values():
         assert not each.events("state.lost")
 
-    def reference(name: str, ranks: int, *words: str) -> MegatronRun:
+    def reference(name, ranks, *words):
         folder = tmp_path / "reference"  # one loss log for all three
         found = MegatronRun(name, folder, configuration, argv=(*argv, *words), iterations=ITERATIONS)
         jobs.finish(found, entry=REFERENCE, nproc=ranks)

@@ -6,19 +6,14 @@ at which no further loss could be survived. The lost node and the one that waits
 they held cannot be decoded without it. When a fresh node comes, both are taken in: nothing that the spare had counts.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ft_plugins.snapshot.segment.paths import previous_segments_of, segments_of
-from harness.emulated_nodes import EmulatedHost, network
-from harness.forkserver import RunningJob
+from harness.emulated_nodes import network
 from harness.golden import assert_identical
 from harness.job_control import wait_for
-from harness.jobs import Jobs
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 from harness.multinode import BOUND, MultiNodeJob
 
@@ -29,12 +24,12 @@ PER_NODE = 2
 
 
 @pytest.fixture(scope="module")
-def places() -> Iterator[list[EmulatedHost]]:
+def places():
     with network([21, 22, 23, 24, 25, 26]) as found:
         yield found
 
 
-def event(job: RunningJob, name: str, seconds: float = BOUND) -> dict[str, object]:
+def event(job, name, seconds=BOUND):
     """The first event of that name on a node, waited for."""
     journal = job.spec.run_dir / "events.jsonl"
     found = wait_for(journal, lambda lines: any(entry["name"] == name for entry in lines), seconds)
@@ -44,8 +39,8 @@ def event(job: RunningJob, name: str, seconds: float = BOUND) -> dict[str, objec
 @pytest.mark.all_configurations
 @pytest.mark.parametrize(("before", "after", "again"), [(4, 2, True), (6, 4, False)])
 def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
-    jobs: Jobs, tmp_path: Path, places: list[EmulatedHost], before: int, after: int, again: bool
-) -> None:
+    jobs, tmp_path, places, before, after, again
+):
     configuration = MegatronConfiguration(bf16=True, distributed_optimizer=True, interleaved=False)
     ranks = before * PER_NODE
     run = MegatronRun("spares", tmp_path, configuration, True, argv=ARGV, iterations=ITERATIONS, ranks=ranks)
@@ -70,7 +65,7 @@ def test_survivors_that_have_no_part_in_the_smaller_job_hand_out_what_they_hold(
     for each in job.nodes.values():
         assert not each.events("state.lost")
 
-    def reference(title: str, ranks: int, *words: str) -> MegatronRun:
+    def reference(title, ranks, *words):
         folder = tmp_path / "reference"  # one loss log for both
         found = MegatronRun(title, folder, configuration, argv=(*ARGV, *words), iterations=ITERATIONS)
         jobs.finish(found, entry=REFERENCE, nproc=ranks)

@@ -1,32 +1,26 @@
 """`ft-plugins status` of a job that trains, is killed, restarts and ends; and of one in each state."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 from ft_plugins.cli import status_command
 from ft_plugins.cli.status_facts import facts_of, is_over
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.serve.client import Client
-from ft_plugins.smp.serve.node_facts import Facts
-from harness.forkserver import ForkServer, JobSpec
 
 KILLED_AT, SECONDS = 5, 60.0
 
 
 def test_status_counts_the_restart_and_the_downtime_of_a_killed_rank_and_ends_with_the_job(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
-) -> None:
+    torch_server, jobs, tmp_path
+):
     argv = ("--iterations", "60", "--seconds", "0.1", "--mib", "8", "--journal", str(tmp_path / "journal"))
     faults = f"iteration.forward@iteration={KILLED_AT},restart=0,rank=1:kill"
     flags = ("--reft", "--ftp-faults", faults)
     job = torch_server.start(jobs(entry="harness.fills:main", argv=argv, flags=flags, nproc=2))
 
-    def seen(until: Callable[[Facts], bool]) -> Facts:
+    def seen(until):
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             (facts,) = facts_of([job.spec.run_dir])
@@ -62,19 +56,17 @@ def main(argv):
 """
 
 
-def test_status_says_in_each_state_what_is_known_and_what_to_do(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
-) -> None:
+def test_status_says_in_each_state_what_is_known_and_what_to_do(torch_server, jobs, tmp_path):
     (tmp_path / "gated.py").write_text(GATED)
     gate, entry = tmp_path / "gate", f"{tmp_path / 'gated.py'}:main"
     stopped = ("--ftp-faults", "iteration.forward@iteration=4,rank=1:stop")
 
-    def job(*words: str, flags: tuple[str, ...] = (), **more: object) -> JobSpec:
+    def job(*words, flags=(), **more):
         argv = (str(gate), "--iterations", "100000", "--seconds", "0.05", "--mib", "4", *words)
         argv += ("--journal", str(tmp_path / "journal"))
         return jobs(entry=entry, argv=argv, flags=("--reft", *flags), nproc=2, **more)
 
-    def until(spec: JobSpec, state: str, headline: str, remedy: str = "nothing to do") -> Facts:
+    def until(spec, state, headline, remedy="nothing to do"):
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             (facts,) = facts_of([spec.run_dir])

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,6 @@ from ft_plugins.snapshot.segment.paths import path_of
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.slots import SlotState, Version
 from harness import fills
-from harness.forkserver import ForkServer, JobSpec
 from harness.job_control import entries, wait_for, wait_until_stopped
 
 BOUND = 280
@@ -41,7 +40,7 @@ class Node:
     journal: Path
     started: list[subprocess.Popen[bytes]]
 
-    def trainer(self, token: int, iterations: int, faults: str = "") -> subprocess.Popen[bytes]:
+    def trainer(self, token, iterations, faults=""):
         config = Config.from_flags(
             ["--reft", "--reft-bucket-mib", "16", *(["--ftp-faults", faults] if faults else [])]
         )[0]
@@ -54,16 +53,16 @@ class Node:
         self.started.append(process)
         return process
 
-    def fence(self) -> int:
+    def fence(self):
         with Client(self.run_dir) as client:
             return client.fence()
 
 
 @pytest.fixture
-def make_node(tmp_path: Path, own_environment: Path) -> Iterator[Callable[[str], Node]]:
-    made: list[Node] = []
+def make_node(tmp_path, own_environment):
+    made = []
 
-    def make(faults: str) -> Node:
+    def make(faults):
         name = f"stopped{os.getpid()}"
         run_dir = run_directory(name, "node0", {**os.environ, "XDG_RUNTIME_DIR": str(own_environment)})
         ensure(run_dir, name, "node0", 60, faults)
@@ -81,7 +80,7 @@ def make_node(tmp_path: Path, own_environment: Path) -> Iterator[Callable[[str],
             client.end()
 
 
-def test_a_new_start_ends_a_stopped_trainer_and_resumes(make_node: Callable[[str], Node]) -> None:
+def test_a_new_start_ends_a_stopped_trainer_and_resumes(make_node):
     node = make_node("")
     stopped = node.trainer(node.fence(), 10, f"{STOPPED_AT}:stop")
     wait_until_stopped(stopped.pid, BOUND)
@@ -95,8 +94,8 @@ def test_a_new_start_ends_a_stopped_trainer_and_resumes(make_node: Callable[[str
 
 
 def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_at_the_next_edge(
-    make_node: Callable[[str], Node],
-) -> None:
+    make_node,
+):
     node = make_node("fence.kill:skip")
     stopped = node.trainer(node.fence(), 10, f"{STOPPED_AT}:stop")
     wait_until_stopped(stopped.pid, BOUND)
@@ -127,9 +126,7 @@ def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_a
     assert [entry["restored"] for entry in found if "restored" in entry][-1] == 6
 
 
-def test_a_trainer_that_stays_stopped_is_lost_and_the_job_goes_on(
-    torch_server: ForkServer, jobs: Callable[..., JobSpec], tmp_path: Path
-) -> None:
+def test_a_trainer_that_stays_stopped_is_lost_and_the_job_goes_on(torch_server, jobs, tmp_path):
     """Its peer waits for it in a collective, and would for half an hour: nothing has died, nothing is reported."""
     journal = tmp_path / "journal"
     flags = ("--reft", "--ftp-faults", "update.begin@iteration=5,rank=1,restart=0:stop", "--ftp-detect-seconds", "1")

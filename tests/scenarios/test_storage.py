@@ -4,8 +4,6 @@ Every tensor is filled with its iteration number (`harness.fills`), so what is r
 Checkpoints are asked for while the ranks stand still at a known iteration: names are known, nothing depends on speed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
@@ -14,7 +12,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,10 +21,9 @@ from ft_plugins.smp.serve.status import common, newest_common
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.checkpoint import checkpoint
 from harness.fills import main as fill
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.forkserver import JobSpec, RunningJob
 from harness.job_control import (
     BOUND,
-    Entry,
     captured,
     entries,
     lose_memory,
@@ -42,9 +38,7 @@ Spec = Callable[..., JobSpec]
 MIB = 8
 
 
-def fills(
-    jobs: Spec, tmp_path: Path, iterations: int, *flags: str, faults: str = "", ranks: int = 2, **fields: Any
-) -> JobSpec:
+def fills(jobs, tmp_path, iterations, *flags, faults="", ranks=2, **fields):
     argv = ("--iterations", str(iterations), "--mib", str(MIB), "--journal", str(tmp_path / "journal"), "--replicated")
     given = ("--ftp-detect-seconds", "120")  # ranks that stand still are meant to
     given += ("--reft", "--reft-bucket-mib", "1", "--reft-checkpoint-dir", str(tmp_path / "ck"), *flags)
@@ -55,21 +49,21 @@ def fills(
 ON_REQUEST = ("--reft-checkpoint-interval", "0")
 
 
-def base(spec: JobSpec) -> Path:
+def base(spec):
     return Path(spec.flags[spec.flags.index("--reft-checkpoint-dir") + 1]) / spec.name
 
 
-def complete(spec: JobSpec) -> list[str]:
+def complete(spec):
     return sorted(each.name for each in checkpoint.listing(base(spec)) if each.complete)
 
 
-def go_on(spec: JobSpec) -> None:
+def go_on(spec):
     """Let the ranks that stand still go on."""
     for line in events(spec, "rank.attached")[-spec.nproc :]:
         os.kill(line["pid"], signal.SIGCONT)
 
 
-def resumed(server: ForkServer, spec: JobSpec, tier: str = "storage") -> int:
+def resumed(server, spec, tier="storage"):
     """The iteration from which all ranks go on, from `tier`, whole; the job must end in order."""
     before = len(entries(journal(spec)))
     events = len(list(entries(spec.run_dir / "events.jsonl")))
@@ -84,11 +78,11 @@ def resumed(server: ForkServer, spec: JobSpec, tier: str = "storage") -> int:
     return int(iteration)
 
 
-def journal(spec: JobSpec) -> Path:
+def journal(spec):
     return Path(spec.argv[spec.argv.index("--journal") + 1])
 
 
-def refused(job: RunningJob) -> str:
+def refused(job):
     """The one line with which a job was refused, without a restart."""
     outcome = job.wait(BOUND)
     assert (outcome["status"], outcome["restarts"]) == ("refused", 0), (outcome, job.tail())
@@ -96,16 +90,14 @@ def refused(job: RunningJob) -> str:
     return str(outcome["reason"])
 
 
-def events(spec: JobSpec, name: str) -> list[Entry]:
+def events(spec, name):
     return [line for line in entries(spec.run_dir / "events.jsonl") if line["name"] == name]
 
 
 # ---- memory is gone ----
 
 
-def test_when_memory_is_gone_the_newest_checkpoint_is_resumed_from(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_when_memory_is_gone_the_newest_checkpoint_is_resumed_from(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4, 8)
     assert complete(spec) == ["v1-4", "v2-8"]
@@ -115,9 +107,7 @@ def test_when_memory_is_gone_the_newest_checkpoint_is_resumed_from(
     assert lineages == {3}, "newer than any in storage, although memory knew of none"
 
 
-def test_a_trainer_killed_while_it_reads_resumes_from_the_same_checkpoint(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_a_trainer_killed_while_it_reads_resumes_from_the_same_checkpoint(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
@@ -131,9 +121,7 @@ def test_a_trainer_killed_while_it_reads_resumes_from_the_same_checkpoint(
     assert [(entry["restored"], entry["torn"]) for entry in found] == [(4, []), (4, [])]
 
 
-def test_memory_of_an_earlier_life_gives_way_to_what_the_job_has_written_since(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_memory_of_an_earlier_life_gives_way_to_what_the_job_has_written_since(torch_server, jobs, tmp_path):
     """The job was killed, went on from storage on another machine, and comes back to the first one."""
     spec = fills(jobs, tmp_path, 14, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4)
@@ -148,7 +136,7 @@ def test_memory_of_an_earlier_life_gives_way_to_what_the_job_has_written_since(
 DAMAGES = ["truncated", "flipped", "missing", "record", "manifest"]
 
 
-def damage(folder: Path, what: str, rank: int) -> None:
+def damage(folder, what, rank):
     path = folder / checkpoint.data_file(rank)
     match what:
         case "truncated":
@@ -171,9 +159,7 @@ def damage(folder: Path, what: str, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, what: str, rank: int
-) -> None:
+def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(torch_server, jobs, tmp_path, what, rank):
     spec = fills(jobs, tmp_path, 10, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4, 8)
     lose_memory(spec)
@@ -184,9 +170,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_passed_over_by_all(
     assert "v2-8" in told[0]["reason"]
 
 
-def test_when_every_checkpoint_is_damaged_the_job_is_refused_until_fresh_is_said(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_when_every_checkpoint_is_damaged_the_job_is_refused_until_fresh_is_said(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
@@ -206,9 +190,7 @@ def test_when_every_checkpoint_is_damaged_the_job_is_refused_until_fresh_is_said
     ],
     ids=["another model", "another layout"],
 )
-def test_the_checkpoint_of_another_job_or_layout_is_refused_by_name(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, changed: tuple[str, tuple[str, ...]], words: tuple[str, ...]
-) -> None:
+def test_the_checkpoint_of_another_job_or_layout_is_refused_by_name(torch_server, jobs, tmp_path, changed, words):
     spec = fills(jobs, tmp_path, 6, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
@@ -219,9 +201,7 @@ def test_the_checkpoint_of_another_job_or_layout_is_refused_by_name(
     assert resumed(torch_server, spec) == 4, "nothing was lost by it"
 
 
-def test_a_folder_that_cannot_be_used_is_refused_at_the_start_and_not_missed_later(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_used_is_refused_at_the_start_and_not_missed_later(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
     (tmp_path / "ck").write_text("")
     line = refused(torch_server.start(spec))
@@ -248,8 +228,8 @@ SMP_POINTS += ["persist.manifest.before", "persist.manifest.after"]
 
 @pytest.mark.parametrize("point", SMP_POINTS)
 def test_an_smp_and_then_a_trainer_killed_while_a_checkpoint_is_written_lose_no_complete_one(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, point: str
-) -> None:
+    torch_server, jobs, tmp_path, point
+):
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4)
     lose_memory(spec)
@@ -269,7 +249,7 @@ def test_an_smp_and_then_a_trainer_killed_while_a_checkpoint_is_written_lose_no_
     assert resumed(torch_server, spec) == 8
 
 
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(torch_server: ForkServer, jobs: Spec, tmp_path: Path) -> None:
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4)
     full = "persist.write@rank=1,hit=7:enospc;update.begin@iteration=9:stop"
@@ -289,7 +269,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(torch_server: ForkServe
     assert complete(spec) == ["v1-4", "v2-8"]
 
 
-def end_smp_started_without_faults(spec: JobSpec) -> None:
+def end_smp_started_without_faults(spec):
     """The SMP that was left by the ft-run before is replaced by one of this ft-run, with its faults."""
     with Client(spec.run_dir) as client:
         pid = client.status()["pid"]
@@ -305,9 +285,7 @@ def end_smp_started_without_faults(spec: JobSpec) -> None:
 # ---- the end of protection ----
 
 
-def test_told_to_end_ft_run_leaves_the_newest_snapshot_in_storage_and_says_where(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_told_to_end_ft_run_leaves_the_newest_snapshot_in_storage_and_says_where(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 1_000_000, *ON_REQUEST)
     job = torch_server.start(spec)
     wait_for(spec.run_dir / "events.jsonl", lambda found: captured(found, 20, 2), BOUND)
@@ -325,7 +303,7 @@ def test_told_to_end_ft_run_leaves_the_newest_snapshot_in_storage_and_says_where
     assert resumed(torch_server, dataclasses.replace(spec, argv=words)) == newest.iteration
 
 
-def hold_the_signal(argv: list[str]) -> None:
+def hold_the_signal(argv):
     """Entry of ranks that train on after SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fill(argv)
@@ -334,7 +312,7 @@ def hold_the_signal(argv: list[str]) -> None:
 HOLD = {"entry": f"{__file__}:hold_the_signal"}
 
 
-def require_written_while_ranks_train(jobs: list[RunningJob]) -> int:
+def require_written_while_ranks_train(jobs):
     """Send SIGTERM to all nodes, and wait for the first checkpoint, and for newer versions of ranks that still train.
     Then kill them, and wait for the end. Returns the iteration of the first checkpoint."""
     for job in jobs:
@@ -347,7 +325,7 @@ def require_written_while_ranks_train(jobs: list[RunningJob]) -> int:
     ranks = [line["pid"] for job in jobs for line in events(job.spec, "rank.attached")]
     assert all(liveness.started(pid) for pid in ranks), "the ranks are not waited for"
 
-    def newest() -> int:
+    def newest():
         with Client(spec.run_dir) as client:
             version = newest_common(client.status())
         return version.iteration if version else 0
@@ -363,8 +341,8 @@ def require_written_while_ranks_train(jobs: list[RunningJob]) -> int:
 
 @pytest.mark.parametrize("smp_too", [False, True], ids=["ft-run", "all-processes"])
 def test_ranks_that_hold_the_signal_are_not_waited_for_and_what_they_seal_meanwhile_is_left_in_storage(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, smp_too: bool
-) -> None:
+    torch_server, jobs, tmp_path, smp_too
+):
     """Batch systems send it to all processes of the job."""
     spec = fills(jobs, tmp_path, 1_000_000, *ON_REQUEST, "--ftp-grace-seconds", "600", **HOLD)
     job = torch_server.start(spec)
@@ -380,9 +358,7 @@ def test_ranks_that_hold_the_signal_are_not_waited_for_and_what_they_seal_meanwh
         assert f"ft-run: iteration {iteration} is in {base(spec) / f'v1-{iteration}'}" in job.log.read_text()
 
 
-def test_a_notice_of_preemption_writes_a_checkpoint_says_where_and_training_goes_on(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_a_notice_of_preemption_writes_a_checkpoint_says_where_and_training_goes_on(torch_server, jobs, tmp_path):
     """Batch systems send it to all processes of the job."""
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
     job = stop_after(torch_server, spec, 5)
@@ -399,9 +375,7 @@ def test_a_notice_of_preemption_writes_a_checkpoint_says_where_and_training_goes
     assert complete(spec) == ["v1-5"] and not events(spec, "smp.lost")
 
 
-def test_protection_that_is_lost_leaves_the_last_version_that_all_ranks_hold_in_storage(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_protection_that_is_lost_leaves_the_last_version_that_all_ranks_hold_in_storage(torch_server, jobs, tmp_path):
     faults = "capture.seal.before@iteration=7,rank=1:raise"
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST, faults=faults)
     job = torch_server.start(spec)
@@ -413,9 +387,7 @@ def test_protection_that_is_lost_leaves_the_last_version_that_all_ranks_hold_in_
     assert resumed(torch_server, without) == 6
 
 
-def test_a_person_asks_for_a_checkpoint_and_is_told_where_it_is(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_a_person_asks_for_a_checkpoint_and_is_told_where_it_is(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 12, *ON_REQUEST)
     job = stop_after(torch_server, spec, 5)
     program = "from ft_plugins.cli import main; main()"
@@ -437,13 +409,13 @@ def test_a_person_asks_for_a_checkpoint_and_is_told_where_it_is(
 @pytest.mark.parametrize("before", ["none", "raim5"])
 @pytest.mark.parametrize("after", ["none", "raim5"])
 def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path, before: str, after: str
-) -> None:
+    torch_server, jobs, tmp_path, before, after
+):
     """Parity of the replicas that both hold is not in storage: each makes it anew, and what was stored counts then."""
     secret = write_secret(tmp_path)
 
-    def start(iterations: int, redundancy: str) -> list[RunningJob]:
-        running: list[RunningJob] = []
+    def start(iterations, redundancy):
+        running = []
         for node in ("node0", "node1"):
             more = ("--reft-redundancy", redundancy, "--ftp-node-name", node)
             more += ("--ftp-secret-file", str(secret)) if redundancy != "none" else ()
@@ -494,8 +466,8 @@ def test_two_nodes_told_to_end_write_one_checkpoint_and_start_from_it_together(
 
 
 def test_two_nodes_whose_ranks_hold_the_signal_write_the_same_versions_meanwhile_and_in_the_end(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+    torch_server, jobs, tmp_path
+):
     secret, port, running = write_secret(tmp_path), free_port(), list[RunningJob]()
     for node in ("node0", "node1"):
         more = ("--ftp-node-name", node, "--ftp-secret-file", str(secret), "--ftp-grace-seconds", "600")
@@ -514,7 +486,7 @@ def test_two_nodes_whose_ranks_hold_the_signal_write_the_same_versions_meanwhile
     assert complete(running[0].spec) == sorted([f"v1-{first}", f"v1-{max(set.intersection(*held))}"])
 
 
-def counts_again(found: list[Entry]) -> bool:
+def counts_again(found):
     """Whether what was restored counts for the node tier."""
     names = [event["name"] for event in found]
     since = found[names.index("state.restored") :] if "state.restored" in names else []

@@ -3,8 +3,6 @@
 Each is rehearsed on two emulated nodes: a node is lost, then a rank is killed, and every iteration is compared.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -14,10 +12,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -31,7 +27,7 @@ NAMESPACES = {
 }
 
 
-def rehearsed(folder: Path, *around: str) -> dict[str, Any]:
+def rehearsed(folder, *around):
     """The outcome of a rehearsal by the command `around` it."""
     tool = str(Path(sys.executable).with_name("ft-plugins"))
     options = ["--json", "--out", str(folder), "--nodes", "2", "--iterations", "40", "--kill", "20,21"]
@@ -41,12 +37,12 @@ def rehearsed(folder: Path, *around: str) -> dict[str, Any]:
         capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    outcome: dict[str, Any] = json.loads(done.stdout)
+    outcome = json.loads(done.stdout)
     return outcome
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
-def test_a_job_in_namespaces_of_its_own_survives_a_lost_node_and_a_killed_rank(tmp_path: Path, name: str) -> None:
+def test_a_job_in_namespaces_of_its_own_survives_a_lost_node_and_a_killed_rank(tmp_path, name):
     words = NAMESPACES[name]
     if os.geteuid() or shutil.which("unshare") is None or not permitted(words):
         pytest.skip("namespaces need root")
@@ -55,11 +51,11 @@ def test_a_job_in_namespaces_of_its_own_survives_a_lost_node_and_a_killed_rank(t
     assert len(outcome["comparison"]["restored"]) == 2
 
 
-def permitted(words: Sequence[str]) -> bool:
+def permitted(words):
     return subprocess.run([*words, "true"], capture_output=True, timeout=300, check=False).returncode == 0
 
 
-def test_a_job_that_strangers_flood_survives_a_lost_node_and_a_killed_rank(tmp_path: Path) -> None:
+def test_a_job_that_strangers_flood_survives_a_lost_node_and_a_killed_rank(tmp_path):
     with flood() as counted:
         outcome = rehearsed(tmp_path)
     assert outcome["exact"], outcome
@@ -68,7 +64,7 @@ def test_a_job_that_strangers_flood_survives_a_lost_node_and_a_killed_rank(tmp_p
 
 
 @contextmanager
-def flood() -> Iterator[dict[str, int]]:
+def flood():
     """Connect to every port on which the emulated nodes listen: send bytes of any kind, or nothing at all."""
     stop, counted = threading.Event(), {"ports": 0, "connections": 0}
     thread = threading.Thread(target=_flood, args=(stop, counted), daemon=True)
@@ -80,7 +76,7 @@ def flood() -> Iterator[dict[str, int]]:
         thread.join(60)
 
 
-def _flood(stop: threading.Event, counted: dict[str, int]) -> None:
+def _flood(stop, counted):
     rng, silent, seen = random.Random(7), deque[socket.socket](), set[tuple[str, int]]()
     while not stop.wait(0.05):
         listening = [c.laddr for c in psutil.net_connections("tcp4") if c.status == psutil.CONN_LISTEN]

@@ -5,8 +5,6 @@ two data-parallel replicas on different nodes. Parameters are replicated (no dis
 all-gather between the nodes.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -15,33 +13,29 @@ import pytest
 
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.snapshot.segment.paths import path_of
-from harness.forkserver import RunningJob
 from harness.golden import assert_identical
 from harness.job_control import wait_for, wait_until_stopped
-from harness.jobs import Goldens, Jobs
 from harness.megatron_runs import RANKS, MegatronConfiguration, MegatronRun
 
 BOUND = 240
 ARGV = ("--order", "tp-cp-ep-pp-dp")
 
 
-def mapped_segments(pid: int) -> set[str]:
+def mapped_segments(pid):
     """Names of the segments in a process's memory, by the kernel's word."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {Path(line.split()[-1]).name for line in lines if "/dev/shm/ftp-" in line}
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distopt"])
-def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one(
-    jobs: Jobs, golden: Goldens, tmp_path: Path, distributed: bool
-) -> None:
+def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one(jobs, golden, tmp_path, distributed):
     configuration = MegatronConfiguration(bf16=True, distributed_optimizer=distributed, interleaved=False)
     whole = golden(MegatronRun("golden", Path(), configuration, argv=ARGV))
     kills = "iteration.forward@iteration=5,rank=6,restart=0:kill;iteration.forward@iteration=7,restart=1,rank=1:stop"
     run = MegatronRun("two", tmp_path, configuration, protected=True, kills=kills, argv=ARGV)
     endpoint = f"localhost:{free_port()}"
     fields = {key: value for key, value in vars(run.spec()).items() if key not in ("name", "nproc", "flags")}
-    running: list[RunningJob] = []
+    running = []
     for node in ("node0", "node1"):
         flags = (*run.spec().flags, "--ftp-node-name", node, "--reft-redundancy", "none")
         spec = jobs(**{**fields, "node": node, "nnodes": 2, "endpoint": endpoint, "nproc": RANKS // 2, "flags": flags})
@@ -49,16 +43,14 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
         if node == "node0":  # agents are sorted by address and pid: the first one started takes ranks 0 to 3
             wait_for(spec.run_dir / "events.jsonl", lambda lines: any(e["name"] == "smp.started" for e in lines), BOUND)
 
-    def stopped(lines: list[dict[str, object]]) -> bool:
+    def stopped(lines):
         return max((int(str(line["iteration"])) for line in lines), default=0) >= 6 and any(
             line["restart"] for line in lines
         )
 
     wait_for(run.loss_log, stopped, BOUND)
     for job in running:  # the second incarnation, restored: each rank maps its own segment and no other
-        newest: dict[int, int] = {
-            event.rank: event.pid for event in job.events("rank.attached") if event.rank is not None
-        }
+        newest = {event.rank: event.pid for event in job.events("rank.attached") if event.rank is not None}
         assert len(newest) == RANKS // 2
         for rank, pid in newest.items():
             assert mapped_segments(pid) == {path_of(job.spec.name, job.spec.node, rank).name}
@@ -73,5 +65,5 @@ def test_each_share_is_read_on_its_own_node_and_the_run_ends_as_the_unfailed_one
     assert_identical(run, whole, RANKS)
 
 
-def newest_pid(running: list[RunningJob], rank: int) -> int:
+def newest_pid(running, rank):
     return [event.pid for job in running for event in job.events("rank.attached") if event.rank == rank][-1]

@@ -3,13 +3,10 @@
 Every tensor is filled with its iteration number (`harness.fills`). Jobs are held still at a known iteration.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 from ft_plugins.rehearse.driver import free_port
 from ft_plugins.smp.serve.client import Client
@@ -17,7 +14,7 @@ from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.checkpoint import checkpoint, lease
 from ft_plugins.snapshot.segment.slots import Version
 from harness.emulated_nodes import freeze
-from harness.forkserver import ForkServer, JobSpec, RunningJob
+from harness.forkserver import JobSpec, RunningJob
 from harness.job_control import (
     BOUND,
     captured,
@@ -35,14 +32,12 @@ from .test_storage import ON_REQUEST, base, complete, events, fills, go_on, refu
 Spec = Callable[..., JobSpec]
 
 
-def run_of(spec: JobSpec, name: str) -> str:
+def run_of(spec, name):
     """The run that the last event of that name on a node tells."""
     return str(events(spec, name)[-1]["run"])
 
 
-def two_nodes(
-    server: ForkServer, jobs: Spec, folder: Path, names: tuple[str, str], interval: str = "0", faults: str = ""
-) -> list[RunningJob]:
+def two_nodes(server, jobs, folder, names, interval="0", faults=""):
     """A job of two nodes with a rank each."""
     secret, port, running = write_secret(folder), free_port(), list[RunningJob]()
     for node in names:
@@ -52,9 +47,7 @@ def two_nodes(
     return running
 
 
-def test_a_second_job_of_that_name_on_other_nodes_is_refused_by_name_and_changes_nothing(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_a_second_job_of_that_name_on_other_nodes_is_refused_by_name_and_changes_nothing(torch_server, jobs, tmp_path):
     first = two_nodes(torch_server, jobs, tmp_path, ("a", "b"), faults="update.begin@iteration=5:stop")
     for job in first:
         wait_for(job.spec.run_dir / "events.jsonl", lambda found: captured(found, 4, 1), BOUND)
@@ -75,9 +68,7 @@ def test_a_second_job_of_that_name_on_other_nodes_is_refused_by_name_and_changes
     assert after is not None and after.released and (after.run, after.lineage) == (held.run, held.lineage)
 
 
-def test_while_an_smp_stands_still_no_checkpoint_is_put_together_of_two_jobs_of_one_name(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_while_an_smp_stands_still_no_checkpoint_is_put_together_of_two_jobs_of_one_name(torch_server, jobs, tmp_path):
     """Given a job of two nodes, one of which has written its part of version 4 while the SMP of the other is stopped. A
     second one is refused; and if the other part of such a job is there all the same, it does not count."""
     (tmp_path / "elsewhere").mkdir()
@@ -123,8 +114,8 @@ def test_while_an_smp_stands_still_no_checkpoint_is_put_together_of_two_jobs_of_
 
 
 def test_a_node_that_was_silent_is_replaced_with_its_identity_and_writes_no_more_when_it_is_back(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+    torch_server, jobs, tmp_path
+):
     spec = fills(jobs, tmp_path, 12, "--reft-checkpoint-interval", "4")
     old = stop_after(torch_server, spec, 4)
     wait_until(lambda: complete(spec) == ["v1-4"], BOUND, lambda: str(complete(spec)))
@@ -148,9 +139,7 @@ def test_a_node_that_was_silent_is_replaced_with_its_identity_and_writes_no_more
     assert events(spec, "checkpoint.failed"), "what was due is missed by name"
 
 
-def test_after_a_total_loss_the_same_command_goes_on_at_once_as_the_same_run(
-    torch_server: ForkServer, jobs: Spec, tmp_path: Path
-) -> None:
+def test_after_a_total_loss_the_same_command_goes_on_at_once_as_the_same_run(torch_server, jobs, tmp_path):
     spec = fills(jobs, tmp_path, 9, *ON_REQUEST)
     write_checkpoints(torch_server, spec, 4)
     run = run_of(spec, "training.started")

@@ -10,18 +10,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 from ft_plugins.base import faults
-from ft_plugins.events import Event, read
+from ft_plugins.events import read
 from ft_plugins.smp.serve.client import Client, ensure
 from ft_plugins.smp.watch import liveness
 from ft_plugins.snapshot.segment import header, segment, segment_file, slot_header
@@ -39,14 +36,14 @@ settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
+def disarmed():
     """Disarm all faults after a test."""
     yield
     faults.arm("")
 
 
 @pytest.fixture(autouse=True)
-def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+def unproven(monkeypatch):
     """Restores are proven only where a test says so: it computes an iteration once more, and most tests here count
     iterations. Whole jobs prove them."""
     real = reft.unproven
@@ -56,7 +53,7 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def job() -> Iterator[str]:
+def job():
     """A unique job name. Afterwards the job may have nothing in /dev/shm."""
     name = f"t{os.getpid()}-{next(_numbers)}"
     yield name
@@ -67,13 +64,13 @@ def job() -> Iterator[str]:
 
 
 @pytest.fixture
-def run_python() -> Iterator[Callable[[str], tuple[int, int]]]:
+def run_python():
     """Run scripts, each in a session of its own, until they print a line; returns pid and start time."""
-    started: list[subprocess.Popen[bytes]] = []
+    started = []
     python = os.path.realpath("/proc/self/exe")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
-    def run(script: str) -> tuple[int, int]:
+    def run(script):
         process = subprocess.Popen(
             [python, "-c", script], stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
@@ -89,7 +86,7 @@ def run_python() -> Iterator[Callable[[str], tuple[int, int]]]:
 
 
 @pytest.fixture
-def segment_path(job: str) -> Iterator[Path]:
+def segment_path(job):
     """The path of a segment that the test creates itself; removed afterwards."""
     path = path_of(job, "n", 0)
     yield path
@@ -101,14 +98,14 @@ class Death(BaseException):
 
 
 @pytest.fixture
-def dies_at() -> Callable[[int, Callable[[], object]], bool]:
+def dies_at():
     """Run some work, but die before the n-th executed line (from 0) of the files that store to a segment's headers.
     Returns whether there were that many lines."""
 
-    def run(line: int, work: Callable[[], object]) -> bool:
+    def run(line, work):
         left = line
 
-        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        def trace(frame, event, arg):
             nonlocal left
             if frame.f_code.co_filename not in _HEADER_FILES:
                 return None
@@ -141,33 +138,33 @@ class Node:
     run_dir: Path
     pids: list[int] = field(default_factory=list)
 
-    def start(self, orphan_seconds: float = 600, armed: str = "") -> int:
+    def start(self, orphan_seconds=600, armed=""):
         """Start the SMP, or find the running one; returns its pid."""
         self.pids.append(ensure(self.run_dir, self.job, self.name, orphan_seconds, armed))
         return self.pids[-1]
 
-    def client(self, timeout: float = 30) -> Client:
+    def client(self, timeout=30):
         return Client(self.run_dir, timeout)
 
-    def fence(self) -> int:
+    def fence(self):
         with self.client() as client:
             return client.fence()
 
-    def status(self) -> dict[str, Any]:
+    def status(self):
         with self.client() as client:
             return client.status()
 
-    def events(self, name: str = "") -> list[Event]:
+    def events(self, name=""):
         return [event for event in read(self.run_dir / "events.jsonl") if not name or event.name == name]
 
-    def segment(self, rank: int) -> Path:
+    def segment(self, rank):
         return path_of(self.job, self.name, rank)
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL the SMP; it is gone when this returns."""
         kill(self.pids[-1])
 
-    def end(self) -> None:
+    def end(self):
         """End the SMP on request, also if it is stopped."""
         if liveness.held(self.run_dir / "smp.lock"):
             pid = int((self.run_dir / "smp.lock").read_text())
@@ -177,7 +174,7 @@ class Node:
             wait_until_gone(pid, _BOUND)
 
 
-def kill(pid: int) -> None:
+def kill(pid):
     """SIGKILL a process and wait until it has ended."""
     descriptor = os.pidfd_open(pid)
     os.close(descriptor)
@@ -186,12 +183,12 @@ def kill(pid: int) -> None:
 
 
 @pytest.fixture
-def nodes(job: str) -> Iterator[Callable[[str], Node]]:
+def nodes(job):
     """Nodes by name. Their SMPs are ended afterwards and remove all segments."""
-    made: dict[str, Node] = {}
+    made = {}
     with tempfile.TemporaryDirectory(prefix="ftu-", dir="/tmp") as folder:
 
-        def node(name: str = "n") -> Node:
+        def node(name="n"):
             if name not in made:
                 run_dir = Path(folder) / job / name
                 run_dir.mkdir(parents=True, mode=0o700)
@@ -204,13 +201,13 @@ def nodes(job: str) -> Iterator[Callable[[str], Node]]:
 
 
 @pytest.fixture
-def node(nodes: Callable[[str], Node]) -> Node:
+def node(nodes):
     """The only node of a job."""
     return nodes("n")
 
 
 @pytest.fixture
-def ranks() -> Callable[..., list[Any]]:
+def ranks():
     """Run `function(rank, world, *args)` on `world` forked gloo ranks; returns the results by rank."""
     torch.set_num_threads(1)
     return functools.partial(gang, plain=True)

@@ -1,15 +1,11 @@
 """`ft-plugins check`: it says before a job what the job would say when it starts, and ends as that would."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,16 +14,13 @@ from ft_plugins.adapters import job_check
 from ft_plugins.adapters.job_check import check_megatron
 from ft_plugins.adapters.rules import Treatment
 
-Answer = tuple[int, str, str]
-Check = Callable[..., Answer]
-
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Check:
+def check(monkeypatch, capsys, tmp_path):
     """Run the command in a folder of its own; returns exit status, output and errors."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> Answer:
+    def run(*words):
         monkeypatch.setattr(sys, "argv", ["ft-plugins", "check", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -36,12 +29,12 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     return run
 
 
-def configuration(**settings: Any) -> str:
+def configuration(**settings):
     Path("ds.json").write_text(json.dumps({"train_batch_size": 8, "optimizer": {"type": "AdamW"}, **settings}))
     return "ds.json"
 
 
-def test_a_configuration_that_is_followed_is_planned_with_its_memory(check: Check) -> None:
+def test_a_configuration_that_is_followed_is_planned_with_its_memory(check):
     file = configuration(zero_optimization={"stage": 1}, ft_plugins={"reft": {"interval": 2}})
     node = ("--ranks", "16", "--ranks-per-node", "8", "--node-memory-gib", "100")
     code, said, errors = check("--deepspeed_config", file, "--parameters", "1e8", *node)
@@ -56,7 +49,7 @@ def test_a_configuration_that_is_followed_is_planned_with_its_memory(check: Chec
     ]
 
 
-def test_a_configuration_that_would_be_refused_ends_with_the_status_of_the_job(check: Check) -> None:
+def test_a_configuration_that_would_be_refused_ends_with_the_status_of_the_job(check):
     file = configuration(eigenvalue={"enabled": True}, zero_optimization={"offload_optimizer": {"device": "nvme"}})
     code, said, _ = check("--deepspeed_config", file)
     assert code == 78
@@ -69,7 +62,7 @@ def test_a_configuration_that_would_be_refused_ends_with_the_status_of_the_job(c
     assert "host memory: the number of parameters is not known before the job; give --parameters" in said
 
 
-def test_what_only_one_system_cannot_do_is_refused_for_that_one(check: Check) -> None:
+def test_what_only_one_system_cannot_do_is_refused_for_that_one(check):
     file = configuration(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}})
     assert check("--deepspeed_config", file, "--reft")[0] == 0
     code, said, _ = check("--deepspeed_config", file, "--sync-policy", "edit")
@@ -83,12 +76,12 @@ def test_what_only_one_system_cannot_do_is_refused_for_that_one(check: Check) ->
         (("--reft-slots", "3"), "has no effect while --reft is off"),
     ],
 )
-def test_flags_that_ft_run_would_refuse_are_refused_here(check: Check, flags: tuple[str, ...], said: str) -> None:
+def test_flags_that_ft_run_would_refuse_are_refused_here(check, flags, said):
     code, text, _ = check("--deepspeed_config", configuration(), *flags)
     assert code == 78 and text.startswith("refused: ") and said in text
 
 
-def test_a_command_is_read_as_ft_run_reads_it(check: Check) -> None:
+def test_a_command_is_read_as_ft_run_reads_it(check):
     """Ranks from the launcher's arguments, the configuration from the script's."""
     file = configuration(zero_optimization={"stage": 1})
     Path("train.py").write_text("raise SystemExit('started')")
@@ -104,7 +97,7 @@ def test_a_command_is_read_as_ft_run_reads_it(check: Check) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--deepspeed_config", "ds.json", "--learning-rate", "3")])
-def test_what_cannot_be_checked_is_one_line(check: Check, words: tuple[str, ...]) -> None:
+def test_what_cannot_be_checked_is_one_line(check, words):
     configuration()
     code, said, errors = check(*words)
     assert (code, said) == (1, "") and errors.count("\n") == 1 and "after '--'" in errors
@@ -112,7 +105,7 @@ def test_what_cannot_be_checked_is_one_line(check: Check, words: tuple[str, ...]
     assert (code, errors) == (1, "") and "after '--'" in json.loads(said)["error"]
 
 
-def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_of_megatron_is_checked_by_what_its_own_parser_has_read(monkeypatch):
     values = argparse.Namespace(
         bf16=True, qk_clip=True, optimizer="sgd", tensor_model_parallel_size=2, pipeline_model_parallel_size=1,
         use_distributed_optimizer=True, overlap_param_gather=True,
@@ -140,9 +133,7 @@ MISSING = {  # options that Megatron-LM has Transformer Engine for
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_what_megatron_itself_has_a_missing_package_for_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_what_megatron_itself_has_a_missing_package_for_is_a_warning(monkeypatch, installed):
     """Such a job ended by an error of Megatron-LM's own, and check had foreseen nothing."""
     local = {"transformer_impl": "local", "cuda_graph_impl": "none", "fp8": None, "fp4": None}
     monkeypatch.setattr(job_check, "find_spec", lambda name: installed or None)
@@ -161,7 +152,7 @@ def test_what_megatron_itself_has_a_missing_package_for_is_a_warning(
         assert [f"  missing     {text}" in checked.lines() for text in missing] == [True] * len(missing)
 
 
-def test_a_version_that_asks_the_errors_of_its_import_for_a_descriptor_is_read() -> None:
+def test_a_version_that_asks_the_errors_of_its_import_for_a_descriptor_is_read():
     """Megatron-LM 0.16 enables faulthandler when it is imported, and check ended by an error of its own."""
     command = (
         "import faulthandler\nfrom ft_plugins.adapters.job_check import quiet\nwith quiet(): faulthandler.enable()"
@@ -170,9 +161,7 @@ def test_a_version_that_asks_the_errors_of_its_import_for_a_descriptor_is_read()
 
 
 @pytest.mark.parametrize("refusal", ["", "cannot protect this job: QK clipping"])
-def test_what_the_framework_itself_refuses_is_the_last_line_and_fails_as_its_job_would(
-    check: Check, monkeypatch: pytest.MonkeyPatch, refusal: str
-) -> None:
+def test_what_the_framework_itself_refuses_is_the_last_line_and_fails_as_its_job_would(check, monkeypatch, refusal):
     size, rejected = job_check.ModelSize(None, None, 1, 1, 1, False), "its own validation refuses it: no"
     checked = job_check.JobCheck("Megatron-LM", (), refusal, (), size, rejected)
     monkeypatch.setattr("ft_plugins.cli.check_command.check_megatron", lambda *given: checked)
@@ -196,7 +185,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("text", SCRIPTS)
-def test_a_script_of_which_nothing_can_be_said_is_named_as_what_it_is(check: Check, text: str) -> None:
+def test_a_script_of_which_nothing_can_be_said_is_named_as_what_it_is(check, text):
     Path("near.py").write_text("from ft_plugins import TorchHost")
     Path("train.py").write_text(text)
     code, said, errors = check("--", "ft-run", "train.py", "--reft")
@@ -205,7 +194,7 @@ def test_a_script_of_which_nothing_can_be_said_is_named_as_what_it_is(check: Che
     assert (code, errors) == (1, "") and SCRIPTS[text] in json.loads(said)["error"]
 
 
-def test_an_engine_of_lightning_is_refused(check: Check) -> None:
+def test_an_engine_of_lightning_is_refused(check):
     Path("train.py").write_text("from pytorch_lightning import Trainer")
     code, said, _ = check("--", "ft-run", "train.py", "--deepspeed_config", configuration(), "--reft")
     assert code == 78 and "(PyTorch Lightning): it counts epochs" in said.splitlines()[-1]
@@ -224,7 +213,7 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("words", TRAINED)
-def test_a_script_with_a_trainer_is_checked_by_the_arguments_that_it_has_read(check: Check, words: str) -> None:
+def test_a_script_with_a_trainer_is_checked_by_the_arguments_that_it_has_read(check, words):
     pytest.importorskip("transformers")
     configuration()
     Path("train.py").write_text("import transformers\ntransformers.Seq2SeqTrainer()")
@@ -238,12 +227,10 @@ def test_a_script_with_a_trainer_is_checked_by_the_arguments_that_it_has_read(ch
     assert (str(TRAINED[words]) if TRAINED[words] else "would be protected by reft") in said.splitlines()[-1]
 
 
-def test_a_yaml_file_of_a_data_set_does_not_make_a_job_of_megatron_one_of_gpt_neox(
-    check: Check, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
+def test_a_yaml_file_of_a_data_set_does_not_make_a_job_of_megatron_one_of_gpt_neox(check, monkeypatch):
+    seen = []
 
-    def checked(folder: Path, words: list[str], systems: Any, ranks: int) -> job_check.JobCheck:
+    def checked(folder, words, systems, ranks):
         seen.append(words)
         return job_check.JobCheck("Megatron-LM", (), "", (), job_check.ModelSize(None, None, 1, 1, 1, False))
 
@@ -261,9 +248,7 @@ def test_a_yaml_file_of_a_data_set_does_not_make_a_job_of_megatron_one_of_gpt_ne
 
 
 @pytest.mark.parametrize(("stages", "parameters", "said"), [(1, 1e6, False), (2, 1e6, True), (2, None, False)])
-def test_stages_that_are_all_taken_for_the_largest_are_named(
-    monkeypatch: pytest.MonkeyPatch, stages: int, parameters: float | None, said: bool
-) -> None:
+def test_stages_that_are_all_taken_for_the_largest_are_named(monkeypatch, stages, parameters, said):
     values = argparse.Namespace(
         optimizer="adam", tensor_model_parallel_size=1, pipeline_model_parallel_size=stages,
         use_distributed_optimizer=False,

@@ -1,7 +1,5 @@
 """`ft-plugins`, as a user types it, against a real SMP."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -13,9 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,11 +39,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONFIGURATION, OPERATING = DOCS / "configuration.md", DOCS / "operating.md"
 
 
-Command = Callable[..., str]
-
-
 @pytest.fixture
-def own_run_root(own_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_run_root(own_environment, monkeypatch):
     """Run directories of this test alone."""
     folder = own_environment / uuid.uuid4().hex[:6]
     folder.mkdir(mode=0o700)
@@ -55,12 +48,12 @@ def own_run_root(own_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def ft_plugins(own_run_root: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def ft_plugins(own_run_root, monkeypatch, capsys):
     """The command: returns its stdout, or the line on stderr when it is expected to fail."""
 
-    def run(*words: str, status: int = 0) -> str:
+    def run(*words, status=0):
         monkeypatch.setattr(sys, "argv", ["ft-plugins", *words])
-        ended: str | int | None = 0
+        ended = 0
         try:
             cli.main()
         except SystemExit as exit:
@@ -73,7 +66,7 @@ def ft_plugins(own_run_root: None, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.fixture
-def job(own_run_root: None) -> Iterator[str]:
+def job(own_run_root):
     """A job of one rank on node n: an SMP that holds one segment, its trainer (this process), no ft-run."""
     name = f"cli-{uuid.uuid4().hex[:8]}"
     run_dir = run_directory(name, "n")
@@ -84,7 +77,7 @@ def job(own_run_root: None) -> Iterator[str]:
             client.end()
 
 
-def attach(job: str) -> Path:
+def attach(job):
     """Have the SMP of `job` create a segment of a few pages for rank 0."""
     with smp.Client(run_directory(job, "n")) as client:
         token = client.fence()
@@ -95,7 +88,7 @@ def attach(job: str) -> Path:
 # ------------------------------------------------------------------------------------------------ status, end, sweep
 
 
-def jobs_in(line: str) -> list[dict[str, Any]]:
+def jobs_in(line):
     """The jobs of `status --json`: one object in one line."""
     assert line.count("\n") == 1
     found = json.loads(line)
@@ -103,17 +96,17 @@ def jobs_in(line: str) -> list[dict[str, Any]]:
     return list(found["jobs"])
 
 
-def words_of(text: str) -> str:
+def words_of(text):
     """A text without its line breaks and indentation."""
     return " ".join(text.split())
 
 
-def test_status_of_a_node_without_jobs_says_so(ft_plugins: Command) -> None:
+def test_status_of_a_node_without_jobs_says_so(ft_plugins):
     assert ft_plugins("status") == "no job is known here\n"
     assert jobs_in(ft_plugins("status", "--json")) == []
 
 
-def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -> None:
+def test_status_shows_the_smp_and_what_it_holds(ft_plugins, job):
     path = attach(job)
     (report,) = jobs_in(ft_plugins("status", "--job", job, "--json"))
     assert (report["job"], report["node"], report["smp_answers"], report["ft_run_alive"]) == (job, "n", True, False)
@@ -133,7 +126,7 @@ def test_status_shows_the_smp_and_what_it_holds(ft_plugins: Command, job: str) -
         assert f"{line}\n" in text
 
 
-def test_status_shows_how_old_the_newest_iteration_and_version_are(ft_plugins: Command, job: str) -> None:
+def test_status_shows_how_old_the_newest_iteration_and_version_are(ft_plugins, job):
     path = attach(job)
     with smp.Client(run_directory(job, "n")) as client:
         client.open_lineage(0, 1, 1, None)
@@ -159,9 +152,7 @@ def test_status_shows_how_old_the_newest_iteration_and_version_are(ft_plugins: C
     assert re.search(r"in memory +iteration 3, \d s ago \(lineage 1\); 0.1 MiB claimed\n", ft_plugins("status"))
 
 
-def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
-    ft_plugins: Command, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(ft_plugins, job, monkeypatch):
     hung = f"a-{job}"  # the first in order
     run_dir = run_directory(hung, "n")
     pid = smp.ensure(run_dir, hung, "n", orphan_seconds=60)
@@ -185,7 +176,7 @@ def test_a_hung_smp_is_shown_with_the_reason_and_hides_no_other_job(
             client.end()
 
 
-def test_status_shows_the_last_alarm_that_nothing_has_ended(ft_plugins: Command, job: str) -> None:
+def test_status_shows_the_last_alarm_that_nothing_has_ended(ft_plugins, job):
     events = Events("n")
     events.subscribe(file_sink(run_directory(job, "n") / "events.jsonl"))
     assert jobs_in(ft_plugins("status", "--job", job, "--json"))[0]["alarm"] is None
@@ -198,9 +189,7 @@ def test_status_shows_the_last_alarm_that_nothing_has_ended(ft_plugins: Command,
     assert "last alarm" not in ft_plugins("status")
 
 
-def test_a_job_that_has_ended_disappears_and_one_that_can_be_resumed_stays(
-    ft_plugins: Command, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_has_ended_disappears_and_one_that_can_be_resumed_stays(ft_plugins, job, tmp_path, monkeypatch):
     ft_plugins("end", job)
     said = "no job is running here, and there is nothing to resume from; ended: 1 (`ft-plugins status --all`)\n"
     assert ft_plugins("status") == said and jobs_in(ft_plugins("status", "--json")) == []
@@ -217,7 +206,7 @@ def test_a_job_that_has_ended_disappears_and_one_that_can_be_resumed_stays(
     os.close(lock)
 
 
-FACTS: dict[str, Any] = {
+FACTS = {
     "job": "a-job-with-a-name-of-48-characters-and-not-a-one",
     "node": "node-with-a-name-of-forty-eight-characters-here",
     "state": "HUNG", "headline": "rank 3 is stopped by a signal; the others wait", "remedy": "continue it " * 9,
@@ -238,7 +227,7 @@ FACTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything() -> None:
+def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything():
     text = status_command.text_of([FACTS, FACTS], 80)
     assert max(map(len, text.splitlines())) <= 80
     words = words_of(text)
@@ -270,7 +259,7 @@ def test_a_paragraph_of_status_fits_a_terminal_of_80_columns_and_says_everything
     assert "no: a lost node is not survived" in status_command.text_of([spare | {"ranks": 2}], 80)
 
 
-def test_status_shows_metrics_by_the_table_that_an_smp_serves(ft_plugins: Command, job: str) -> None:
+def test_status_shows_metrics_by_the_table_that_an_smp_serves(ft_plugins, job):
     path = attach(job)
     text = ft_plugins("status", "--prometheus")
     where = f'{{ftp_job="{job}",node="n"}}'
@@ -280,7 +269,7 @@ def test_status_shows_metrics_by_the_table_that_an_smp_serves(ft_plugins: Comman
     assert f"ftp_smp_answered{where} 0\n" in ft_plugins("status", "--all", "--prometheus")
 
 
-def test_a_probe_fails_where_nothing_but_a_restart_of_the_container_helps(ft_plugins: Command, job: str) -> None:
+def test_a_probe_fails_where_nothing_but_a_restart_of_the_container_helps(ft_plugins, job):
     attach(job)
     assert ft_plugins("status", "--probe", status=1) == ""
     lock = liveness.acquire(run_directory(job, "n") / "lock")
@@ -293,20 +282,20 @@ def test_a_probe_fails_where_nothing_but_a_restart_of_the_container_helps(ft_plu
     ft_plugins("status", "--probe", status=1)
 
 
-def test_a_probe_looks_once_and_one_form_is_shown(ft_plugins: Command) -> None:
+def test_a_probe_looks_once_and_one_form_is_shown(ft_plugins):
     assert "drop --watch" in ft_plugins("status", "--probe", "--watch", status=1)
     assert "not allowed with" in ft_plugins("status", "--json", "--prometheus", status=2)
 
 
-def test_the_help_of_status_explains_each_state(ft_plugins: Command) -> None:
+def test_the_help_of_status_explains_each_state(ft_plugins):
     text = ft_plugins("status", "--help")
     assert all(re.search(rf"^ +{state.value} +\w", text, re.MULTILINE) for state in State)
 
 
-def every_command() -> list[tuple[str, ...]]:
+def every_command():
     """The words of each command and group of commands."""
 
-    def below(table: dict[str, Any], before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    def below(table, before):
         yield before
         for name, (where, _) in table.items():
             yield from below(where, (*before, name)) if isinstance(where, dict) else [(*before, name)]
@@ -315,9 +304,7 @@ def every_command() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("words", every_command(), ids=" ".join)
-def test_help_fits_80_columns_and_explains_each_option_and_command(
-    ft_plugins: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_help_fits_80_columns_and_explains_each_option_and_command(ft_plugins, monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "80")
     text = ft_plugins(*words, "--help")
     assert max(map(len, text.splitlines())) <= 80 and text.startswith(" ".join(("Usage: ft-plugins", *words)))
@@ -326,11 +313,11 @@ def test_help_fits_80_columns_and_explains_each_option_and_command(
     assert len(re.findall(r"^  (?=\S)(?!--)", text.partition("\nOptions:")[0], re.MULTILINE)) >= 1, "what it does"
 
 
-def test_a_misspelt_command_is_refused_with_the_similar_one(ft_plugins: Command) -> None:
+def test_a_misspelt_command_is_refused_with_the_similar_one(ft_plugins):
     assert "No such command 'statsu'. Did you mean 'status'?" in ft_plugins("statsu", status=2)
 
 
-def test_the_keys_of_the_json_are_those_that_the_documentation_has(ft_plugins: Command, job: str) -> None:
+def test_the_keys_of_the_json_are_those_that_the_documentation_has(ft_plugins, job):
     attach(job)
     (report,) = jobs_in(ft_plugins("status", "--json"))
     page = OPERATING.read_text()
@@ -339,7 +326,7 @@ def test_the_keys_of_the_json_are_those_that_the_documentation_has(ft_plugins: C
     assert sorted(sum(keys_of_rows, [])) == sorted(report)
 
 
-def test_status_loads_nothing_that_is_slow(job: str) -> None:
+def test_status_loads_nothing_that_is_slow(job):
     """Imports are most of the 200 ms that the command may take."""
     slow = "torch numpy pydantic rich matplotlib cryptography".split()
     code = "import sys, ft_plugins.cli; sys.argv[1:] = ['status']; ft_plugins.cli.main(); "
@@ -349,7 +336,7 @@ def test_status_loads_nothing_that_is_slow(job: str) -> None:
 
 
 @contextlib.contextmanager
-def watching(words: Sequence[str], stdout: int, **more: Any) -> Iterator[subprocess.Popen[Any]]:
+def watching(words, stdout, **more):
     """`status` with these words, ended after a minute if it has not. SIGINT ends it also where it is ignored here, as
     in what a script runs in the background."""
     code = "import signal, sys, ft_plugins.cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -366,7 +353,7 @@ def watching(words: Sequence[str], stdout: int, **more: Any) -> Iterator[subproc
 
 
 @pytest.mark.parametrize("words", [("--watch", "0.1"), ("--watch", "0.1", "--json")])
-def test_watch_shows_it_again_until_ctrl_c(job: str, words: tuple[str, ...]) -> None:
+def test_watch_shows_it_again_until_ctrl_c(job, words):
     with watching(words, subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         shown = 0
@@ -379,7 +366,7 @@ def test_watch_shows_it_again_until_ctrl_c(job: str, words: tuple[str, ...]) -> 
         assert (process.returncode, err) == (0, "")
 
 
-def test_a_reader_that_has_seen_enough_ends_it_without_a_word(job: str) -> None:
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(job):
     with watching(["--watch"], subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline()
         process.stdout.close()
@@ -387,8 +374,8 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(job: str) -> None:
         assert process.wait(300) == 1
 
 
-def test_ctrl_c_ends_it_as_every_other_command(ft_plugins: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*asked: Any) -> str:
+def test_ctrl_c_ends_it_as_every_other_command(ft_plugins, monkeypatch):
+    def interrupted(*asked):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(status_command, "_text", interrupted)
@@ -397,7 +384,7 @@ def test_ctrl_c_ends_it_as_every_other_command(ft_plugins: Command, monkeypatch:
     ft_plugins("status", "--job=a", status=130)
 
 
-def test_watch_redraws_a_terminal_in_place(job: str) -> None:
+def test_watch_redraws_a_terminal_in_place(job):
     ours, theirs = os.openpty()
     with watching(["--watch"], theirs, env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}) as process:
         os.close(theirs)
@@ -414,7 +401,7 @@ def test_watch_redraws_a_terminal_in_place(job: str) -> None:
     os.close(ours)
 
 
-def test_an_interval_to_watch_that_is_no_number_of_seconds_or_not_watched_is_refused(ft_plugins: Command) -> None:
+def test_an_interval_to_watch_that_is_no_number_of_seconds_or_not_watched_is_refused(ft_plugins):
     said = "0 is for --watch, and from 0.1 to 86400 s"
     assert said in words_of(ft_plugins("status", "--watch", "0", status=2))
     assert "'SECONDS': " in ft_plugins("status", "a", "--watch", "soon", status=2)
@@ -422,8 +409,8 @@ def test_an_interval_to_watch_that_is_no_number_of_seconds_or_not_watched_is_ref
     assert "no job 'soon' is known here" in ft_plugins("status", "soon", "--watch", status=1)
 
 
-def test_status_reads_its_words_as_typer_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def test_status_reads_its_words_as_typer_reads_them(monkeypatch):
+    seen = []
     monkeypatch.setattr(status_command, "_text", lambda asked: seen.append(asked) or "")
     monkeypatch.setattr(status_command, "_watch", lambda text, seconds, redraw: seen.append((text(), seconds)))
     monkeypatch.setattr(status_command, "_probe", lambda asked: seen.append(asked) or 0)
@@ -448,7 +435,7 @@ def test_status_reads_its_words_as_typer_reads_them(monkeypatch: pytest.MonkeyPa
     assert [status_command.arguments(line.split()) for line in strange] == [None] * len(strange)
 
 
-def test_status_takes_the_name_of_a_job_as_end_does(ft_plugins: Command, job: str) -> None:
+def test_status_takes_the_name_of_a_job_as_end_does(ft_plugins, job):
     ft_plugins("end", job)
     assert ft_plugins("status", job) == ft_plugins("status", "--job", job) and f"{job} on node n: ENDED" in (
         ft_plugins("status", job)
@@ -457,7 +444,7 @@ def test_status_takes_the_name_of_a_job_as_end_does(ft_plugins: Command, job: st
     assert f"--job {job} is not allowed" in words_of(ft_plugins("status", job, "--job", job, status=2))
 
 
-def test_a_drain_of_a_job_that_has_ended_says_that_and_how(ft_plugins: Command, job: str) -> None:
+def test_a_drain_of_a_job_that_has_ended_says_that_and_how(ft_plugins, job):
     ft_plugins("end", job)
     write_note(run_directory(job, "n"), FtRunNote(FtRunPhase.ENDED, status="succeeded"))
     said = ft_plugins("drain", "n", "--job", job, status=1)
@@ -465,7 +452,7 @@ def test_a_drain_of_a_job_that_has_ended_says_that_and_how(ft_plugins: Command, 
     assert said.endswith(" s ago, succeeded, exit status 0\n")
 
 
-def test_end_drops_the_snapshots_and_ends_the_smp(ft_plugins: Command, job: str) -> None:
+def test_end_drops_the_snapshots_and_ends_the_smp(ft_plugins, job):
     path = attach(job)
     assert path.exists()
     assert ft_plugins("end", job) == f"job {job} on node n: ended\n"
@@ -473,7 +460,7 @@ def test_end_drops_the_snapshots_and_ends_the_smp(ft_plugins: Command, job: str)
     assert "no SMP is running" in ft_plugins("end", job)
 
 
-def test_end_refuses_a_job_that_is_running_under_ft_run(ft_plugins: Command, job: str) -> None:
+def test_end_refuses_a_job_that_is_running_under_ft_run(ft_plugins, job):
     path = attach(job)
     lock = liveness.acquire(run_directory(job, "n") / "lock")
     assert lock is not None
@@ -485,17 +472,13 @@ def test_end_refuses_a_job_that_is_running_under_ft_run(ft_plugins: Command, job
 @pytest.mark.parametrize(
     "words", [("status", "--job", "nobody"), ("status", "nobody"), ("end", "nobody"), ("drain", "n", "--job", "nobody")]
 )
-def test_a_job_that_is_not_known_is_one_line_with_those_that_are(
-    ft_plugins: Command, job: str, words: tuple[str, ...]
-) -> None:
+def test_a_job_that_is_not_known_is_one_line_with_those_that_are(ft_plugins, job, words):
     running = words[0] == "drain"
     known = f"runs under ft-run here; known jobs: {job}" if running else f"is known here; expected one of: {job}"
     assert ft_plugins(*words, status=1) == f"ft-plugins: no job 'nobody' {known}\n"
 
 
-def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(
-    ft_plugins: Command, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(ft_plugins, job, tmp_path, monkeypatch):
     living = attach(job)
     monkeypatch.setattr(paths, "SHM", tmp_path)  # other tests have segments there which nobody owns
     events = run_directory("dead", "n") / "events.jsonl"
@@ -508,9 +491,7 @@ def test_sweep_removes_what_a_dead_smp_left_and_nothing_else(
     assert living.exists() and not stale.exists()
 
 
-def test_end_recommends_a_sweep_of_its_own_job_which_leaves_all_others(
-    ft_plugins: Command, own_run_root: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_recommends_a_sweep_of_its_own_job_which_leaves_all_others(ft_plugins, own_run_root, tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "SHM", tmp_path)
     left = {}
     for name in ("dead", "dead-2"):
@@ -526,7 +507,7 @@ def test_end_recommends_a_sweep_of_its_own_job_which_leaves_all_others(
 # ------------------------------------------------------------------------------------------------ checkpoint now
 
 
-def test_a_checkpoint_of_a_job_without_a_folder_for_it_is_refused_by_the_flag(ft_plugins: Command, job: str) -> None:
+def test_a_checkpoint_of_a_job_without_a_folder_for_it_is_refused_by_the_flag(ft_plugins, job):
     attach(job)
     line = ft_plugins("checkpoint", "now", status=1)
     assert line == (
@@ -535,9 +516,7 @@ def test_a_checkpoint_of_a_job_without_a_folder_for_it_is_refused_by_the_flag(ft
     assert "  storage      off\n" in ft_plugins("status")
 
 
-def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_why(
-    ft_plugins: Command, job: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_why(ft_plugins, job, tmp_path):
     storage = Storage(str(tmp_path / "ck"), 0, 1, 2, 1)
     with smp.Client(run_directory(job, "n")) as client:
         shape = Shape(nbytes=8192, small_nbytes=4096, buckets=1, layout=1, slots=4)
@@ -559,8 +538,8 @@ def test_a_checkpoint_before_there_is_a_version_says_so_and_one_that_fails_says_
 
 
 def test_a_checkpoint_is_not_asked_of_a_spare_or_a_drained_node_unless_no_other_one_is_here(
-    ft_plugins: Command, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ft_plugins, job, monkeypatch
+):
     other, asked = run_directory(job, "m"), [job]
     lock = liveness.acquire(other / "smp.lock")
     assert lock is not None
@@ -573,19 +552,19 @@ def test_a_checkpoint_is_not_asked_of_a_spare_or_a_drained_node_unless_no_other_
     os.close(lock)
 
 
-def test_a_checkpoint_of_an_unknown_job_names_those_that_are_known(ft_plugins: Command, job: str) -> None:
+def test_a_checkpoint_of_an_unknown_job_names_those_that_are_known(ft_plugins, job):
     assert f"known jobs: {job}" in ft_plugins("checkpoint", "now", "--job", "nobody", status=1)
 
 
 # ------------------------------------------------------------------------------------------------ config
 
 
-def test_config_lists_every_key(ft_plugins: Command) -> None:
+def test_config_lists_every_key(ft_plugins):
     text = ft_plugins("config")
     assert all(key.flag in text and key.name in text for key in keys())
 
 
-def test_config_as_json_is_a_block_that_is_accepted(ft_plugins: Command) -> None:
+def test_config_as_json_is_a_block_that_is_accepted(ft_plugins):
     block = json.loads(ft_plugins("config", "--format", "json"))["ft_plugins"]
     assert Config.from_json(block).systems == ("reft", "baft", "paft")
     own = [key for key in keys() if key.path[0] == "reft" and not key.system]
@@ -593,7 +572,7 @@ def test_config_as_json_is_a_block_that_is_accepted(ft_plugins: Command) -> None
     assert "checkpoint_dir" not in block["reft"], "unset stays unset"
 
 
-def test_config_turns_flags_into_the_other_spellings(ft_plugins: Command) -> None:
+def test_config_turns_flags_into_the_other_spellings(ft_plugins):
     flags = ("--", "--reft", "--reft-interval", "4")
     block = json.loads(ft_plugins("config", "--format", "json", *flags))["ft_plugins"]
     assert block == {"reft": {"interval": 4}}
@@ -602,18 +581,18 @@ def test_config_turns_flags_into_the_other_spellings(ft_plugins: Command) -> Non
     assert "--reft-interval              4 iterations" in ft_plugins("config", *flags)
 
 
-def test_config_refuses_what_ft_run_would_refuse(ft_plugins: Command) -> None:
+def test_config_refuses_what_ft_run_would_refuse(ft_plugins):
     line = ft_plugins("config", "--", "--reft", "--reft-intrval", "4", status=1)
     assert line == "ft-plugins: --reft-intrval: unknown flag; did you mean --reft-interval?\n"
     assert "train.py: unknown" in ft_plugins("config", "--", "train.py", status=1)
 
 
-def test_the_page_of_keys_is_the_generated_one(ft_plugins: Command) -> None:
+def test_the_page_of_keys_is_the_generated_one(ft_plugins):
     generated = ft_plugins("config", "--format", "markdown")
     assert generated == CONFIGURATION.read_text(), "run `ft-plugins config --format markdown > docs/configuration.md`"
 
 
-def test_the_configuration_is_explained_without_loading_torch() -> None:
+def test_the_configuration_is_explained_without_loading_torch():
     code = "import sys, ft_plugins.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
@@ -631,8 +610,8 @@ SAVING = (
 
 
 def test_plan_begins_with_one_recommendation_and_its_reasons_and_ends_with_the_words_of_its_tables(
-    ft_plugins: Command,
-) -> None:
+    ft_plugins,
+):
     advised, *tables, terms = ft_plugins(*PAPER, *SAVING).split("\n\n")
     lines = advised.splitlines()
     flags = "--reft --reft-redundancy raim5 --reft-group-nodes 6 --reft-interval 6 --reft-checkpoint-dir FOLDER "
@@ -651,11 +630,11 @@ def test_plan_begins_with_one_recommendation_and_its_reasons_and_ends_with_the_w
     assert round(without["survival"]["schemes"]["raim5"]["days"], 1) == 16.2 and without["intervals"] is None
 
 
-def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains(ft_plugins: Command) -> None:
+def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains(ft_plugins):
     large = ("plan", "interval", "--nodes", "2048", "--group-nodes", "512", "--hw-rate", "1e-3", "--sw-rate", "1e-4")
     assert "is cut into 64 redundancy groups of 8" in ft_plugins(*large)
 
-    def days(*more: str) -> float:
+    def days(*more):
         return float(json.loads(ft_plugins(*large, *more, "--json"))["survival"]["schemes"]["raim5"]["days"])
 
     by_size = [days("--reft-group-nodes", size) for size in ("512", "16", "8", "4")]
@@ -681,12 +660,12 @@ def test_plan_cuts_large_sharding_groups_as_a_job_does_and_knows_failure_domains
         (("--plot", "/proc/none/picture.png"), "/proc/none/picture.png: cannot be written (No such file"),
     ],
 )
-def test_plan_refuses_what_it_cannot_do_in_one_line(ft_plugins: Command, words: tuple[str, ...], said: str) -> None:
+def test_plan_refuses_what_it_cannot_do_in_one_line(ft_plugins, words, said):
     line = ft_plugins(*PAPER, *words, status=1)
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
 
 
-def layers_file(folder: Path) -> Path:
+def layers_file(folder):
     """A profile of ten layers: 0.3 s of compute, 10 MB over 4 replicas."""
     times = {"forward_seconds": 0.01, "backward_seconds": 0.02, "communication_seconds": 0.04, "bytes": 1_000_000}
     layers = [{"name": f"h.{number}"} | times for number in range(10)]
@@ -694,7 +673,7 @@ def layers_file(folder: Path) -> Path:
     return folder / "layer-profile.json"
 
 
-def test_plan_compares_policies_of_synchronisation(ft_plugins: Command, tmp_path: Path) -> None:
+def test_plan_compares_policies_of_synchronisation(ft_plugins, tmp_path):
     words = ("plan", "sync", str(layers_file(tmp_path)))
     table = ft_plugins(*words, "--sync-h", "5", "--link-mbps", "100", "--link-mbps", "1000")
     assert table.splitlines()[2].split()[:9] == "as profiled 5 0.52 0.312 0.312 0.362 0.38 0.316".split()
@@ -715,9 +694,7 @@ def test_plan_compares_policies_of_synchronisation(ft_plugins: Command, tmp_path
         (("/none.json",), "/none.json: cannot be read (No such file or directory)"),
     ],
 )
-def test_plan_refuses_what_it_cannot_compare_in_one_line(
-    ft_plugins: Command, tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_plan_refuses_what_it_cannot_compare_in_one_line(ft_plugins, tmp_path, words, said):
     file = str(layers_file(tmp_path))
     line = ft_plugins("plan", "sync", *(file if word == "FILE" else word for word in words), status=1)
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
@@ -728,7 +705,7 @@ def test_plan_refuses_what_it_cannot_compare_in_one_line(
 MODEL = ("plan", "memory", "--parameters", "7e9", "--tp", "2", "--pp", "2", "--order", "tp-cp-ep-pp-dp")
 
 
-def test_plan_of_memory_prints_each_purpose_and_whether_a_node_of_that_size_has_it(ft_plugins: Command) -> None:
+def test_plan_of_memory_prints_each_purpose_and_whether_a_node_of_that_size_has_it(ft_plugins):
     text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "256")
     purposes = json.loads(ft_plugins(*MODEL, "--dp", "8", "--node-memory-gib", "256", "--json"))["memory"]
     (node,) = purposes["nodes"]
@@ -746,7 +723,7 @@ def test_plan_of_memory_prints_each_purpose_and_whether_a_node_of_that_size_has_
     assert "of each redundancy group any 1 node may be lost" in text and "not counted: training itself" in text
 
 
-def test_plan_of_memory_says_what_to_do_where_it_does_not_fit(ft_plugins: Command) -> None:
+def test_plan_of_memory_says_what_to_do_where_it_does_not_fit(ft_plugins):
     text = ft_plugins(*MODEL, "--nodes", "4", "--node-memory-gib", "64", "--", "--reft-redundancy", "raim6")
     assert "  does not fit: " in text and "to claim less: " in text and "--reft-redundancy raim5" in text
     assert (
@@ -765,8 +742,8 @@ def test_plan_of_memory_says_what_to_do_where_it_does_not_fit(ft_plugins: Comman
     assert "a lost node is not survived from memory: all ranks are on one node" in huge
 
 
-def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins: Command) -> None:
-    def total(*words: str) -> float:
+def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins):
+    def total(*words):
         nodes = json.loads(ft_plugins(*MODEL, "--nodes", "4", *words[:2], "--json", *words[2:]))["memory"]["nodes"]
         return float(nodes[0]["total"] + nodes[0]["more"])
 
@@ -780,8 +757,8 @@ def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins:
 
 
 def test_plan_of_memory_prints_what_a_pod_needs_with_room_for_training_and_its_spare_part(
-    ft_plugins: Command,
-) -> None:
+    ft_plugins,
+):
     import yaml
 
     asked = (*MODEL, "--nodes", "4", "--kubernetes", "--training-gib", "100")
@@ -816,15 +793,13 @@ def test_plan_of_memory_prints_what_a_pod_needs_with_room_for_training_and_its_s
         (("--dp", "8", "--", "--reft-redundancy", "raim5"), "--reft-redundancy raim5: all ranks are on one node"),
     ],
 )
-def test_plan_of_memory_refuses_what_it_cannot_plan_in_one_line(
-    ft_plugins: Command, words: tuple[str, ...], said: str
-) -> None:
+def test_plan_of_memory_refuses_what_it_cannot_plan_in_one_line(ft_plugins, words, said):
     line = ft_plugins("plan", "memory", "--parameters", "9", *words, status=1)
     assert line.startswith(f"ft-plugins: {said}") and line.count("\n") == 1
 
 
 @pytest.mark.parametrize("command, missing", [("interval", "--nodes"), ("memory", "--parameters"), ("sync", "profile")])
-def test_each_plan_names_what_it_needs(ft_plugins: Command, command: str, missing: str) -> None:
+def test_each_plan_names_what_it_needs(ft_plugins, command, missing):
     assert missing in ft_plugins("plan", command, status=2)
 
 
@@ -835,7 +810,7 @@ def test_each_plan_names_what_it_needs(ft_plugins: Command, command: str, missin
         ("--plot-groups", ("RAIM5, groups of 8", "RAIM6, groups of 512", "14%")),
     ],
 )
-def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path, option: str, labels: tuple[str, ...]) -> None:
+def test_plan_draws_the_curves(ft_plugins, tmp_path, option, labels):
     words = ("plan", "interval", "--nodes", "2048", "--group-nodes", "512", "--sw-rate", "0", "--hw-rate")
     ft_plugins(*words, "1e-3", option, str(tmp_path / "drawn.svg"))
     drawn = (tmp_path / "drawn.svg").read_text()
@@ -844,9 +819,7 @@ def test_plan_draws_the_curves(ft_plugins: Command, tmp_path: Path, option: str,
     assert (tmp_path / "still.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_plan_says_what_to_install_where_there_is_no_matplotlib(
-    ft_plugins: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_plan_says_what_to_install_where_there_is_no_matplotlib(ft_plugins, monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "ft_plugins.report.plan_pictures", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -855,7 +828,7 @@ def test_plan_says_what_to_install_where_there_is_no_matplotlib(
     assert not list(tmp_path.iterdir()) and "16.2" in ft_plugins(*PAPER)
 
 
-def test_why_says_what_failed_and_what_to_do(ft_plugins: Command) -> None:
+def test_why_says_what_failed_and_what_to_do(ft_plugins):
     events = Events("n0")
     events.subscribe(file_sink(run_directory("failed", "n0") / "events.jsonl"))
     events.emit(catalogue.JOB_STARTED, nproc=4, script="train.py")
@@ -866,7 +839,7 @@ def test_why_says_what_failed_and_what_to_do(ft_plugins: Command) -> None:
     assert json.loads(ft_plugins("why", "--json"))["words"] == "ValueError: loss"
 
 
-def test_events_shows_what_happened_on_all_nodes_by_time(ft_plugins: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_shows_what_happened_on_all_nodes_by_time(ft_plugins, monkeypatch):
     for seconds, node, name, fields in (
         (700, "n1", "job.started", {"nproc": 4, "script": "train.py"}),
         (500, "n0", "job.started", {"nproc": 4, "script": "train.py"}),
@@ -886,34 +859,32 @@ def test_events_shows_what_happened_on_all_nodes_by_time(ft_plugins: Command, mo
     assert "--since soon: expected a duration" in ft_plugins("events", "--since", "soon", status=1)
 
 
-def test_followed_events_come_until_ctrl_c_also_of_a_node_that_joins(
-    ft_plugins: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def emit(node: str, number: int) -> None:
+def test_followed_events_come_until_ctrl_c_also_of_a_node_that_joins(ft_plugins, monkeypatch):
+    def emit(node, number):
         events = Events(node)
         events.subscribe(file_sink(run_directory("told", node) / "events.jsonl"))
         events.emit(catalogue.JOB_STARTED, nproc=number, script="train.py")
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         run_directory("another", "n0")
         waits.append(seconds)
         if len(waits) == 3:
             raise KeyboardInterrupt
         emit(f"n{len(waits)}", len(waits))
 
-    waits: list[float] = []
+    waits = []
     emit("n0", 0)
     monkeypatch.setattr("ft_plugins.cli.events_command.time.sleep", sleep)
     shown = [json.loads(line) for line in ft_plugins("events", "--follow", "--json").splitlines()]
     assert [(event["node"], event["nproc"]) for event in shown] == [("n0", 0), ("n1", 1), ("n2", 2)]
 
 
-def test_events_fit_a_terminal() -> None:
+def test_events_fit_a_terminal():
     event = Event("protection.lost", 0.0, "node", 3, fields={"reason": "word " * 50, "max_steps": 100, "s": 0.1 + 0.2})
     assert max(map(len, lines_of(event, 80))) <= 80 and "(max_steps 100, s 0.3)" in " ".join(lines_of(event, 80))
 
 
-def test_trace_writes_a_file_that_perfetto_shows(ft_plugins: Command, tmp_path: Path) -> None:
+def test_trace_writes_a_file_that_perfetto_shows(ft_plugins, tmp_path):
     events = Events("n0", 3)
     events.subscribe(file_sink(run_directory("traced", "n0") / "events.jsonl"))
     events.emit(catalogue.SNAPSHOT_SEALED, lineage=1, iteration=4, seconds=0.5, bytes=8, slot=0)
@@ -922,7 +893,7 @@ def test_trace_writes_a_file_that_perfetto_shows(ft_plugins: Command, tmp_path: 
     assert "give another file" in ft_plugins("trace", "--to", str(tmp_path), status=1)
 
 
-def test_report_shows_where_the_time_of_each_restart_went(ft_plugins: Command, tmp_path: Path) -> None:
+def test_report_shows_where_the_time_of_each_restart_went(ft_plugins, tmp_path):
     assert "name the job" in ft_plugins("report", status=1)
     run_dir = run_directory("restarted", "n0")
     events = Events("n0")

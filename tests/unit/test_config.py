@@ -1,12 +1,9 @@
 """The schema and its spellings: what is accepted, what is refused, and in which words."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,7 +41,7 @@ blocks = st.fixed_dictionaries(
 )
 
 
-def refusal(call: Any, *arguments: Any, **named: Any) -> str:
+def refusal(call, *arguments, **named):
     """The one line with which `call` refuses its arguments."""
     with pytest.raises(ConfigError) as caught:
         call(*arguments, **named)
@@ -56,7 +53,7 @@ def refusal(call: Any, *arguments: Any, **named: Any) -> str:
 
 
 @given(blocks)
-def test_every_spelling_leads_back_to_the_same_configuration(block: dict[str, Any]) -> None:
+def test_every_spelling_leads_back_to_the_same_configuration(block):
     config = Config.from_json(block)
     assert Config.from_json(json.loads(json.dumps(config.block()))) == config
     assert Config.from_flags(config.flags()) == (config, [])
@@ -66,25 +63,25 @@ def test_every_spelling_leads_back_to_the_same_configuration(block: dict[str, An
 
 
 @given(blocks)
-def test_what_was_given_survives_the_way_through_the_environment(block: dict[str, Any]) -> None:
+def test_what_was_given_survives_the_way_through_the_environment(block):
     config = Config.from_json(block)
     told = launch_context(worker_environment(config, Path("/run/x"), 7, 42)).config
     assert told is not None and told.given() == config.given()
 
 
-def test_every_key_says_what_it_means_and_what_it_expects() -> None:
+def test_every_key_says_what_it_means_and_what_it_expects():
     assert all(key.meaning and key.expected and not key.meaning.endswith(".") for key in keys())
     assert len({key.flag for key in keys()}) == len({key.dest for key in keys()}) == len(keys())
 
 
-def test_general_keys_are_ftp_flags_and_a_systems_keys_carry_its_name() -> None:
+def test_general_keys_are_ftp_flags_and_a_systems_keys_carry_its_name():
     flags = {key.name: key.flag for key in keys()}
     assert flags["max_unprotected_steps"] == "--ftp-max-unprotected-steps"
     assert flags["reft"] == "--reft"
     assert flags["reft.bucket_mib"] == "--reft-bucket-mib"
 
 
-def test_encryption_without_a_secret_is_refused() -> None:
+def test_encryption_without_a_secret_is_refused():
     with pytest.raises(ConfigError, match="^--ftp-encrypt: has no effect while --ftp-secret-file is unset; give --"):
         Config.from_flags(["--reft", "--ftp-encrypt"])
     with pytest.raises(ConfigError, match=r"^ft_plugins\.encrypt: has no effect while ft_plugins\.secret_file is"):
@@ -93,16 +90,16 @@ def test_encryption_without_a_secret_is_refused() -> None:
     assert config.encrypt and not Config.from_json({"reft": True, "encrypt": False}).encrypt
 
 
-def test_a_further_system_needs_only_its_class() -> None:
+def test_a_further_system_needs_only_its_class():
     from pydantic import Field
 
     from ft_plugins.config import SystemConfig
 
     class SecondConfig(SystemConfig):
-        level: int = Field(2, ge=1, description="how deep")
+        level = Field(2, ge=1, description="how deep")
 
     class Wider(Config):
-        second: SecondConfig | None = Field(None, description="switch on the second")
+        second = Field(None, description="switch on the second")
 
     added = [key for key in derive(Wider, "ftp") if key.path[0] == "second"]
     assert [(key.flag, key.dest, key.switch, key.expected) for key in added] == [
@@ -111,17 +108,17 @@ def test_a_further_system_needs_only_its_class() -> None:
     ]
 
 
-def test_no_key_holds_a_secret() -> None:
+def test_no_key_holds_a_secret():
     suspicious = [key.name for key in keys() if any(w in key.name for w in ("secret", "password", "token", "key"))]
     assert suspicious == ["secret_file"], "the name of a file that only its owner can read"
 
 
-def test_a_configuration_cannot_be_changed() -> None:
+def test_a_configuration_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
-        Config().job = "x"  # type: ignore[misc]
+        Config().job = "x"
 
 
-def test_the_table_shows_every_effective_value_and_marks_the_defaults() -> None:
+def test_the_table_shows_every_effective_value_and_marks_the_defaults():
     table = Config.from_json({"reft": {"interval": 3}, "baft": True, "paft": True}).table().splitlines()
     shown = [key for key in keys() if key.path[0] != "sync" or key.system]  # local SGD is off: it contradicts PAFT
     assert len(table) == 1 + len(shown)
@@ -131,7 +128,7 @@ def test_the_table_shows_every_effective_value_and_marks_the_defaults() -> None:
     assert ["--ftp-orphan-seconds", "1800", "seconds", "default"] in rows
 
 
-def test_a_start_shows_what_differs_from_the_defaults_and_where_the_rest_is() -> None:
+def test_a_start_shows_what_differs_from_the_defaults_and_where_the_rest_is():
     """A value that is given and is the default is no news; one that another key decides on is, if it was given."""
     given = {"reft": {"interval": 1, "bucket_mib": 8}, "baft": True, "job": "gpt"}
     lines = Config.from_json(given).table(all_keys=False).splitlines()
@@ -142,13 +139,13 @@ def test_a_start_shows_what_differs_from_the_defaults_and_where_the_rest_is() ->
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_a_start_shows_a_value_that_another_key_changes() -> None:
+def test_a_start_shows_a_value_that_another_key_changes():
     table = Config.from_json({"reft": True, "sync": {"tau": 4}}).table(all_keys=False)
     assert ["--reft-interval", "4", "iterations", "default"] in [line.split() for line in table.splitlines()]
 
 
-def test_what_is_captured_follows_from_the_systems_that_are_on() -> None:
-    def redundancy(block: dict[str, object]) -> str | None:
+def test_what_is_captured_follows_from_the_systems_that_are_on():
+    def redundancy(block):
         found = Config.from_json(block).capture
         return found.redundancy if found else None
 
@@ -163,7 +160,7 @@ def test_what_is_captured_follows_from_the_systems_that_are_on() -> None:
         Config.from_json({"reft": {"redundancy": "raim5"}, "baft": True})
 
 
-def test_the_table_shows_how_snapshots_are_taken_whichever_system_wants_them() -> None:
+def test_the_table_shows_how_snapshots_are_taken_whichever_system_wants_them():
     rows = [line.split() for line in Config.from_json({"baft": True}).table().splitlines()]
     assert ["--reft", "off", "default"] in rows and ["--baft", "on"] in rows
     assert ["--reft-redundancy", "neighbour", "default"] in rows
@@ -172,7 +169,7 @@ def test_the_table_shows_how_snapshots_are_taken_whichever_system_wants_them() -
     assert ["--reft-redundancy", "raim5", "default"] in rows
 
 
-def test_the_table_leaves_out_the_keys_of_a_system_that_is_off() -> None:
+def test_the_table_leaves_out_the_keys_of_a_system_that_is_off():
     table = Config().table()
     assert "--reft-interval" not in table and "off" in table
 
@@ -181,7 +178,7 @@ STORAGE_KEYS = {"checkpoint_interval": 5, "checkpoint_keep": 3, "checkpoint_seco
 
 
 @pytest.mark.parametrize("name", STORAGE_KEYS)
-def test_a_key_of_storage_without_a_folder_has_no_effect_and_says_so(name: str) -> None:
+def test_a_key_of_storage_without_a_folder_has_no_effect_and_says_so(name):
     flag = f"--reft-{name.replace('_', '-')}"
     line = refusal(Config.from_flags, ["--reft", flag, str(STORAGE_KEYS[name])])
     needed = "--reft-checkpoint-dir"
@@ -204,7 +201,7 @@ def test_a_key_of_storage_without_a_folder_has_no_effect_and_says_so(name: str) 
         (["--reft-checkpoint-seconds", "soon"], "a number >= 0"),
     ],
 )
-def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str) -> None:
+def test_what_a_key_of_storage_expects_is_named(words, expected):
     assert f"expected {expected}, found" in refusal(Config.from_flags, ["--reft", *words])
 
 
@@ -269,11 +266,11 @@ def test_what_a_key_of_storage_expects_is_named(words: list[str], expected: str)
         ([], "ft_plugins: expected an object, found []"),
     ],
 )
-def test_a_json_block_is_refused_with_key_expected_and_found(block: Any, line: str) -> None:
+def test_a_json_block_is_refused_with_key_expected_and_found(block, line):
     assert refusal(Config.from_json, block).startswith(line)
 
 
-def test_intervals_that_the_job_chooses_begin_with_the_defaults_and_go_with_what_has_no_part_in_them() -> None:
+def test_intervals_that_the_job_chooses_begin_with_the_defaults_and_go_with_what_has_no_part_in_them():
     flags = ["--reft", "--reft-interval", "auto", "--reft-checkpoint-interval=auto", "--reft-checkpoint-dir", "/ck"]
     config, _ = Config.from_flags([*flags, "--reft-hw-rate", "0.01", "--paft"])
     assert config.capture is not None and config.capture.begins_with == (1, 100)
@@ -306,12 +303,12 @@ def test_intervals_that_the_job_chooses_begin_with_the_defaults_and_go_with_what
         ),
     ],
 )
-def test_replicas_are_not_synchronised_by_keys_that_contradict_each_other(block: dict[str, Any], line: str) -> None:
+def test_replicas_are_not_synchronised_by_keys_that_contradict_each_other(block, line):
     assert refusal(Config.from_json, {"paft": block}).startswith(line)
 
 
-def test_audits_come_where_they_are_asked_for_and_bounds_may_come_from_two_sources() -> None:
-    def every(block: dict[str, Any]) -> int:
+def test_audits_come_where_they_are_asked_for_and_bounds_may_come_from_two_sources():
+    def every(block):
         return (Config.from_json({"paft": block}).paft or PaftConfig()).audits_every
 
     assert (every({}), every({"mode": "audit"}), every({"audit_interval": 3}), every({"mode": "sync"})) == (0, 10, 3, 0)
@@ -323,16 +320,16 @@ def test_audits_come_where_they_are_asked_for_and_bounds_may_come_from_two_sourc
         merge(Config(), Config.from_json({"paft": {"h_min": 600}}, whole=False))
 
 
-def test_a_key_that_resembles_nothing_is_answered_with_the_known_ones() -> None:
+def test_a_key_that_resembles_nothing_is_answered_with_the_known_ones():
     assert refusal(Config.from_json, {"zzz": 1}).startswith("ft_plugins.zzz: unknown key; known: job, node_name, ")
 
 
-def test_a_system_is_switched_on_by_an_object_or_true_and_off_by_false_or_null() -> None:
+def test_a_system_is_switched_on_by_an_object_or_true_and_off_by_false_or_null():
     assert Config.from_json({"reft": {}}).reft == Config.from_json({"reft": True}).reft == ReftConfig()
     assert Config.from_json({"reft": False}).reft is Config.from_json({"reft": None}).reft is None
 
 
-def test_a_key_without_effect_is_left_alone_while_another_source_is_to_come() -> None:
+def test_a_key_without_effect_is_left_alone_while_another_source_is_to_come():
     partial = Config.from_json({"require_protection": True}, whole=False)
     assert merge(partial, Config.from_json({"reft": {}})).require_protection
     assert "has no effect" in refusal(merge, partial, Config())
@@ -341,19 +338,19 @@ def test_a_key_without_effect_is_left_alone_while_another_source_is_to_come() ->
 # ------------------------------------------------------------------------------------------------ flags
 
 
-def test_our_flags_are_taken_wherever_they_stand_and_the_rest_is_unchanged() -> None:
+def test_our_flags_are_taken_wherever_they_stand_and_the_rest_is_unchanged():
     words = "--nproc-per-node 8 --reft train.py --lr 1e-3 --reft-interval=2 --ftp-job a --ftp x --title=--reft -- y"
     config, rest = Config.from_flags(words.split())
     assert config == Config(job="a", reft=ReftConfig(interval=2))
     assert rest == "--nproc-per-node 8 train.py --lr 1e-3 --ftp x --title=--reft -- y".split()
 
 
-def test_a_switch_takes_no_word_that_follows_it() -> None:
+def test_a_switch_takes_no_word_that_follows_it():
     config, rest = Config.from_flags(["--reft", "--ftp-require-protection", "train.py", "1"])
     assert config.require_protection and rest == ["train.py", "1"]
 
 
-def test_a_text_that_only_begins_like_a_flag_of_ours_belongs_to_the_script() -> None:
+def test_a_text_that_only_begins_like_a_flag_of_ours_belongs_to_the_script():
     argv = ["--extra", "--ftp-job is a flag", "--reftor", "--ftpserver=x", "reft", "-reft"]
     assert Config.from_flags(argv) == (Config(), argv)
 
@@ -378,50 +375,50 @@ def test_a_text_that_only_begins_like_a_flag_of_ours_belongs_to_the_script() -> 
         ("--ftp-faults nowhere", "--ftp-faults: fault 'nowhere' cannot be read: expected point@fact=value,...:action"),
     ],
 )
-def test_a_command_line_is_refused_with_flag_expected_and_found(words: str, line: str) -> None:
+def test_a_command_line_is_refused_with_flag_expected_and_found(words, line):
     assert refusal(Config.from_flags, words.split()).startswith(line)
 
 
-def test_a_flag_given_twice_with_one_value_is_accepted() -> None:
+def test_a_flag_given_twice_with_one_value_is_accepted():
     assert Config.from_flags("--ftp-job a --reft --reft --ftp-job=a".split())[0].job == "a"
 
 
-def parser_of_a_script(**named: Any) -> argparse.ArgumentParser:
+def parser_of_a_script(**named):
     parser = argparse.ArgumentParser(**named)
     parser.add_argument("--reference")
     add_flags(parser)
     return parser
 
 
-def test_flags_that_are_not_given_are_none_in_the_namespace() -> None:
+def test_flags_that_are_not_given_are_none_in_the_namespace():
     namespace = parser_of_a_script().parse_args([])
     assert {getattr(namespace, key.dest) for key in keys()} == {None}
     assert Config.from_namespace(namespace) == Config()
 
 
-def test_a_namespace_without_our_names_is_a_configuration_of_defaults() -> None:
+def test_a_namespace_without_our_names_is_a_configuration_of_defaults():
     assert Config.from_namespace(argparse.Namespace(lr=1)) == Config()
 
 
-def test_an_abbreviated_option_of_the_script_never_becomes_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_abbreviated_option_of_the_script_never_becomes_ours(capsys):
     with pytest.raises(SystemExit):
         parser_of_a_script(allow_abbrev=True).parse_args(["--ref", "x"])
     assert "unrecognized arguments: --ref" in capsys.readouterr().err
 
 
-def test_argparse_refuses_in_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argparse_refuses_in_the_same_words(capsys):
     with pytest.raises(SystemExit):
         parser_of_a_script().parse_args(["--reft", "--reft-interval", "0"])
     assert "argument --reft-interval: expected an integer >= 1, or auto, found '0'" in capsys.readouterr().err
 
 
-def test_help_lists_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_flag_with_its_default(capsys):
     text = parser_of_a_script().format_help()
     assert all(key.flag in text for key in keys())
     assert "default: 1800" in " ".join(text.split())
 
 
-def test_two_sources_are_joined_and_a_contradiction_is_refused_with_both_values() -> None:
+def test_two_sources_are_joined_and_a_contradiction_is_refused_with_both_values():
     line = Config.from_flags(["--reft", "--reft-interval", "2"])[0]
     assert merge(line, Config.from_json({"reft": {"bucket_mib": 4}})).reft == ReftConfig(interval=2, bucket_mib=4)
     assert refusal(merge, line, Config.from_json({"reft": {"interval": 3}}), ("the command line", "ds.json")) == (
@@ -429,7 +426,7 @@ def test_two_sources_are_joined_and_a_contradiction_is_refused_with_both_values(
     )
 
 
-def test_a_default_written_out_contradicts_another_value_but_an_unset_one_does_not() -> None:
+def test_a_default_written_out_contradicts_another_value_but_an_unset_one_does_not():
     line = Config.from_flags(["--reft", "--reft-interval", "2"])[0]
     assert "the script says 1" in refusal(merge, line, Config.from_json({"reft": {"interval": 1}}))
     assert merge(line, Config.from_json({"reft": True})) == line
@@ -441,17 +438,17 @@ def test_a_default_written_out_contradicts_another_value_but_an_unset_one_does_n
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 
 
-def test_a_worker_of_ft_run_reads_what_ft_run_wrote() -> None:
+def test_a_worker_of_ft_run_reads_what_ft_run_wrote():
     config = Config.from_json({"job": "a", "reft": {"interval": 2}})
     environ = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"} | worker_environment(config, Path("/run/x"), 9, 77)
     assert launch_context(environ) == LaunchContext(config, Path("/run/x"), 9, 77, 5, 1, 8, 4, 1, 2)
 
 
-def test_a_worker_of_torchrun_has_a_place_and_no_configuration() -> None:
+def test_a_worker_of_torchrun_has_a_place_and_no_configuration():
     assert launch_context(TORCHRUN) == LaunchContext(None, None, 0, None, 5, 1, 8, 4, 1, 0)
 
 
-def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
+def test_a_process_without_a_launcher_is_rank_0_of_1():
     assert launch_context({"HOME": "/"}) == LaunchContext(None, None, 0, None, 0, 0, 1, 1, 0, 0)
 
 
@@ -466,19 +463,19 @@ def test_a_process_without_a_launcher_is_rank_0_of_1() -> None:
         ({"FTP_CONFIG": '{"reft": {"intervl": 1}}'}, "ft_plugins.reft.intervl: unknown key; did you mean"),
     ],
 )
-def test_an_incomplete_or_misspelt_environment_is_an_error(change: dict[str, str | None], line: str) -> None:
+def test_an_incomplete_or_misspelt_environment_is_an_error(change, line):
     environ = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     assert refusal(launch_context, environ).startswith(line)
 
 
-def test_variables_of_other_programs_that_begin_alike_are_left_alone() -> None:
+def test_variables_of_other_programs_that_begin_alike_are_left_alone():
     assert launch_context({"FTP_PROXY": "x", "ftp_proxy": "x"}).config is None
 
 
 # ------------------------------------------------------------------------------------------------ run directory
 
 
-def test_a_run_directory_is_private_and_the_same_every_time(tmp_path: Path) -> None:
+def test_a_run_directory_is_private_and_the_same_every_time(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     folder = run_directory("job", "node", environ)
     assert folder == tmp_path / "ft_plugins" / "job" / "node" == run_directory("job", "node", environ)
@@ -486,35 +483,35 @@ def test_a_run_directory_is_private_and_the_same_every_time(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("runtime", [{}, {"XDG_RUNTIME_DIR": "/nowhere/at/all"}, {"XDG_RUNTIME_DIR": "relative"}])
-def test_without_a_usable_runtime_folder_it_lies_in_the_temporary_one(runtime: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_usable_runtime_folder_it_lies_in_the_temporary_one(runtime, tmp_path):
     folder = run_directory("job", "node", runtime | {"TMPDIR": str(tmp_path)})
     assert folder == tmp_path / f"ft_plugins-{os.getuid()}" / "job" / "node"
 
 
-def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     (tmp_path / "ft_plugins").mkdir(mode=0o755)
     (tmp_path / "ft_plugins").chmod(0o755)
     line = refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
     assert "with mode 0700" in line and "mode 0755" in line
 
 
-def test_a_link_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "ft_plugins").symlink_to(tmp_path / "elsewhere")
     assert "expected a folder of user" in refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "ft_plugins").write_text("")
     assert "cannot create this folder" in refusal(run_directory, "job", "node", {"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
 @pytest.mark.parametrize(("job", "node"), [("..", "n"), ("a/b", "n"), ("", "n"), ("j", "x" * 49), ("j", "n\n")])
-def test_a_name_that_would_leave_the_folder_is_refused(job: str, node: str, tmp_path: Path) -> None:
+def test_a_name_that_would_leave_the_folder_is_refused(job, node, tmp_path):
     assert "expected 1 to 48 letters" in refusal(run_directory, job, node, {"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
-def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path: Path) -> None:
+def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path):
     deep = tmp_path / ("d" * 60)
     deep.mkdir()
     line = refusal(run_directory, "j" * 48, "n" * 48, {"XDG_RUNTIME_DIR": str(deep)})
@@ -526,9 +523,7 @@ def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path: Pat
     ("given", "place"),
     [("9400", ("127.0.0.1", 9400)), ("10.0.0.3:9400", ("10.0.0.3", 9400)), ("[::]:65535", ("::", 65535))],
 )
-def test_metrics_are_served_on_this_machine_alone_unless_an_address_is_given(
-    given: str, place: tuple[str, int]
-) -> None:
+def test_metrics_are_served_on_this_machine_alone_unless_an_address_is_given(given, place):
     config, _ = Config.from_flags(["--reft", "--ftp-metrics", given])
     assert config.metrics_place == place
     assert Config.from_json({"reft": {}}).metrics_place is None
@@ -536,11 +531,11 @@ def test_metrics_are_served_on_this_machine_alone_unless_an_address_is_given(
 
 
 @pytest.mark.parametrize("given", ["0", "65536", "-1", "here:9400", "9400:", "x", "٣"])
-def test_a_place_for_metrics_that_is_none_is_refused_by_name(given: str) -> None:
+def test_a_place_for_metrics_that_is_none_is_refused_by_name(given):
     with pytest.raises(ConfigError, match="^--ftp-metrics: "):
         Config.from_flags(["--reft", f"--ftp-metrics={given}"])
 
 
-def test_metrics_have_no_effect_without_a_system_that_has_an_smp() -> None:
+def test_metrics_have_no_effect_without_a_system_that_has_an_smp():
     with pytest.raises(ConfigError, match="--ftp-metrics: has no effect while no system that protects state is on"):
         Config.from_flags(["--ftp-metrics", "9400"])

@@ -1,7 +1,5 @@
 """Numbers altered on purpose: what, where and when was asked for, the same again, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,31 +10,31 @@ from ft_plugins.errors import ConfigError
 POINT = "update.gradients"
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     return {"a": torch.ones(30, 20), "b": torch.ones(7).bfloat16(), "count": torch.ones(3, dtype=torch.int64)}
 
 
-def struck(armed: str, rank: int = 0, iteration: int = 5) -> tuple[dict[str, torch.Tensor], Strike | None]:
+def struck(armed, rank=0, iteration=5):
     """What becomes of the same tensors."""
     faults.arm(armed, rank=rank)
     found = tensors()
     return found, Corruption(rank).strike(POINT, iteration, found)
 
 
-def changed(found: dict[str, torch.Tensor]) -> dict[str, int]:
+def changed(found):
     """How many coordinates are not as they were."""
     counts = {name: int((found[name] != tensor).sum()) for name, tensor in tensors().items()}
     return {name: count for name, count in counts.items() if count}
 
 
-def test_what_is_not_armed_or_does_not_apply_alters_nothing() -> None:
+def test_what_is_not_armed_or_does_not_apply_alters_nothing():
     for armed in ("", "update.parameters:nan", f"{POINT}@iteration=6:nan", f"{POINT}@rank=1:nan"):
         found, done = struck(armed)
         assert done is None and not changed(found)
         assert Corruption(0).armed(POINT) == (POINT in armed)
 
 
-def test_noise_has_the_standard_deviation_asked_for_and_is_each_ranks_and_iterations_own() -> None:
+def test_noise_has_the_standard_deviation_asked_for_and_is_each_ranks_and_iterations_own():
     faults.arm(f"{POINT}:gauss=0.03~7")
     drawn = {}
     for rank, iteration in [(0, 1), (1, 1), (0, 2)]:
@@ -58,7 +56,7 @@ def test_noise_has_the_standard_deviation_asked_for_and_is_each_ranks_and_iterat
     assert torch.equal(elsewhere["g"], drawn[1, 1]), "the point makes no difference"
 
 
-def test_a_burst_comes_every_so_many_iterations_in_place_of_the_usual_noise() -> None:
+def test_a_burst_comes_every_so_many_iterations_in_place_of_the_usual_noise():
     faults.arm(f"{POINT}@iteration%500=0:gauss=1;{POINT}:gauss=0.01")
     deviations = {}
     for iteration in (499, 500, 501, 1000):
@@ -69,7 +67,7 @@ def test_a_burst_comes_every_so_many_iterations_in_place_of_the_usual_noise() ->
     assert deviations == pytest.approx(expected, rel=0.02)  # its own error: 1 / sqrt(2 * 50000)
 
 
-def test_a_flip_is_one_bit_of_one_coordinate_and_a_second_one_undoes_it() -> None:
+def test_a_flip_is_one_bit_of_one_coordinate_and_a_second_one_undoes_it():
     seen = set()
     for seed in range(200):
         found, done = struck(f"{POINT}:flip~{seed}")
@@ -85,20 +83,20 @@ def test_a_flip_is_one_bit_of_one_coordinate_and_a_second_one_undoes_it() -> Non
 
 
 @pytest.mark.parametrize("bit, value", [(31, -1.0), (0, 1.0 + 2**-23), (30, float("inf"))])
-def test_a_bit_can_be_named(bit: int, value: float) -> None:
+def test_a_bit_can_be_named(bit, value):
     faults.arm(f"{POINT}:flip={bit}")
     found = {"a": torch.ones(1)}
     assert Corruption(0).strike(POINT, 1, found) == Strike(POINT, f"flip={bit}", "a", 0, bit)
     assert found["a"].item() == value
 
 
-def test_one_coordinate_is_no_number() -> None:
+def test_one_coordinate_is_no_number():
     found, done = struck(f"{POINT}:nan")
     assert done is not None and torch.isnan(found[done.item].flatten()[done.index])
     assert sum(changed(found).values()) == 1
 
 
-def test_a_link_that_is_stuck_repeats_what_it_said_first() -> None:
+def test_a_link_that_is_stuck_repeats_what_it_said_first():
     faults.arm("reduce.gradients@rank=1:stuck", rank=1)
     link = Corruption(1)
     said = []
@@ -109,7 +107,7 @@ def test_a_link_that_is_stuck_repeats_what_it_said_first() -> None:
     assert said == [[1.0] * 3] * 3
 
 
-def test_a_link_that_is_stuck_begins_with_a_tensor_when_it_first_sees_it() -> None:
+def test_a_link_that_is_stuck_begins_with_a_tensor_when_it_first_sees_it():
     """DeepSpeed gives no gradient for a parameter that an iteration did not use."""
     faults.arm("reduce.gradients:stuck")
     link = Corruption(0)
@@ -123,18 +121,18 @@ def test_a_link_that_is_stuck_begins_with_a_tensor_when_it_first_sees_it() -> No
 @pytest.mark.parametrize(
     "word", ["gaus=1", "gauss", "gauss=", "gauss=x", "flip=", "flip=a", "nan=1", "stuck~", "skip", "kill"]
 )
-def test_a_word_that_alters_no_numbers_is_refused_at_start(word: str) -> None:
+def test_a_word_that_alters_no_numbers_is_refused_at_start(word):
     faults.arm(f"{POINT}:{word}")
     with pytest.raises(ConfigError, match=f"fault '{word}': expected gauss=SIGMA, flip, flip=BIT, nan or stuck"):
         Corruption(0)
 
 
-def test_a_bit_that_is_not_there_is_refused() -> None:
+def test_a_bit_that_is_not_there_is_refused():
     faults.arm(f"{POINT}:flip=32")
     with pytest.raises(ConfigError, match="item 'a' has 32 bits per coordinate"):
         Corruption(0).strike(POINT, 1, {"a": torch.ones(1)})
 
 
-def test_words_are_read() -> None:
+def test_words_are_read():
     assert Action.read("gauss=1e-2~3") == Action("gauss", 0.01, None, 3)
     assert Action.read("flip=30") == Action("flip", bit=30) and Action.read("flip~2") == Action("flip", seed=2)

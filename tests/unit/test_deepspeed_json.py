@@ -1,9 +1,6 @@
 """The block in a DeepSpeed configuration: what DeepSpeed would pass over in silence is one clear line here."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from ft_plugins.errors import ConfigError
 from ft_plugins.launcher import command
 
 
-def write(folder: Path, text: str) -> str:
+def write(folder, text):
     (folder / "ds.json").write_text(text)
     return "ds.json"
 
@@ -31,18 +28,18 @@ def write(folder: Path, text: str) -> str:
         (["--deepspeed_config"], None),
     ],
 )
-def test_the_file_is_found_among_a_scripts_arguments(words: list[str], path: str | None) -> None:
+def test_the_file_is_found_among_a_scripts_arguments(words, path):
     assert deepspeed_json.config_path(words) == path
 
 
-def test_a_block_means_what_the_flags_mean(tmp_path: Path) -> None:
+def test_a_block_means_what_the_flags_mean(tmp_path):
     path = tmp_path / write(tmp_path, '{"zero_optimization": {"stage": 1}, "ft_plugins": {"reft": {"interval": 4}}}')
     flags, _ = Config.from_flags(["--reft", "--reft-interval", "4"])
     assert deepspeed_json.from_file(path) == flags
     assert deepspeed_json.from_mapping({"zero_optimization": {}}) == Config()
 
 
-def test_paft_is_switched_on_by_its_block_with_every_key_that_it_has(tmp_path: Path) -> None:
+def test_paft_is_switched_on_by_its_block_with_every_key_that_it_has(tmp_path):
     block = {"mode": "sync", "h": 7, "aggregate": "trimmed", "trim": 2, "average_optimizer_state": True}
     block |= {"audit_interval": 3, "audit_at": "forward", "on_corruption": "average", "bucket_mib": 4}
     path = tmp_path / write(tmp_path, json.dumps({"ft_plugins": {"paft": block}}))
@@ -54,14 +51,14 @@ def test_paft_is_switched_on_by_its_block_with_every_key_that_it_has(tmp_path: P
     assert deepspeed_json.from_mapping(other).paft == PaftConfig(**other["ft_plugins"]["paft"])
 
 
-def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path):
     pytest.importorskip("hjson")
     path = tmp_path / write(tmp_path, '{\n  // two replicas\n  "ft_plugins": {"reft": true},\n}')
     assert deepspeed_json.from_file(path).reft is not None
 
 
 @pytest.mark.parametrize("depth", [40, 100_000])
-def test_a_file_with_comments_that_is_nested_too_deeply_is_refused_for_that(tmp_path: Path, depth: int) -> None:
+def test_a_file_with_comments_that_is_nested_too_deeply_is_refused_for_that(tmp_path, depth):
     pytest.importorskip("hjson")
     path = tmp_path / write(tmp_path, '{\n  // deep\n  "x": ' + "[" * depth + "]" * depth + "}")
     with pytest.raises(ConfigError, match="ds.json: it is nested more than 32 deep"):
@@ -86,9 +83,7 @@ def test_a_file_with_comments_that_is_nested_too_deeply_is_refused_for_that(tmp_
         ('{"ft_plugins": {"reft": {}}, "ft_plugins": {"reft": false}}', "'ft_plugins' is given twice"),
     ],
 )
-def test_what_is_wrong_is_one_line_before_anything_starts(
-    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_one_line_before_anything_starts(tmp_path, text, message, capsys, monkeypatch):
     name = write(tmp_path, text)
     with pytest.raises(ConfigError, match=message):
         deepspeed_json.from_file(tmp_path / name)
@@ -99,12 +94,12 @@ def test_what_is_wrong_is_one_line_before_anything_starts(
     assert told.startswith("ft-run: ") and told.count("\n") == 1
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="absent.json: cannot be read .No such file"):
         deepspeed_json.from_file(tmp_path / "absent.json")
 
 
-def test_ft_run_reads_the_block_and_leaves_the_scripts_arguments_alone(tmp_path: Path) -> None:
+def test_ft_run_reads_the_block_and_leaves_the_scripts_arguments_alone(tmp_path):
     name = write(tmp_path, '{"ft_plugins": {"reft": {"interval": 4}, "job": "one"}}')
     (tmp_path / "train.py").write_text("")
     words = ["--nproc-per-node", "2", "train.py", "--deepspeed_config", name]
@@ -114,7 +109,7 @@ def test_ft_run_reads_the_block_and_leaves_the_scripts_arguments_alone(tmp_path:
     assert planned.torch.training_script_args == ["--deepspeed_config", name]
 
 
-def test_ft_run_refuses_a_block_that_contradicts_its_flags(tmp_path: Path) -> None:
+def test_ft_run_refuses_a_block_that_contradicts_its_flags(tmp_path):
     name = write(tmp_path, '{"ft_plugins": {"reft": {"interval": 4}}}')
     (tmp_path / "train.py").write_text("")
     words = ["train.py", "--deepspeed_config", name, "--reft", "--reft-interval", "2"]
@@ -122,10 +117,10 @@ def test_ft_run_refuses_a_block_that_contradicts_its_flags(tmp_path: Path) -> No
         command.plan(words, 1, str(tmp_path), "host")
 
 
-def test_a_key_on_the_command_line_has_effect_where_the_block_switches_its_system_on(tmp_path: Path) -> None:
+def test_a_key_on_the_command_line_has_effect_where_the_block_switches_its_system_on(tmp_path):
     (tmp_path / "train.py").write_text("")
 
-    def planned(block: str) -> Config:
+    def planned(block):
         name = write(tmp_path, block)
         words = ["train.py", "--deepspeed_config", name, "--reft-interval", "3"]
         return command.plan(words, 1, str(tmp_path), "host").config
@@ -139,7 +134,7 @@ def test_a_key_on_the_command_line_has_effect_where_the_block_switches_its_syste
         planned('{"ft_plugins": {"reft": {"interval": 4}}}')
 
 
-def test_a_key_beside_no_system_has_no_effect_and_says_so(tmp_path: Path) -> None:
+def test_a_key_beside_no_system_has_no_effect_and_says_so(tmp_path):
     name = write(tmp_path, '{"ft_plugins": {"resume": "memory"}}')
     (tmp_path / "train.py").write_text("")
     with pytest.raises(ConfigError, match="--ftp-resume: has no effect while no system that protects state is on"):
@@ -154,9 +149,7 @@ def test_a_key_beside_no_system_has_no_effect_and_says_so(tmp_path: Path) -> Non
         ({"audit_interval": 1, "on_corruption": "rollback"}, "rollback needs snapshots; add --reft"),
     ],
 )
-def test_keys_of_paft_that_do_not_go_together_are_refused_before_deepspeed_acts_on_the_file(
-    tmp_path: Path, block: dict[str, object], message: str
-) -> None:
+def test_keys_of_paft_that_do_not_go_together_are_refused_before_deepspeed_acts_on_the_file(tmp_path, block, message):
     pytest.importorskip("deepspeed")
     from ft_plugins.adapters.deepspeed.training import resolve
     from ft_plugins.config import launch_context

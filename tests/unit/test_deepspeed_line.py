@@ -1,18 +1,15 @@
 """`import ft_plugins.deepspeed`: what it says of an error, and which end of a script it takes for an orderly one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 BOUND = 240
 
 
-def ran(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def ran(folder, script, **environment):
     """`script` behind the one line, as a process."""
     (folder / "script.py").write_text(f"import sys\nimport ft_plugins.deepspeed\n{script}\n")
     told = {**os.environ, **environment}
@@ -21,9 +18,7 @@ def ran(folder: Path, script: str, **environment: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("local_rank, lines", [(0, ["ft_plugins: one line"]), (1, [])])
-def test_what_all_ranks_of_a_node_have_to_say_alike_is_said_once(
-    tmp_path: Path, local_rank: int, lines: list[str]
-) -> None:
+def test_what_all_ranks_of_a_node_have_to_say_alike_is_said_once(tmp_path, local_rank, lines):
     place = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = ran(tmp_path, "from ft_plugins.errors import ConfigError\nraise ConfigError('one\\nline')", **place)
     assert done.returncode == 1 and done.stderr.splitlines() == lines

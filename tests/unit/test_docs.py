@@ -11,7 +11,6 @@ import importlib.util
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +38,11 @@ class Block:
     language: str
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}:{self.line}"
 
 
-def blocks(language: str) -> list[Block]:
+def blocks(language):
     """All blocks in `language`."""
     fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     found = []
@@ -55,7 +54,7 @@ def blocks(language: str) -> list[Block]:
     return [block for block in found if block.language == language]
 
 
-def commands() -> Iterator[tuple[str, str, list[str]]]:
+def commands():
     """Where each command stands, its line, and its words without a redirection."""
     for block in blocks("bash"):
         for number, line in enumerate(block.text.replace("\\\n", " ").splitlines()):
@@ -65,7 +64,7 @@ def commands() -> Iterator[tuple[str, str, list[str]]]:
                 yield f"{block.page}:{block.line + number}", line, words[: words.index(">")] if ">" in words else words
 
 
-def extras() -> set[str]:
+def extras():
     """The extras of setup.py."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "EXTRAS":
@@ -76,7 +75,7 @@ def extras() -> set[str]:
 # ------------------------------------------------------------------------------------------------ commands
 
 
-def run_bash(line: str, words: list[str], folder: Path) -> None:
+def run_bash(line, words, folder):
     """A script of the project: it is there, bash can read it, and what it is given is known."""
     script = ROOT / words[1]
     subprocess.run(["bash", "-n", script], check=True, timeout=300)
@@ -88,7 +87,7 @@ def run_bash(line: str, words: list[str], folder: Path) -> None:
         assert known or (ROOT / word).exists(), f"{words[1]} does not know {word}"
 
 
-def run_ft_run(line: str, words: list[str], folder: Path) -> None:
+def run_ft_run(line, words, folder):
     """Read as ft-run reads it; scripts and configurations that it names are there."""
     for word in words:
         if word.endswith(".py"):
@@ -102,7 +101,7 @@ def run_ft_run(line: str, words: list[str], folder: Path) -> None:
     assert not left, f"{left} would reach the script"
 
 
-def run_ft_plugins(line: str, words: list[str], folder: Path) -> None:
+def run_ft_plugins(line, words, folder):
     """Read as ft-plugins reads it; `config` and `plan` are executed."""
     group, name, arguments = typer.main.get_command(app), "ft-plugins", words[1:]
     while hasattr(group, "resolve_command"):
@@ -117,7 +116,7 @@ def run_ft_plugins(line: str, words: list[str], folder: Path) -> None:
             app(words[1:], standalone_mode=False)
 
 
-def run_python(line: str, words: list[str], folder: Path) -> None:
+def run_python(line, words, folder):
     """A module that can be found, or a script whose source has the flags."""
     if words[1] == "-m":
         assert importlib.util.find_spec(words[2]) is not None, line
@@ -127,31 +126,31 @@ def run_python(line: str, words: list[str], folder: Path) -> None:
         assert not word.startswith("--") or f'"{word}"' in source, f"{words[1]} does not know {word}"
 
 
-def run_pip(line: str, words: list[str], folder: Path) -> None:
+def run_pip(line, words, folder):
     """Extras that setup.py has."""
     named = {extra for word in words for part in re.findall(r"\[([\w,]+)\]", word) for extra in part.split(",")}
     assert named <= extras(), line
 
 
-def run_sbatch(line: str, words: list[str], folder: Path) -> None:
+def run_sbatch(line, words, folder):
     """A batch script of the project that bash can read; what follows it, ft-run reads."""
     (at,) = [number for number, word in enumerate(words) if word.endswith(".sbatch")]
     subprocess.run(["bash", "-n", ROOT / words[at]], check=True, timeout=300)
     run_ft_run(line, ["ft-run", *words[at + 1 :]], folder)
 
 
-def run_mkdocs(line: str, words: list[str], folder: Path) -> None:
+def run_mkdocs(line, words, folder):
     """.ci/run builds the pages with the same command."""
     assert " ".join(words[1:]) in (ROOT / ".ci" / "run").read_text()
 
 
-def run_secret(line: str, words: list[str], folder: Path) -> None:
+def run_secret(line, words, folder):
     """Executed; it writes a file that is accepted as a secret."""
     subprocess.run(["bash", "-c", line], cwd=folder, check=True, timeout=300)
     assert len(read_secret(folder / "job.secret")) >= 16
 
 
-RUNNERS: dict[str, Callable[[str, list[str], Path], None]] = {
+RUNNERS = {
     "bash": run_bash,
     "ft-run": run_ft_run,
     "ft-plugins": run_ft_plugins,
@@ -164,23 +163,23 @@ RUNNERS: dict[str, Callable[[str, list[str], Path], None]] = {
 
 
 @pytest.mark.parametrize(("line", "words"), [pytest.param(line, words, id=at) for at, line, words in commands()])
-def test_a_command_in_the_documentation_is_accepted(line: str, words: list[str], tmp_path: Path) -> None:
+def test_a_command_in_the_documentation_is_accepted(line, words, tmp_path):
     RUNNERS[words[0]](line, words, tmp_path)
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
-def test_a_deepspeed_configuration_in_the_documentation_is_accepted(block: Block, tmp_path: Path) -> None:
+def test_a_deepspeed_configuration_in_the_documentation_is_accepted(block, tmp_path):
     (tmp_path / "ds.json").write_text(block.text)
     config = deepspeed_json.from_arguments(["--deepspeed_config", "ds.json"], tmp_path)
     assert config.systems, "the block ft_plugins switches nothing on"
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_in_the_documentation_can_be_compiled(block: Block) -> None:
+def test_python_in_the_documentation_can_be_compiled(block):
     compile(block.text, str(block), "exec")
 
 
-def test_every_kind_of_code_is_one_that_is_checked() -> None:
+def test_every_kind_of_code_is_one_that_is_checked():
     fences = [match for page in PAGES for match in re.findall(r"^\s*```(\w+)$", page.read_text(), re.MULTILINE)]
     assert set(fences) <= {"bash", "json", "python"}
 
@@ -189,31 +188,31 @@ def test_every_kind_of_code_is_one_that_is_checked() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_flags_in_the_documentation_exist(page: Path) -> None:
+def test_flags_in_the_documentation_exist(page):
     known = {key.flag for key in keys()}
     named = set(re.findall(r"--(?:ftp|reft|baft|paft|sync)(?:-[a-z]+)*(?![a-z*-])", page.read_text()))
     assert named <= known, named - known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_extras_in_the_documentation_exist(page: Path) -> None:
+def test_extras_in_the_documentation_exist(page):
     assert set(re.findall(r"ft_plugins\[(\w+)\]", page.read_text())) <= extras()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_of_the_project_in_the_documentation_exist(page: Path) -> None:
+def test_files_of_the_project_in_the_documentation_exist(page):
     named = re.findall(r"`((?:ft_plugins|launch|tests|benchmarks|docs|patches|\.ci)/[\w./]+)`", page.read_text())
     absent = [name for name in named if not (ROOT / name).exists()]
     assert not absent
 
 
-def test_events_in_the_documentation_exist() -> None:
+def test_events_in_the_documentation_exist():
     named = {name for page in PAGES for name in re.findall(r"\[`([\w.]+)`\]\(events\.md", page.read_text())}
     assert named and named <= set(catalogue.EVENTS)
 
 
 @pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
-def test_links_that_mkdocs_does_not_see_lead_somewhere(page: Path) -> None:
+def test_links_that_mkdocs_does_not_see_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
         assert (ROOT / path).exists(), target
@@ -221,11 +220,11 @@ def test_links_that_mkdocs_does_not_see_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in [re.sub(r"\W+", "-", title.lower()) for title in titles], target
 
 
-def test_the_readme_is_read_in_two_minutes() -> None:
+def test_the_readme_is_read_in_two_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
-def test_the_memory_that_the_readme_names_is_what_plan_memory_computes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_that_the_readme_names_is_what_plan_memory_computes(capsys):
     small = "--parameters 7e9 --tp 2 --pp 2 --nodes"
     computed = []
     for job in (f"{small} 1", f"{small} 4", "--parameters 70e9 --tp 8 --pp 8 --nodes 128"):
@@ -243,7 +242,7 @@ def test_the_memory_that_the_readme_names_is_what_plan_memory_computes(capsys: p
     assert re.findall(r"\((\d+) to (\d+) GiB", line) == [(gib[0], gib[1]), (gib[2], gib[3])]
 
 
-def test_the_first_screen_says_what_was_tested_and_explains_its_words() -> None:
+def test_the_first_screen_says_what_was_tested_and_explains_its_words():
     first, rest = (ROOT / "README.md").read_text().split("## Is it for you?")
     assert "tested on CPU" in first and "one GPU" in first
     new = re.findall(r"\b(REFT|BAFT|PAFT|RAIM[56]|parity|sharding group)\b", first)
@@ -252,7 +251,7 @@ def test_the_first_screen_says_what_was_tested_and_explains_its_words() -> None:
     assert "sharding group" not in rest
 
 
-def test_the_glossary_has_one_line_for_a_term_in_order() -> None:
+def test_the_glossary_has_one_line_for_a_term_in_order():
     rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     terms = [row.lower() for row in rows if row not in ("term", "---")]
     assert len(terms) == len(set(terms))

@@ -1,10 +1,7 @@
 """What a message of an error may look like."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ from ft_plugins.errors import ConfigError
 @pytest.mark.parametrize(
     "value", ["/" + "long/" * 1000, "host:" + "9" * 5000, "one two " * 1000], ids=["path", "port", "text"]
 )
-def test_a_quoted_value_of_any_length_leaves_a_message_that_can_be_read_with_its_remedy(value: str) -> None:
+def test_a_quoted_value_of_any_length_leaves_a_message_that_can_be_read_with_its_remedy(value):
     said = str(ConfigError(f"--ftp-x: found {value}; give another one"))
     assert said.startswith(f"--ftp-x: found {value[:150]}") and said.endswith("; give another one")
     assert len(said) < 4100 and "more ...]" in said
@@ -24,7 +21,7 @@ def test_a_quoted_value_of_any_length_leaves_a_message_that_can_be_read_with_its
         assert len(said) < 400
 
 
-def test_a_message_of_usual_length_is_left_alone() -> None:
+def test_a_message_of_usual_length_is_left_alone():
     said = f"{'a' * 200} is not {'b ' * 900}: do this"
     assert str(ConfigError(said)) == said
 
@@ -39,7 +36,7 @@ REMEDIES = re.compile(
 NOT_OF_A_PERSON = {"no system is on": "a caller's mistake", "is not in this job of": "a caller's mistake"}
 
 
-def messages() -> Iterator[tuple[str, str]]:
+def messages():
     """Place and text of each refusal in these folders; values are in braces."""
     root = Path(ft_plugins.__file__).parent
     for path in sorted(path for name in ASKED for path in (root / name).rglob("*.py")):
@@ -49,7 +46,7 @@ def messages() -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(root)}:{error.lineno}", ast.unparse(error.args[0])
 
 
-def test_each_refusal_before_a_job_names_what_to_do() -> None:
+def test_each_refusal_before_a_job_names_what_to_do():
     found = dict(messages())
     assert len(found) > 60
     passed_on = re.compile(r"\{(error|reason|hint|remedy)\}|complaint\(|_in_the_way\(|^[a-z_.]+$")

@@ -1,10 +1,7 @@
 """The catalogue is the only list of events: what is emitted, what is declared and what is documented are the same."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,22 +20,22 @@ IRREGULAR = {"hung", "kept", "lost", "proven", "rebuilt", "sent", "unproven", "w
 
 
 @cache
-def _modules() -> tuple[tuple[Path, ast.Module], ...]:
+def _modules():
     """Those that have to do with events."""
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if OWN not in path.parents and "patches" not in path.parts]
     texts = {path: path.read_text() for path in paths}
     return tuple((path, ast.parse(text)) for path, text in texts.items() if ".emit(" in text or "catalogue" in text)
 
 
-def _declarations(tree: ast.AST) -> Iterator[tuple[str, ast.Attribute]]:
+def _declarations(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "catalogue":
             yield node.attr, node
 
 
-def _names_only(tree: ast.AST) -> set[ast.AST]:
+def _names_only(tree):
     """Mentions of a declaration that read events: `catalogue.X.name`, or a comparison with `event.type`."""
-    readers: set[ast.AST] = set()
+    readers = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("name", "action", "what"):
             readers.add(node.value)
@@ -47,7 +44,7 @@ def _names_only(tree: ast.AST) -> set[ast.AST]:
     return readers
 
 
-def test_every_event_that_is_emitted_is_of_the_catalogue_with_declared_fields() -> None:
+def test_every_event_that_is_emitted_is_of_the_catalogue_with_declared_fields():
     wrong = []
     for path, tree in _modules():
         for call in ast.walk(tree):
@@ -63,7 +60,7 @@ def test_every_event_that_is_emitted_is_of_the_catalogue_with_declared_fields() 
     assert not wrong
 
 
-def test_every_declared_event_is_emitted_somewhere() -> None:
+def test_every_declared_event_is_emitted_somewhere():
     emitted = {"ROUTINE_SUMMED"}  # by the file sink, of events that were emitted
     for _, tree in _modules():
         readers = _names_only(tree)
@@ -72,7 +69,7 @@ def test_every_declared_event_is_emitted_somewhere() -> None:
 
 
 @pytest.mark.parametrize("constant", DECLARED)
-def test_a_declaration_is_complete_and_named_subject_and_verb(constant: str) -> None:
+def test_a_declaration_is_complete_and_named_subject_and_verb(constant):
     each = DECLARED[constant]
     assert re.fullmatch(r"[a-z]+\.[a-z]+", each.name) and constant == each.name.upper().replace(".", "_")
     verb = each.name.partition(".")[2]
@@ -87,7 +84,7 @@ def test_a_declaration_is_complete_and_named_subject_and_verb(constant: str) -> 
     assert catalogue.EVENTS[each.name] is each
 
 
-def test_what_the_snapshot_process_has_printed_is_an_alarm_or_the_end_of_one() -> None:
+def test_what_the_snapshot_process_has_printed_is_an_alarm_or_the_end_of_one():
     said = [
         name
         for path, tree in _modules()
@@ -101,11 +98,11 @@ def test_what_the_snapshot_process_has_printed_is_an_alarm_or_the_end_of_one() -
     assert len(said) >= 4 and all(DECLARED[name].printed for name in said)
 
 
-def test_the_page_for_operators_is_what_the_catalogue_says() -> None:
+def test_the_page_for_operators_is_what_the_catalogue_says():
     assert (ROOT / "docs" / "events.md").read_text() == page(), "python -m ft_plugins.events > docs/events.md"
 
 
-def test_no_other_document_names_an_event_that_does_not_exist() -> None:
+def test_no_other_document_names_an_event_that_does_not_exist():
     subjects = "|".join({name.partition(".")[0] for name in catalogue.EVENTS})
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         named = re.findall(rf"`((?:{subjects})\.[a-z]+)`", path.read_text())

@@ -1,15 +1,11 @@
 """The event stream: whole lines from many processes at once, and a full disk that costs lines only."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,9 +46,7 @@ unknown = st.text().filter(lambda name: name not in catalogue.EVENTS)
 
 
 @given(unknown, st.floats(0, 2e9), st.text(), st.none() | st.integers(0, 4096), st.dictionaries(names, plain))
-def test_an_event_is_one_line_and_is_read_back_as_it_was(
-    name: str, time: float, node: str, rank: int | None, fields: dict[str, object]
-) -> None:
+def test_an_event_is_one_line_and_is_read_back_as_it_was(name, time, node, rank, fields):
     event = Event(name, time, node, rank, 5, fields)
     assert "\n" not in event.line()
     path = Path(f"/tmp/ftu-events-{os.getpid()}")
@@ -63,8 +57,8 @@ def test_an_event_is_one_line_and_is_read_back_as_it_was(
         path.unlink()
 
 
-def test_an_event_tells_who_speaks_and_reaches_every_sink_in_order(tmp_path: Path) -> None:
-    seen: list[tuple[int, Event]] = []
+def test_an_event_tells_who_speaks_and_reaches_every_sink_in_order(tmp_path):
+    seen = []
     events = Events("node7", rank=3)
     events.subscribe(lambda event: seen.append((1, event)))
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
@@ -77,7 +71,7 @@ def test_an_event_tells_who_speaks_and_reaches_every_sink_in_order(tmp_path: Pat
     assert stat.S_IMODE(recent_of(tmp_path / "events.jsonl").stat().st_mode) == 0o600
 
 
-def test_a_field_that_says_whom_it_is_about_stands_in_the_speakers_place(tmp_path: Path) -> None:
+def test_a_field_that_says_whom_it_is_about_stands_in_the_speakers_place(tmp_path):
     events = Events("n")
     events.subscribe(file_sink(tmp_path / "e"))
     events.emit(catalogue.WORKER_FAILED, rank=9, exitcode=1)
@@ -85,7 +79,7 @@ def test_a_field_that_says_whom_it_is_about_stands_in_the_speakers_place(tmp_pat
     assert found.rank == 9 and found.fields == {"exitcode": 1}
 
 
-def test_lines_of_many_processes_never_interleave(tmp_path: Path) -> None:
+def test_lines_of_many_processes_never_interleave(tmp_path):
     path = tmp_path / "events.jsonl"
     children = []
     for writer in range(4):
@@ -105,7 +99,7 @@ def test_lines_of_many_processes_never_interleave(tmp_path: Path) -> None:
         assert [event.fields["number"] for event in found if event.rank == writer] == list(range(200))
 
 
-def test_a_last_line_cut_short_is_left_out_and_a_missing_file_is_empty(tmp_path: Path) -> None:
+def test_a_last_line_cut_short_is_left_out_and_a_missing_file_is_empty(tmp_path):
     assert list(read(tmp_path / "none")) == []
     whole = [Event("a.b", 1.0, fields={"n": number}) for number in range(2)]
     text = "".join(event.line() + "\n" for event in whole)
@@ -114,13 +108,13 @@ def test_a_last_line_cut_short_is_left_out_and_a_missing_file_is_empty(tmp_path:
         assert list(read(tmp_path / "e")) == whole[:1]
 
 
-def test_a_device_that_is_full_costs_the_line_not_the_job() -> None:
+def test_a_device_that_is_full_costs_the_line_not_the_job():
     events = Events("n")
     events.subscribe(file_sink(Path("/dev/full")))
     assert events.emit(HAPPENED).name == "a.b"
 
 
-def test_an_event_file_that_cannot_be_opened_loses_the_event_and_nothing_else(tmp_path: Path) -> None:
+def test_an_event_file_that_cannot_be_opened_loses_the_event_and_nothing_else(tmp_path):
     events, heard = Events("n"), []
     events.subscribe(file_sink(tmp_path / "missing" / "events.jsonl"))
     events.subscribe(heard.append)
@@ -128,9 +122,7 @@ def test_an_event_file_that_cannot_be_opened_loses_the_event_and_nothing_else(tm
     assert [event.name for event in heard] == ["a.b"]
 
 
-def test_an_event_file_that_is_full_makes_room_and_the_one_before_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_file_that_is_full_makes_room_and_the_one_before_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("ft_plugins.events.stream.FILE_LIMIT", 400)
     path = tmp_path / "events.jsonl"
     events = Events("n")
@@ -144,9 +136,7 @@ def test_an_event_file_that_is_full_makes_room_and_the_one_before_is_kept(
 
 
 @pytest.mark.parametrize("iterations", [24_000, pytest.param(100_000, marks=pytest.mark.all_configurations)])
-def test_a_recovery_stays_in_the_history_however_many_iterations_follow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
-) -> None:
+def test_a_recovery_stays_in_the_history_however_many_iterations_follow(tmp_path, monkeypatch, iterations):
     """One rank, with a thirty-second of the room that the ranks of a node share."""
     monkeypatch.setattr("ft_plugins.events.stream.FILE_LIMIT", 1 << 20)
     monkeypatch.setattr("ft_plugins.events.stream.RECENT_LIMIT", 1 << 20, raising=False)
@@ -170,7 +160,7 @@ def test_a_recovery_stays_in_the_history_however_many_iterations_follow(
     assert sum(found.stat().st_size for found in tmp_path.iterdir()) < 4 * (1 << 20)
 
 
-def test_a_summary_says_how_often_from_when_to_when_and_which_was_the_longest(tmp_path: Path) -> None:
+def test_a_summary_says_how_often_from_when_to_when_and_which_was_the_longest(tmp_path):
     events = Events("n", 3)
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
     for iteration in range(1, 2 * SUMMED + 1):
@@ -185,8 +175,8 @@ def test_a_summary_says_how_often_from_when_to_when_and_which_was_the_longest(tm
 
 
 def test_what_came_before_an_event_of_note_stands_before_it_and_every_recent_event_can_be_read(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "events.jsonl"
     events = Events("n", 0)
     events.subscribe(file_sink(path))
@@ -202,7 +192,7 @@ def test_what_came_before_an_event_of_note_stands_before_it_and_every_recent_eve
     assert [event.name for event in read(path)] == both == [entry["name"] for entry in entries(path)]
 
 
-def test_threads_of_one_process_share_a_summary(tmp_path: Path) -> None:
+def test_threads_of_one_process_share_a_summary(tmp_path):
     events = Events("n", 0)
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
     threads = [
@@ -221,7 +211,7 @@ def test_threads_of_one_process_share_a_summary(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_mount(tmp_path: Path) -> Iterator[Path]:
+def small_mount(tmp_path):
     """A tmpfs of two pages."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", bytes(tmp_path), b"tmpfs", 0, b"size=8192") != 0:
@@ -230,7 +220,7 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
     assert libc.umount(bytes(tmp_path)) == 0
 
 
-def test_what_was_written_before_and_after_a_disk_was_full_can_be_read(small_mount: Path) -> None:
+def test_what_was_written_before_and_after_a_disk_was_full_can_be_read(small_mount):
     """Given a disk that fills up in the middle of a line, and has room again later."""
     path, ballast = small_mount / "events.jsonl", small_mount / "ballast"
     ballast.write_bytes(b"x" * 4096)
@@ -247,9 +237,7 @@ def test_what_was_written_before_and_after_a_disk_was_full_can_be_read(small_mou
     assert all(json.loads(event.line())["name"] == "a.b" for event in read(path))
 
 
-def test_what_was_not_declared_is_refused_in_tests_and_written_all_the_same_in_production(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_declared_is_refused_in_tests_and_written_all_the_same_in_production(tmp_path, monkeypatch):
     events = Events("n")
     events.subscribe(file_sink(tmp_path / "e"))
     with pytest.raises(ValueError, match=r"event smp\.lost declares no field color, shape"):
@@ -267,8 +255,8 @@ def test_what_was_not_declared_is_refused_in_tests_and_written_all_the_same_in_p
 
 
 def test_the_log_has_alarms_and_their_end_from_one_rank_where_all_report_the_same(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     for rank in (0, 1):
         events = Events("b", rank)
         events.subscribe(log_sink())
@@ -291,7 +279,7 @@ def test_the_log_has_alarms_and_their_end_from_one_rank_where_all_report_the_sam
     ]
 
 
-def test_an_alarm_stands_until_an_event_ends_it(tmp_path: Path) -> None:
+def test_an_alarm_stands_until_an_event_ends_it(tmp_path):
     path = tmp_path / "events.jsonl"
     events = Events("n")
     events.subscribe(file_sink(path))
@@ -311,9 +299,7 @@ def test_an_alarm_stands_until_an_event_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 100, 1 << 16])
-def test_the_newest_alarm_is_found_whatever_is_read_at_once(
-    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_alarm_is_found_whatever_is_read_at_once(tmp_path, block, monkeypatch):
     monkeypatch.setattr(stream, "_BLOCK", block)
     path = tmp_path / "events.jsonl"
     events = Events("n")
@@ -332,19 +318,19 @@ def test_the_newest_alarm_is_found_whatever_is_read_at_once(
 @pytest.mark.parametrize("wrong", [
     {"name": {}}, {"time": "1"}, {"time": float("inf")}, {"time": 10**400}, {"node": []}, {"rank": "0"}, {"pid": []},
 ])  # fmt: skip
-def test_a_line_with_values_of_another_type_is_passed_over(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_a_line_with_values_of_another_type_is_passed_over(tmp_path, wrong):
     path, good = tmp_path / "events.jsonl", Event("smp.lost", 1.0, "n", None, 2)
     line = json.dumps({**json.loads(good.line()), **wrong})
     path.write_text(f"{good.line()}\n{line}\na\rb\n{'[' * 100_000}\n{good.line()}\n")
     assert [*read(path)] == [good, good]
 
 
-def test_a_pipe_in_the_place_of_a_history_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_history_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     assert [*read(tmp_path / "events.jsonl")] == []
 
 
-def test_a_nodes_kill_is_read_although_no_rank_sends_it(tmp_path: Path) -> None:
+def test_a_nodes_kill_is_read_although_no_rank_sends_it(tmp_path):
     events = Events("n1", None)
     events.subscribe(file_sink(tmp_path / "events.jsonl"))
     events.emit(catalogue.SIGNAL_SENT, lost="n1", ranks=[2, 3], signal="SIGKILL", iteration=4)
@@ -360,5 +346,5 @@ def test_a_nodes_kill_is_read_although_no_rank_sends_it(tmp_path: Path) -> None:
         ({"iteration": 4, "seconds": float("nan"), "bytes": 1}, "seconds=nan"),
     ],
 )
-def test_in_tests_an_event_that_no_reader_could_use_is_refused(fields: dict[str, Any], problem: str) -> None:
+def test_in_tests_an_event_that_no_reader_could_use_is_refused(fields, problem):
     assert problem in catalogue.SNAPSHOT_SEALED.problem({"lineage": 1, **fields})

@@ -1,9 +1,6 @@
 """The list of fault points: it is that of the source, and a fault without effect is refused at start, by name."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from harness.plain_host import PlainHost
 SOURCE = Path(ft_plugins.__file__).parent
 
 
-def calls() -> Iterator[tuple[Path, ast.Call]]:
+def calls():
     """Every call of `faults.reach` in the package."""
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -29,7 +26,7 @@ def calls() -> Iterator[tuple[Path, ast.Call]]:
                 yield path, node
 
 
-def names(call: ast.Call) -> tuple[str, ...]:
+def names(call):
     """The points that a call can reach."""
     point = call.args[0]
     if isinstance(point, ast.Constant):
@@ -40,14 +37,14 @@ def names(call: ast.Call) -> tuple[str, ...]:
     return corruption.POINTS  # a variable, in `corruption` alone
 
 
-def test_the_list_of_points_is_that_of_the_source() -> None:
+def test_the_list_of_points_is_that_of_the_source():
     reached = {name for _, call in calls() for name in names(call)}
     assert reached == set(POINTS)
     assert set(faults.REQUESTS) == set(requests.LOCAL)
     assert {name for name, point in POINTS.items() if point.actions is None} == set(corruption.POINTS)
 
 
-def test_the_facts_of_each_point_are_those_that_the_source_reports() -> None:
+def test_the_facts_of_each_point_are_those_that_the_source_reports():
     found = 0
     for path, call in calls():
         given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
@@ -74,7 +71,7 @@ def test_the_facts_of_each_point_are_those_that_the_source_reports() -> None:
         ("update.begin:kill;update.bgin:kill", "'update.bgin'"),
     ],
 )
-def test_a_misspelt_fault_is_refused_by_name_and_the_similar_ones_are_listed(fault: str, named: str) -> None:
+def test_a_misspelt_fault_is_refused_by_name_and_the_similar_ones_are_listed(fault, named):
     with pytest.raises(ConfigError) as caught:
         Config.from_flags(["--reft", "--reft-checkpoint-dir", "/d", "--ftp-faults", fault])
     assert str(caught.value).startswith("--ftp-faults: ") and named in str(caught.value)
@@ -96,7 +93,7 @@ ON_STORAGE = ("--reft", "--reft-checkpoint-dir", "/d")
         (("--baft",), "parity_store.xored:kill", "no parity is kept"),
     ],
 )
-def test_a_fault_that_needs_a_system_that_is_off_is_refused(flags: tuple[str, ...], fault: str, remedy: str) -> None:
+def test_a_fault_that_needs_a_system_that_is_off_is_refused(flags, fault, remedy):
     with pytest.raises(ConfigError, match=f"^--ftp-faults: fault at {fault.partition('@')[0].partition(':')[0]}: has no"
                        " effect while") as caught:  # fmt: skip
         Config.from_flags([*flags, "--ftp-faults", fault])
@@ -115,11 +112,11 @@ def test_a_fault_that_needs_a_system_that_is_off_is_refused(flags: tuple[str, ..
         (("--reft",), "iteration.forward@iteration=6,rank=3,restart=0,hit=1:kill;fence.kill:skip"),
     ],
 )
-def test_a_fault_with_effect_is_accepted(flags: tuple[str, ...], fault: str) -> None:
+def test_a_fault_with_effect_is_accepted(flags, fault):
     assert Config.from_flags([*flags, "--ftp-faults", fault])[0].faults == fault
 
 
-def test_a_source_that_is_still_to_be_merged_may_name_a_fault_of_a_system_that_another_one_switches_on() -> None:
+def test_a_source_that_is_still_to_be_merged_may_name_a_fault_of_a_system_that_another_one_switches_on():
     first, _ = Config.from_flags(["--ftp-faults", "update.gradients:flip"], whole=False)
     assert first.faults == "update.gradients:flip"
 
@@ -132,9 +129,7 @@ def test_a_source_that_is_still_to_be_merged_may_name_a_fault_of_a_system_that_a
         ({"update.begin": ()}, "update.begin:inf", "torch has no action 'inf' there"),
     ],
 )
-def test_a_fault_at_a_point_that_this_host_does_not_reach_is_refused_when_it_attaches(
-    reached: dict[str, tuple[str, ...]], fault: str, named: str
-) -> None:
+def test_a_fault_at_a_point_that_this_host_does_not_reach_is_refused_when_it_attaches(reached, fault, named):
     host = PlainHost({"w": torch.zeros(4)})
     host.framework, host.fault_points = "torch", reached
     config = Config.model_validate({"faults": fault})
@@ -144,7 +139,7 @@ def test_a_fault_at_a_point_that_this_host_does_not_reach_is_refused_when_it_att
     assert not any(map(faults.armed, OF_HOSTS))
 
 
-def test_the_points_of_hosts_are_listed_and_each_adapter_names_those_that_its_source_reaches() -> None:
+def test_the_points_of_hosts_are_listed_and_each_adapter_names_those_that_its_source_reaches():
     assert set(OF_HOSTS) <= set(POINTS)
     for adapter in ("megatron/core.py", "deepspeed/core.py", "torch/torch_loop.py"):
         path = SOURCE / "adapters" / adapter

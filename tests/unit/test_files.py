@@ -1,7 +1,5 @@
 """Files are written whole or not at all, and durably where that is asked for."""
 
-from __future__ import annotations
-
 import ast
 import os
 import stat
@@ -15,9 +13,7 @@ from ft_plugins.base.intake import within
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_a_file_is_replaced_whole_for_its_owner_alone_and_no_pipe_or_link_is_written_to(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_file_is_replaced_whole_for_its_owner_alone_and_no_pipe_or_link_is_written_to(tmp_path, kind):
     path, foreign, building = tmp_path / "x", tmp_path / "foreign", tmp_path / "x.new"
     foreign.write_text("foreign")
     path.write_text("old")
@@ -28,7 +24,7 @@ def test_a_file_is_replaced_whole_for_its_owner_alone_and_no_pipe_or_link_is_wri
     assert sorted(tmp_path.iterdir()) == [foreign, path]
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "x"
     files.write_json(path, [1])
     with pytest.raises(ZeroDivisionError), files.replacing(path) as descriptor:
@@ -37,7 +33,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     assert path.read_text() == "[1]" and list(tmp_path.iterdir()) == [path]
 
 
-def test_writers_of_other_hosts_with_the_same_thread_id_do_not_take_each_others_temporary_file(tmp_path: Path) -> None:
+def test_writers_of_other_hosts_with_the_same_thread_id_do_not_take_each_others_temporary_file(tmp_path):
     with files.replacing(tmp_path / "x", shared=True) as one:  # this thread has one id, as two hosts' threads may have
         files.write(tmp_path / "x", "other", shared=True)
         files.write_all(one, b"one")
@@ -45,17 +41,15 @@ def test_writers_of_other_hosts_with_the_same_thread_id_do_not_take_each_others_
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_content_is_synced_before_the_rename_and_the_folder_after_it(
-    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
+def test_content_is_synced_before_the_rename_and_the_folder_after_it(durable, tmp_path, monkeypatch):
+    done = []
     sync, rename = os.fsync, os.replace
 
-    def synced(descriptor: int) -> None:
+    def synced(descriptor):
         done.append("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync file")
         sync(descriptor)
 
-    def renamed(source: Path, target: Path) -> None:
+    def renamed(source, target):
         done.append("rename")
         rename(source, target)
 
@@ -67,7 +61,7 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(
     assert done == (steps if durable else steps[1:3])
 
 
-def test_what_several_nodes_may_write_in_storage_is_written_as_shared() -> None:
+def test_what_several_nodes_may_write_in_storage_is_written_as_shared():
     package, alone = Path(ft_plugins.__file__).parent, set()
     for path in [*package.glob("smp/storage/*.py"), *package.glob("snapshot/checkpoint/*.py")]:
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
@@ -88,7 +82,7 @@ FOR_PEOPLE = {
 IN_PROC = {"launcher/preload/new_process.py", "smp/exchange/traffic.py"}
 
 
-def makes_for_others(call: ast.Call) -> bool:
+def makes_for_others(call):
     """Whether a call makes a file or a folder of which the umask says who may use it."""
     words, function = ast.unparse(call), ast.unparse(call.func)
     name = function.rpartition(".")[2]
@@ -102,7 +96,7 @@ def makes_for_others(call: ast.Call) -> bool:
     return name in ("write_text", "write_bytes", "copyfile", "savefig")
 
 
-def test_whatever_makes_a_file_or_a_folder_makes_it_for_its_owner_or_is_known_to_make_it_for_people() -> None:
+def test_whatever_makes_a_file_or_a_folder_makes_it_for_its_owner_or_is_known_to_make_it_for_people():
     package, found = Path(ft_plugins.__file__).parent, set()
     for path in package.rglob("*.py"):
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
@@ -111,7 +105,7 @@ def test_whatever_makes_a_file_or_a_folder_makes_it_for_its_owner_or_is_known_to
     assert found == FOR_PEOPLE | IN_PROC
 
 
-def test_folders_that_are_made_for_another_are_the_owners_alone_too(tmp_path: Path) -> None:
+def test_folders_that_are_made_for_another_are_the_owners_alone_too(tmp_path):
     before = os.umask(0)
     try:
         files.make_private(tmp_path / "a" / "b")

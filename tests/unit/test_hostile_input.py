@@ -1,14 +1,9 @@
 """Whatever a command line, a file or an environment says: a configuration, or one line in the project's own words."""
 
-from __future__ import annotations
-
 import json
 import os
-import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,7 +28,7 @@ MANY = settings(derandomize=True, max_examples=300, suppress_health_check=[Healt
 RANDOM = st.randoms(use_true_random=False)
 
 
-def one_line(read: Callable[[], Any]) -> str:
+def one_line(read):
     """What it was refused with, '' if it was not: a line that no terminal obeys."""
     try:
         read()
@@ -44,14 +39,14 @@ def one_line(read: Callable[[], Any]) -> str:
     return ""
 
 
-def text(content: bytes, source: random.Random) -> str:
+def text(content, source):
     """As Python reads arguments, or worse."""
     return content.decode("utf-8", source.choice(["surrogateescape", "replace"])) + source.choice(["", "", "\ud800"])
 
 
 @given(RANDOM)
 @MANY
-def test_any_block_is_a_configuration_or_a_line(source: random.Random) -> None:
+def test_any_block_is_a_configuration_or_a_line(source):
     block = altered(BLOCK, source)
     for read in (Config.from_json, lambda found: deepspeed_json.from_mapping({"ft_plugins": found})):
         if not one_line(lambda read=read: read(block)):
@@ -62,7 +57,7 @@ def test_any_block_is_a_configuration_or_a_line(source: random.Random) -> None:
 
 @given(RANDOM)
 @MANY
-def test_any_flags_are_a_configuration_or_a_line(source: random.Random) -> None:
+def test_any_flags_are_a_configuration_or_a_line(source):
     words = list(FLAGS)
     at = source.randrange(len(words))
     words[at] = text(damaged(words[at].encode(), source), source)
@@ -71,7 +66,7 @@ def test_any_flags_are_a_configuration_or_a_line(source: random.Random) -> None:
 
 @given(RANDOM)
 @MANY
-def test_any_file_is_a_configuration_or_a_line(tmp_path: Path, source: random.Random) -> None:
+def test_any_file_is_a_configuration_or_a_line(tmp_path, source):
     path = tmp_path / "ds.json"
     path.write_bytes(damaged(source.choice([HJSON, json.dumps({"ft_plugins": BLOCK}).encode()]), source))
     one_line(lambda: deepspeed_json.from_file(path))
@@ -79,7 +74,7 @@ def test_any_file_is_a_configuration_or_a_line(tmp_path: Path, source: random.Ra
 
 @given(RANDOM)
 @MANY
-def test_any_environment_is_a_context_or_a_line(source: random.Random) -> None:
+def test_any_environment_is_a_context_or_a_line(source):
     environment = dict(worker_environment(Config.from_json(BLOCK), Path("/tmp/x"), 3, 7))
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     name = source.choice(sorted(environment))
@@ -89,10 +84,10 @@ def test_any_environment_is_a_context_or_a_line(source: random.Random) -> None:
 
 @given(RANDOM)
 @MANY
-def test_any_faults_are_armed_or_refused_and_strike_nothing_that_they_do_not_name(source: random.Random) -> None:
+def test_any_faults_are_armed_or_refused_and_strike_nothing_that_they_do_not_name(source):
     words = text(damaged(b"a@iteration%500=0,rank=3:hold;b@c=d:hold", source), source)
 
-    def arm() -> None:
+    def arm():
         faults.arm(words, rank=source.choice([3, "x"]))
         for iteration in (500, "x", None, -1):
             faults.reach("a", iteration=iteration)
@@ -102,14 +97,14 @@ def test_any_faults_are_armed_or_refused_and_strike_nothing_that_they_do_not_nam
 
 @given(RANDOM)
 @MANY
-def test_any_endpoint_is_one_or_a_line(source: random.Random) -> None:
+def test_any_endpoint_is_one_or_a_line(source):
     words = text(damaged(source.choice([b"h:1", b"[::1]:5", b"::1"]), source), source)
     if not one_line(lambda: Endpoint.read(words)):
         assert 0 <= Endpoint.read(words).port < 65536
 
 
 @pytest.mark.parametrize("words", ["h:²", "h:٣", "h:" + "9" * 5000, "\x1b[2J:x"])
-def test_a_port_is_made_of_ascii_digits(words: str) -> None:
+def test_a_port_is_made_of_ascii_digits(words):
     assert "--rdzv-endpoint: expected host:port" in one_line(lambda: Endpoint.read(words))
 
 
@@ -128,18 +123,18 @@ def test_a_port_is_made_of_ascii_digits(words: str) -> None:
         (nested(5000), "ft_plugins: expected an object, found [[[[[[[...]]]]]]]"),
     ],
 )
-def test_what_does_not_fit_is_said_by_key_and_value(block: Any, line: str) -> None:
+def test_what_does_not_fit_is_said_by_key_and_value(block, line):
     assert line in one_line(lambda: Config.from_json(block))
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "1e400", "1e300", "9" * 5000, "\ud800", "²"])
-def test_a_flag_takes_numbers_that_there_are(value: str) -> None:
+def test_a_flag_takes_numbers_that_there_are(value):
     assert "--reft-wait-seconds: expected a number >= 0" in one_line(
         lambda: Config.from_flags(["--reft", f"--reft-wait-seconds={value}"])
     )
 
 
-def test_a_configuration_is_a_file_of_a_size_that_can_be_one(tmp_path: Path) -> None:
+def test_a_configuration_is_a_file_of_a_size_that_can_be_one(tmp_path):
     path = tmp_path / "ds.json"
     os.mkfifo(path)
     assert "cannot be read (it is not a regular file)" in one_line(lambda: deepspeed_json.from_file(path))
@@ -148,14 +143,12 @@ def test_a_configuration_is_a_file_of_a_size_that_can_be_one(tmp_path: Path) -> 
     assert "it has more than 4194304 bytes" in one_line(lambda: deepspeed_json.from_file(path))
 
 
-def test_a_message_that_quotes_escape_codes_writes_them_out() -> None:
+def test_a_message_that_quotes_escape_codes_writes_them_out():
     error = ConfigError("found \x1b[2J\udc80\x9b and\tthe like\n")
     assert str(error) == "found \\x1b[2J\\udc80\\x9b and\tthe like\n"
 
 
-def test_escape_codes_of_a_command_line_do_not_reach_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_escape_codes_of_a_command_line_do_not_reach_the_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ft-plugins", "config", "--", "--reft-\x1b]0;x\x07=1"])
     with pytest.raises(SystemExit):
         cli.main()
@@ -165,8 +158,8 @@ def test_escape_codes_of_a_command_line_do_not_reach_the_terminal(
 # ---- what every boundary uses ----
 
 
-def test_nesting_is_counted_to_its_bound() -> None:
-    def text(depth: int) -> str:
+def test_nesting_is_counted_to_its_bound():
+    def text(depth):
         return "[" * depth + "]" * depth
 
     assert intake.json_value(text(intake.DEPTH)) and intake.json_value('{"a": ' + text(31) + "}")
@@ -176,12 +169,12 @@ def test_nesting_is_counted_to_its_bound() -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", -1, 1 << 63, None, [1]])
-def test_a_count_is_an_integer_from_0_on_and_no_boolean(value: Any) -> None:
+def test_a_count_is_an_integer_from_0_on_and_no_boolean(value):
     with pytest.raises(intake.Unfit):
         intake.typed(TypeAdapter(intake.Count), value)
 
 
-def test_a_call_that_hangs_is_left_behind_in_time() -> None:
+def test_a_call_that_hangs_is_left_behind_in_time():
     import threading
 
     go_on = threading.Event()

@@ -1,9 +1,6 @@
 """The state of a job on a node, as `ft-plugins status` says it: what is known, and what to do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ FROM_THE_BEGINNING = (
 )
 
 
-def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
+def ended(status, exit_status, reason=""):
     return FtRunNote(FtRunPhase.ENDED, reason, status, exit_status, NOW - 30)
 
 
@@ -168,14 +165,12 @@ def ended(status: str, exit_status: int, reason: str = "") -> FtRunNote:
         ),
     ],
 )  # fmt: skip
-def test_each_state_says_what_is_known_and_what_to_do(
-    facts: JobFacts, state: State, headline: str, remedy: str
-) -> None:
+def test_each_state_says_what_is_known_and_what_to_do(facts, state, headline, remedy):
     found = job_state(facts)
     assert (found.state, found.headline, found.remedy) == (state, headline, remedy)
 
 
-def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path):
     note = FtRunNote(FtRunPhase.ENDED, "by SIGTERM", "signalled", 143, 12.5, "a remedy")
     write_note(tmp_path, note)
     assert read_note(tmp_path) == note
@@ -186,7 +181,7 @@ def test_a_note_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Pa
     assert read_note(tmp_path / "absent") is None
 
 
-def test_only_what_ft_run_does_not_mend_by_itself_needs_a_restart_of_the_container() -> None:
+def test_only_what_ft_run_does_not_mend_by_itself_needs_a_restart_of_the_container():
     mended = {State.STARTING, State.TRAINING, State.WAITING, State.DRAINED, State.HUNG}
     assert {state for state in State if not needs_restart(state, ft_run_alive=True)} == mended
     assert {state for state in State if not needs_restart(state, ft_run_alive=False)} == mended - {State.HUNG}

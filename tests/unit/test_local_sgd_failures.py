@@ -1,12 +1,8 @@
 """A replica that is not finite, that stops or that ends in the middle of a synchronisation: a defined answer."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +19,6 @@ from ft_plugins.systems.local_sgd.sync_groups import PeerWait
 from . import test_session_local_sgd as sessions
 from .incarnation import Incarnation, context
 
-Ranks = Callable[..., list[Any]]
-
 POLICIES = {
     "post_local_sgd": {"policy": "post_local_sgd"},
     "diloco": {"policy": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0},
@@ -36,7 +30,7 @@ TAU, MODULE, NAN = 2, "2", float("nan")
 # ---- not finite ----
 
 
-def _poisoned(rank: int, world: int, sync: dict[str, Any], those: tuple[int, ...], uncounted: bool = False) -> Any:
+def _poisoned(rank, world, sync, those, uncounted=False):
     """Train to the first synchronisation and one iteration further. Right before it one value of a module of the ranks
     `those` becomes NaN. `uncounted`: norms leave that parameter out, as a second copy of it."""
     if uncounted:
@@ -49,7 +43,7 @@ def _poisoned(rank: int, world: int, sync: dict[str, Any], those: tuple[int, ...
     named, before = one.training.named, {}
     start = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
 
-    def poison(*given: Any) -> None:
+    def poison(*given):
         if one.completed != TAU - 1:
             return
         if rank in those:
@@ -67,9 +61,7 @@ def _poisoned(rank: int, world: int, sync: dict[str, Any], those: tuple[int, ...
 
 @pytest.mark.parametrize("apply", ["wait", "forward", "update"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_without_a_penalty_a_replica_that_is_not_finite_is_left_out_of_that_module_by_name(
-    ranks: Ranks, policy: str, apply: str
-) -> None:
+def test_without_a_penalty_a_replica_that_is_not_finite_is_left_out_of_that_module_by_name(ranks, policy, apply):
     """As a whole: its other values may come from the same error. Its other modules take part."""
     found = ranks(_poisoned, 3, {**POLICIES[policy], "apply": apply}, (1,))
     for name, end in found[0]["end"].items():
@@ -86,7 +78,7 @@ def test_without_a_penalty_a_replica_that_is_not_finite_is_left_out_of_that_modu
         assert alarm["reason"] == f"non-finite parameters on ranks 1 after iteration {TAU}, in {MODULE}"
 
 
-def test_without_a_penalty_a_module_of_which_no_replica_is_finite_goes_back(ranks: Ranks) -> None:
+def test_without_a_penalty_a_module_of_which_no_replica_is_finite_goes_back(ranks):
     found = ranks(_poisoned, 2, {"policy": "post_local_sgd"}, (0, 1))
     for one in found:
         for name, end in one["end"].items():
@@ -95,7 +87,7 @@ def test_without_a_penalty_a_module_of_which_no_replica_is_finite_goes_back(rank
         assert one["events"][0]["rolled_back"] == [MODULE] and one["alarms"][0]["ranks"] == "0, 1"
 
 
-def test_a_copy_that_norms_leave_out_is_looked_at_too(ranks: Ranks) -> None:
+def test_a_copy_that_norms_leave_out_is_looked_at_too(ranks):
     """The copies of a tied embedding, and what tensor-parallel ranks duplicate: averaged, but not measured."""
     found = ranks(_poisoned, 3, sessions.PENALTY, (1,), True)
     for one in found:
@@ -103,7 +95,7 @@ def test_a_copy_that_norms_leave_out_is_looked_at_too(ranks: Ranks) -> None:
         assert one["events"][0]["left_out"] == one["events"][0]["nonfinite"] == {MODULE: [1]}
 
 
-def test_sound_replicas_raise_no_alarm(ranks: Ranks) -> None:
+def test_sound_replicas_raise_no_alarm(ranks):
     for one in ranks(_poisoned, 2, {"policy": "diloco"}, ()):
         assert one["alarms"] == [] and one["events"][0]["nonfinite"] == one["events"][0]["left_out"] == {}
 
@@ -113,9 +105,9 @@ def test_sound_replicas_raise_no_alarm(ranks: Ranks) -> None:
 SECONDS = 4.0
 
 
-def _stalled(rank: int, world: int, keys: dict[str, Any], where: str) -> str:
+def _stalled(rank, world, keys, where):
     """Rank 1 is stopped by SIGSTOP; rank 0 wakes it when its own wait has ended. Returns the error."""
-    pids: list[Any] = [None] * world
+    pids = [None] * world
     dist.all_gather_object(pids, os.getpid())
     one = Incarnation(sessions.local.LocalTraining(rank, world), {"sync": {"tau": TAU, "timeout": SECONDS, **keys}})
     if rank == 1 and where == "exchange":
@@ -132,7 +124,7 @@ def _stalled(rank: int, world: int, keys: dict[str, Any], where: str) -> str:
     return ""
 
 
-def _stop_once(hook: Any) -> None:
+def _stop_once(hook):
     hook.remove()
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -147,9 +139,7 @@ def _stop_once(hook: Any) -> None:
         ({"policy": "edit", "apply": "update"}, "update", f"iteration {TAU}, the update"),
     ],
 )
-def test_a_replica_that_stops_ends_the_wait_of_the_others_with_one_line(
-    ranks: Ranks, keys: dict[str, Any], where: str, what: str
-) -> None:
+def test_a_replica_that_stops_ends_the_wait_of_the_others_with_one_line(ranks, keys, where, what):
     waits, _ = ranks(_stalled, 2, keys, where)
     assert waits == (
         f"rank 0: local SGD, {what}: a rank of its sync group [0, 1] or of its replica [0] did not come within 4 s: it "
@@ -157,22 +147,22 @@ def test_a_replica_that_stops_ends_the_wait_of_the_others_with_one_line(
     )
 
 
-def _readiness(rank: int, world: int) -> tuple[list[float], str]:
+def _readiness(rank, world):
     """The seconds of the groups on processors, and the error of a wait for another replica to be ready."""
     made, new_group = list[float](), dist.new_group
 
-    def record(ranks: Any, timeout: Any, backend: Any = None) -> Any:
+    def record(ranks, timeout, backend=None):
         if backend == "gloo":
             made.append(timeout.total_seconds())
         return new_group(ranks, timeout, backend)
 
     dist.new_group = record
     keys = {"policy": "a_edit", "seconds": 20, "timeout": 7}
-    session: Any = attach(
+    session = attach(
         sessions.local.LocalTraining(rank, world).host, Config.from_json({"sync": keys}), context(rank, world)
     )
 
-    def late() -> bool:
+    def late():
         raise RuntimeError("Timed out waiting 27000ms for recv operation to complete")
 
     session._sync._clocked._keeper.joins = late
@@ -181,7 +171,7 @@ def _readiness(rank: int, world: int) -> tuple[list[float], str]:
     return made, str(raised.value)
 
 
-def test_a_replica_may_wait_for_a_whole_period_until_the_others_are_ready(ranks: Ranks) -> None:
+def test_a_replica_may_wait_for_a_whole_period_until_the_others_are_ready(ranks):
     """The first to be ready goes on training meanwhile: the period is not time in which another one has hung."""
     for rank, (made, error) in enumerate(ranks(_readiness, 2)):
         assert made == [7 + 20]
@@ -197,8 +187,8 @@ def test_a_replica_may_wait_for_a_whole_period_until_the_others_are_ready(ranks:
         ("[pair.cc:525] Read error [127.0.0.1]:1422: Connection reset by peer", "of its replica [1, 3] has ended"),
     ],
 )
-def test_what_torch_says_of_a_peer_becomes_one_line(torchs: str, outcome: str) -> None:
-    def fails() -> None:
+def test_what_torch_says_of_a_peer_becomes_one_line(torchs, outcome):
+    def fails():
         raise RuntimeError(torchs)
 
     with pytest.raises(ProtocolError, match="rank 3: local SGD, iteration 8, module 'head': ") as raised:
@@ -206,8 +196,8 @@ def test_what_torch_says_of_a_peer_becomes_one_line(torchs: str, outcome: str) -
     assert outcome in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_another_error_passes_unchanged() -> None:
-    def fails() -> None:
+def test_another_error_passes_unchanged():
+    def fails():
         raise RuntimeError("The size of tensor a (4) must match the size of tensor b (3)")
 
     with pytest.raises(RuntimeError, match="The size of tensor a"):
@@ -215,8 +205,8 @@ def test_another_error_passes_unchanged() -> None:
     assert PeerWait(0, (0, 1), (0,), 4.0).within(8, "module 'head'", lambda: 7) == 7
 
 
-def test_the_time_to_wait_is_a_key() -> None:
+def test_the_time_to_wait_is_a_key():
     config, _ = Config.from_flags(["--sync", "--sync-timeout", "60"])
-    assert config.sync is not None and config.sync.timeout == 60 and Config.from_json({"sync": {}}).sync.timeout == 1800  # type: ignore[union-attr]
+    assert config.sync is not None and config.sync.timeout == 60 and Config.from_json({"sync": {}}).sync.timeout == 1800
     with pytest.raises(ConfigError, match="sync.timeout: expected a number >= 1"):
         Config.from_json({"sync": {"timeout": 0}})

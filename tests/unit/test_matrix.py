@@ -1,7 +1,5 @@
 """What tests/matrix.py makes of pytest's report, and of the table in docs/versions.md."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -28,7 +26,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_a_version_is_a_name_a_number_and_a_torch() -> None:
+def test_a_version_is_a_name_a_number_and_a_torch():
     assert matrix.Version.of("megatron-core-0.15.3") == matrix.Version("megatron-core", "0.15.3")
     assert matrix.Version.of("deepspeed") == matrix.Version("deepspeed")
     assert matrix.Version.of("deepspeed-0.18.9+torch-2.10.0") == matrix.Version("deepspeed", "0.18.9", "2.10.0")
@@ -37,7 +35,7 @@ def test_a_version_is_a_name_a_number_and_a_torch() -> None:
             matrix.Version.of(wrong)
 
 
-def test_a_checkout_is_a_version_of_megatron_lm_and_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_checkout_is_a_version_of_megatron_lm_and_keeps_its_folder(tmp_path):
     for name, minor in (("core_v0.16.1", 16), ("HEAD", 20)):
         core = tmp_path / name / "megatron" / "core"
         core.mkdir(parents=True)
@@ -49,7 +47,7 @@ def test_a_checkout_is_a_version_of_megatron_lm_and_keeps_its_folder(tmp_path: P
     assert matrix.overlay(found[0]) == [], "it is run where it lies"
 
 
-def test_checkouts_of_deepspeeds_clients_are_known_by_their_files_and_labelled_by_their_folders(tmp_path: Path) -> None:
+def test_checkouts_of_deepspeeds_clients_are_known_by_their_files_and_labelled_by_their_folders(tmp_path):
     for name, files in (
         ("head", ["training.py"]),
         ("v2", ["training.py", "neox_arguments/__init__.py"]),
@@ -66,7 +64,7 @@ def test_checkouts_of_deepspeeds_clients_are_known_by_their_files_and_labelled_b
         matrix.clients(tmp_path / "other")
 
 
-def test_a_checkout_counts_only_where_a_script_in_it_would_import_it(tmp_path: Path) -> None:
+def test_a_checkout_counts_only_where_a_script_in_it_would_import_it(tmp_path):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     version = matrix.Version("Megatron-LM", "0.16.1", checkout=tmp_path)
     environment = dict(os.environ)
@@ -77,9 +75,7 @@ def test_a_checkout_counts_only_where_a_script_in_it_would_import_it(tmp_path: P
     assert (found.number, found.checkout) == ("0.16.1", tmp_path) and found.torch
 
 
-def test_a_version_that_cannot_be_run_is_a_line_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_that_cannot_be_run_is_a_line_with_the_reason(tmp_path, monkeypatch, capsys):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     version = matrix.Version("Megatron-LM", "0.16.1", checkout=tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
@@ -88,14 +84,14 @@ def test_a_version_that_cannot_be_run_is_a_line_with_the_reason(
     assert "| Megatron-LM 0.16.1 | unknown |" in matrix.row(found, [cell], "2026-01-02")
 
 
-def test_what_was_compared_is_in_the_line() -> None:
+def test_what_was_compared_is_in_the_line():
     case = """<testcase name="t[killed]"><properties><property name="unprotected" value="succeeded"/>
       <property name="compared" value="9 tensors; masked: 4 elements"/></properties></testcase>"""
     (cell,) = matrix.verdicts(f"<testsuite>{case}</testsuite>", "2.13.0")
     assert cell.passed and cell.verdict == "passed: 9 tensors; masked: 4 elements"
 
 
-def test_only_what_failed_unprotected_is_not_held_against_this_project() -> None:
+def test_only_what_failed_unprotected_is_not_held_against_this_project():
     found = {cell.mode: cell for cell in matrix.verdicts(REPORT, "2.13.0")}
     assert {mode for mode, cell in found.items() if cell.passed} == {"exact"}
     assert {mode for mode, cell in found.items() if cell.failed} == {"differs", "unstarted", "left-out"}
@@ -104,15 +100,15 @@ def test_only_what_failed_unprotected_is_not_held_against_this_project() -> None
     assert found["broken"].verdict == "fails without protection too, with torch 2.13.0: RuntimeError: a view"
 
 
-def test_a_row_counts_all_three_kinds() -> None:
+def test_a_row_counts_all_three_kinds():
     cells = list(matrix.verdicts(REPORT, "2.13.0"))
     said = matrix.row(matrix.Version("deepspeed", "0.18.9", "2.13.0"), cells, "2026-01-02")
     assert "| deepspeed 0.18.9 | 2.13.0 |" in said and "| 1 of 5;" in said and said.endswith("| 2026-01-02 |")
     assert "1 fail without protection too; 3 FAILED" in said
 
 
-def test_rows_of_other_versions_stay_and_those_of_the_same_are_replaced(tmp_path: Path) -> None:
-    def line(version: str, torch: str, day: str) -> str:
+def test_rows_of_other_versions_stay_and_those_of_the_same_are_replaced(tmp_path):
+    def line(version, torch, day):
         return f"| {version} | {torch} | 3.11.7 | 8 of 8 | {day} |"
 
     page = tmp_path / "versions.md"
@@ -129,8 +125,8 @@ def test_rows_of_other_versions_stay_and_those_of_the_same_are_replaced(tmp_path
         matrix.write(tmp_path / "other.md", new)
 
 
-def test_a_tag_and_a_folder_of_the_same_number_have_a_row_each() -> None:
-    def line(version: str) -> str:
+def test_a_tag_and_a_folder_of_the_same_number_have_a_row_each():
+    def line(version):
         return f"| {version} | 2.13.0 | 3.11.7 | 2 of 2 | 2026-01-02 |"
 
     old = matrix.merged("", [line("Megatron-LM 0.20.0-HEAD"), line("Megatron-LM 0.9.0"), line("deepspeed")])
@@ -144,7 +140,7 @@ def test_a_tag_and_a_folder_of_the_same_number_have_a_row_each() -> None:
     ]
 
 
-def test_the_table_has_a_row_for_every_version_that_runs_by_default() -> None:
+def test_the_table_has_a_row_for_every_version_that_runs_by_default():
     page = (FILE.parents[1] / "docs" / "versions.md").read_text()
     table = page.partition(matrix.BEGIN)[2].partition(matrix.END)[0]
     pins = (FILE.parents[1] / "launch" / "constraints.txt").read_text()
@@ -158,7 +154,7 @@ def test_the_table_has_a_row_for_every_version_that_runs_by_default() -> None:
     assert not absent, f"run tests/matrix.sh --docs --megatron-lm with the checkouts of {absent}"
 
 
-def test_another_torch_comes_with_what_it_requires_itself() -> None:
+def test_another_torch_comes_with_what_it_requires_itself():
     pins = "numpy==2.4.6\nsympy==1.14.0\ntorch==2.13.0\nTyping-Extensions==4.16.0\n"
     required = ["sympy==1.13.1; python_version >= '3.9'", "typing-extensions>=4.10.0"]
     assert matrix.pins_with(pins, "2.6.0", required) == "numpy==2.4.6\ntorch==2.6.0\n"

@@ -1,7 +1,5 @@
 """A typing error never leaves a job unprotected, and a flag of the script's own is never refused for its looks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -27,14 +25,14 @@ MEGATRON = """--warmup --patch-dim --sft --grpo-iterations --num-workers --ddp-b
 OWN = "--reset --draft --async --async-save --synch --ref --rest --left --part --craft --test-interval -r -s".split()
 
 
-def flags_of_deepspeed() -> list[str]:
+def flags_of_deepspeed():
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.submodule_search_locations
     text = "".join(path.read_text() for path in Path(spec.submodule_search_locations[0]).rglob("*.py"))
     return sorted(set(re.findall(r"[\"'](--[A-Za-z][\w-]+)[\"']", text)))
 
 
-def test_no_flag_of_megatron_or_deepspeed_and_no_word_of_english_is_taken_for_one_of_ours() -> None:
+def test_no_flag_of_megatron_or_deepspeed_and_no_word_of_english_is_taken_for_one_of_ours():
     others = flags_of_deepspeed()
     assert "--deepspeed_config" in others and len(others) > 50
     assert {word: meant for word in [*MEGATRON, *OWN, *others] if (meant := sources.meant_flag(word, keys()))} == {}
@@ -49,37 +47,35 @@ def test_no_flag_of_megatron_or_deepspeed_and_no_word_of_english_is_taken_for_on
         ("--fpt-job", "--ftp-job"), ("--ftpjob", "--ftp-job"), ("--rfet_intervall", "--reft-interval"),
     ],
 )  # fmt: skip
-def test_what_has_the_letters_of_a_flag_of_ours_is_meant_for_it(word: str, meant: str) -> None:
+def test_what_has_the_letters_of_a_flag_of_ours_is_meant_for_it(word, meant):
     assert sources.meant_flag(word, keys()) == meant
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "train.py").write_text("")
     return tmp_path
 
 
-def plan(folder: Path, *words: str) -> command.Plan:
+def plan(folder, *words):
     return command.plan([*words[:-1], "train.py", words[-1]], 1000, str(folder), "host0")
 
 
-def test_a_misspelt_flag_is_refused_unless_the_script_has_it(folder: Path) -> None:
+def test_a_misspelt_flag_is_refused_unless_the_script_has_it(folder):
     with pytest.raises(ConfigError, match=r"^--refft: unknown flag; did you mean --reft\?$"):
         plan(folder, "--refft")
     (folder / "train.py").write_text("parser.add_argument('--refft', action='store_true')")
     assert plan(folder, "--refft").torch.training_script_args == ["--refft"]
 
 
-def test_a_job_name_without_a_system_says_which_word_may_have_been_meant_for_one(folder: Path) -> None:
+def test_a_job_name_without_a_system_says_which_word_may_have_been_meant_for_one(folder):
     with pytest.raises(ConfigError, match=r"^--ftp-job=x: has no effect .*; did you mean --reft by --rft\?$"):
         plan(folder, "--ftp-job", "x", "--rft")
     with pytest.raises(ConfigError, match="add --reft or drop it"):
         plan(folder, "--ftp-job", "x", "--lr")
 
 
-def test_a_job_with_nothing_on_says_so_at_its_start_and_at_its_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_with_nothing_on_says_so_at_its_start_and_at_its_end(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "launch", lambda *words, **more: print("the job", file=command.sys.stderr))
     command.execute(plan(folder, "--rft"))
     remedy = "did you mean --reft by --rft?"
@@ -99,7 +95,7 @@ def test_a_job_with_nothing_on_says_so_at_its_start_and_at_its_end(
         ("reft", "ft_plugins.reft"),
     ],
 )
-def test_a_misspelt_block_of_a_deepspeed_configuration_is_refused(folder: Path, block: str, meant: str) -> None:
+def test_a_misspelt_block_of_a_deepspeed_configuration_is_refused(folder, block, meant):
     (folder / "ds.json").write_text(json.dumps({"train_batch_size": 8, block: {"reft": {}}}))
     with pytest.raises(ConfigError, match=rf"ds.json: {block}: unknown key; did you mean {meant}\?"):
         plan(folder, "--deepspeed_config=ds.json")

@@ -1,7 +1,5 @@
 """The tests of pure modules notice nine of ten small changes of the module; the others are explained."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -18,7 +16,7 @@ TESTED = next(
 )
 
 
-def test_every_module_and_test_file_that_is_named_exists() -> None:
+def test_every_module_and_test_file_that_is_named_exists():
     for name, tests in TESTED.items():
         assert ROOT.joinpath("ft_plugins", *name.split(".")).with_suffix(".py").is_file(), name
         assert all((ROOT / "tests" / "unit" / each).is_file() for each in tests), tests
@@ -27,7 +25,7 @@ def test_every_module_and_test_file_that_is_named_exists() -> None:
 @pytest.mark.all_configurations
 @pytest.mark.timeout(0)  # the script bounds each mutant by ten times what its tests take unchanged
 @pytest.mark.parametrize("name", TESTED)
-def test_small_changes_of_a_module_are_noticed_by_its_own_tests(name: str) -> None:
+def test_small_changes_of_a_module_are_noticed_by_its_own_tests(name):
     pytest.importorskip("cosmic_ray", reason="pip install -e '.[mutants]'")
     ran = subprocess.run([sys.executable, SCRIPT, name], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]

@@ -1,11 +1,8 @@
 """One public class name means one thing in the whole package, and no module needs itself to be imported."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +12,7 @@ ENTRY = "ft_plugins.deepspeed"  # what a script imports to switch protection on
 
 
 @functools.cache
-def modules() -> dict[str, ast.Module]:
+def modules():
     """Every module of the package by its dotted name; patches are linked from elsewhere, and left out."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -25,7 +22,7 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def test_no_two_public_classes_share_a_name() -> None:
+def test_no_two_public_classes_share_a_name():
     places = defaultdict(list)
     for module, tree in modules().items():
         for node in tree.body:
@@ -35,7 +32,7 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert not twice
 
 
-def test_no_two_modules_share_a_name() -> None:
+def test_no_two_modules_share_a_name():
     """Packages may: `smp.resize` and `recovery.resize` are two sides of one thing."""
     places = defaultdict(list)
     for module in modules():
@@ -48,12 +45,12 @@ def test_no_two_modules_share_a_name() -> None:
     assert not twice
 
 
-def test_imports_at_module_level_have_no_circle() -> None:
+def test_imports_at_module_level_have_no_circle():
     trees = modules()
     imports = {name: set(_imported(name, tree, trees)) - {name} for name, tree in trees.items()}
-    done: set[str] = set()
+    done = set()
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
+    def visit(name, path):
         assert name not in path, " -> ".join((*path[path.index(name) :], name))
         if name not in done:
             for other in sorted(imports[name]):
@@ -64,7 +61,7 @@ def test_imports_at_module_level_have_no_circle() -> None:
         visit(name, ())
 
 
-def _imported(module: str, tree: ast.Module, trees: dict[str, ast.Module]) -> Iterator[str]:
+def _imported(module, tree, trees):
     """The modules that `module` imports when it is imported itself, `TYPE_CHECKING` excluded. Of a package's own
     `__init__` what is imported is the module that has the name, where there is one."""
     is_package = (PACKAGE.parent / Path(*module.split("."))).is_dir()
@@ -81,7 +78,7 @@ def _imported(module: str, tree: ast.Module, trees: dict[str, ast.Module]) -> It
                     yield source
 
 
-def _at_module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _at_module_level(body):
     """The statements that run at import: also inside `if` and `try`, but not under `if TYPE_CHECKING`."""
     for node in body:
         yield node

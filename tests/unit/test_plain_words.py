@@ -1,12 +1,9 @@
 """The package speaks the field's language: words of a private dialect occur in no docstring, comment or message."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +18,10 @@ BANNED = re.compile(
     r"|none is starved|starved by|who waits|who speaks|goes what|goes only what|has it that)\b",
     re.IGNORECASE,
 )
-ALLOWED: dict[str, tuple[str, ...]] = {}  # by file: phrases that are meant as they stand
+ALLOWED = {}  # by file: phrases that are meant as they stand
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
+def texts(source):
     """Comments, docstrings and string literals, with the line that each begins in."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -34,7 +31,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def dialect(path: Path, allowed: tuple[str, ...] = ()) -> list[str]:
+def dialect(path, allowed=()):
     """Where banned words stand in a file: 'file:line: word'."""
     found = []
     for line, text in texts(path.read_text()):
@@ -46,20 +43,18 @@ def dialect(path: Path, allowed: tuple[str, ...] = ()) -> list[str]:
     return found
 
 
-def files() -> list[Path]:
+def files():
     return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if not path.is_symlink())
 
 
-def test_no_word_of_a_private_dialect_is_used() -> None:
-    found = [
-        line for path in files() for line in dialect(path, ALLOWED.get(str(path.relative_to(ROOT)), ()))
-    ]
+def test_no_word_of_a_private_dialect_is_used():
+    found = [line for path in files() for line in dialect(path, ALLOWED.get(str(path.relative_to(ROOT)), ()))]
     assert not found, f"{len(found)} places, see docs/glossary.md for the words to use:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(
     "text", ['"""Whoever waits is told."""', "x = 1  # nobody knows", 'say("rank 3 and 4 alike")', 'f"{x} beside {y}"']
 )
-def test_such_words_are_found_wherever_people_read_them(tmp_path: Path, text: str) -> None:
+def test_such_words_are_found_wherever_people_read_them(tmp_path, text):
     assert any(BANNED.search(content) for _, content in texts(text))
     assert not any(BANNED.search(content) for _, content in texts("told = alike(beside)"))

@@ -1,12 +1,9 @@
 """What tests/recipes.py reads in files of recipes, and how it counts what would be refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +28,7 @@ TEMPLATE = """{"train_batch_size": GBSIZE, "zero_optimization": {"stage": $STAGE
 "a": [true, null, "$WORD b"]}"""
 
 
-def test_a_recipe_in_yaml_is_a_command_line(tmp_path: Path) -> None:
+def test_a_recipe_in_yaml_is_a_command_line(tmp_path):
     for name, mode in (("one", "MODE: pretraining"), ("two", "MODE: inference")):
         folder = tmp_path / "tests" / "functional_tests" / "test_cases" / "gpt" / name
         folder.mkdir(parents=True)
@@ -42,7 +39,7 @@ def test_a_recipe_in_yaml_is_a_command_line(tmp_path: Path) -> None:
     assert name.endswith("gpt/one") and words == ["--bf16", "--spec", "a", "b", "--lr", "0.1"]
 
 
-def test_a_recipe_in_a_shell_script_is_read_without_running_it(tmp_path: Path) -> None:
+def test_a_recipe_in_a_shell_script_is_read_without_running_it(tmp_path):
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "train.sh").write_text(SCRIPT)
     (tmp_path / "examples" / "convert.sh").write_text("python convert.py --bf16")
@@ -52,7 +49,7 @@ def test_a_recipe_in_a_shell_script_is_read_without_running_it(tmp_path: Path) -
     assert words[-2:] == ["--fp8-format", "hybrid"] and "--skip-train" not in words
 
 
-def test_options_that_a_version_does_not_understand_are_left_out() -> None:
+def test_options_that_a_version_does_not_understand_are_left_out():
     parser = recipes._Parser(allow_abbrev=False)
     parser.add_argument("--sizes", type=int, nargs="+")
     parser.add_argument("--bf16", action="store_true")
@@ -60,7 +57,7 @@ def test_options_that_a_version_does_not_understand_are_left_out() -> None:
     assert list(recipes._understood(parser, given)) == ["--sizes", "1", "2", "--bf16"]
 
 
-def test_configurations_are_found_in_json_templates_scripts_and_yml(tmp_path: Path) -> None:
+def test_configurations_are_found_in_json_templates_scripts_and_yml(tmp_path):
     (tmp_path / "template.json").write_text(TEMPLATE)
     (tmp_path / "vocabulary.json").write_text('{"a": 1}')
     (tmp_path / "run.sh").write_text(f"cat <<EOT > ds.json\n{TEMPLATE}\nEOT\n")
@@ -79,7 +76,7 @@ def test_configurations_are_found_in_json_templates_scripts_and_yml(tmp_path: Pa
     }
 
 
-def test_each_recipe_counts_once_for_a_rule_the_most_frequent_first(tmp_path: Path) -> None:
+def test_each_recipe_counts_once_for_a_rule_the_most_frequent_first(tmp_path):
     muon, hybrid = {"optimizer": {"type": "Muon"}}, {"hybrid_engine": {"enabled": True}}
     for number, settings in enumerate(({}, hybrid, hybrid | muon)):
         (tmp_path / f"{number}.json").write_text(json.dumps({"train_batch_size": 1, **settings}))
@@ -93,13 +90,13 @@ def test_each_recipe_counts_once_for_a_rule_the_most_frequent_first(tmp_path: Pa
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra [deepspeed]")
-def test_what_the_installed_deepspeed_refuses_itself_counts_apart() -> None:
+def test_what_the_installed_deepspeed_refuses_itself_counts_apart():
     from deepspeed.runtime import config
 
     if not hasattr(config, "_reject_removed_config_keys"):
         pytest.skip("this DeepSpeed still takes all of these")
     gone = ({"eigenvalue": {"enabled": True}}, {"elasticity": {}}, {"optimizer": {"type": "OneBitLamb"}})
-    usual: tuple[dict[str, Any], ...] = ({}, {"optimizer": {"type": "AdamW"}}, {"optimizer": {"type": "NAdam"}})
+    usual = ({}, {"optimizer": {"type": "AdamW"}}, {"optimizer": {"type": "NAdam"}})
     assert all(map(recipes.outdated, gone)) and not any(map(recipes.outdated, usual))
     assert not recipes.outdated(gone[2], own_optimizer=True)
     refused = (("a rule", "its phrase"),)

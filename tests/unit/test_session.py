@@ -1,15 +1,11 @@
 """A session over a loop of torch alone: real SMP, forked ranks; what it restores, refuses, and lives without."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,7 @@ import torch
 
 from ft_plugins.config import Config
 from ft_plugins.errors import FtError
-from ft_plugins.session import Session, attach
+from ft_plugins.session import attach
 from ft_plugins.snapshot.segment.header import AT_END, EARLY, UNKNOWN
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.systems import followed
@@ -26,7 +22,6 @@ from harness.plain_host import PlainHost
 from .incarnation import context
 
 Node = Any  # the fixture's class lives in conftest
-Ranks = Callable[..., list[Any]]
 
 
 class Loop:
@@ -34,20 +29,20 @@ class Loop:
 
     def __init__(
         self,
-        rank: int,
-        world: int,
+        rank,
+        world,
         *,
-        replicated: bool = False,
-        ballast: int = 0,
-        meets: bool = False,
-        **fingerprint: Any,
-    ) -> None:
+        replicated=False,
+        ballast=0,
+        meets=False,
+        **fingerprint,
+    ):
         """`meets`: as in training, no rank updates before all have come so far."""
         self.meets = meets
         self.iteration = 0
-        self.drawn: list[float] = []
+        self.drawn = []
         self.ballast = "x" * ballast
-        self.odd: Any = None
+        self.odd = None
         self.w = torch.zeros(1000)
         tensors = {"w": self.w, "step": torch.zeros(())}
         self.host = PlainHost(
@@ -57,13 +52,13 @@ class Loop:
         torch.manual_seed(7)
         random.seed(7)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self):
         return {"iteration": self.iteration, "drawn": self.drawn, "ballast": self.ballast, "odd": self.odd}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
+    def _restore(self, state):
         self.iteration, self.drawn = state["iteration"], list(state["drawn"])
 
-    def run(self, session: Session, until: int) -> None:
+    def run(self, session, until):
         for step in range(self.iteration + 1, until + 1):
             session.iteration_begin(step)
             drawn = torch.rand(()).item() + random.random()
@@ -77,19 +72,17 @@ class Loop:
             session.iteration_end(step)
 
 
-def config(**block: Any) -> Config:
+def config(**block):
     return Config.from_json({"reft": {}, **block})
 
 
-def _incarnation(
-    rank: int, world: int, run_dirs: list[Path | None], token: int, until: int, options: dict[str, Any]
-) -> dict[str, Any]:
+def _incarnation(rank, world, run_dirs, token, until, options):
     """One life of a rank: attach, resume, train. What became of it, errors included."""
     given = dict(options)
     loaded, order = given.pop("loaded", 0), given.pop("in_order", False)
     loop = Loop(rank, world, **given.pop("loop", {}), **given.pop("loop_of", {}).get(rank, {}))
     loop.odd = given.pop("odd", {}).get(rank)
-    found: dict[str, Any] = {"error": None}
+    found = {"error": None}
     try:
         settings = config(**{"node_name": run_dirs[rank].name if run_dirs[rank] else f"n{rank}", **given})
         session = attach(loop.host, settings, context(rank, world, run_dirs[rank], token))
@@ -107,11 +100,11 @@ def _incarnation(
 
 
 @pytest.fixture
-def live(node: Node, ranks: Ranks) -> Callable[..., dict[str, Any]]:
+def live(node, ranks):
     """One incarnation of a job of one rank, which is then gone without an orderly end."""
     node.start()
 
-    def incarnation(until: int, **options: Any) -> dict[str, Any]:
+    def incarnation(until, **options):
         token = node.fence()
         (found,) = ranks(_incarnation, 1, [node.run_dir], token, until, options)
         return found
@@ -119,9 +112,7 @@ def live(node: Node, ranks: Ranks) -> Callable[..., dict[str, Any]]:
     return incarnation
 
 
-def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_included(
-    node: Node, live: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_included(node, live):
     whole = live(9, resume="fresh")
     first = live(5, resume="fresh")
     second = live(9)
@@ -135,13 +126,11 @@ def test_the_next_incarnation_goes_on_where_the_last_one_stood_random_numbers_in
     assert len(node.events("fence.waited")) >= 15
 
 
-def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
-    node: Node, ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(node, ranks, tmp_path, capfd):
     node.start(armed="persist.write:enospc")
     reft = {"checkpoint_dir": str(tmp_path / "ck"), "checkpoint_interval": 1}
 
-    def live(until: int) -> None:
+    def live(until):
         ranks(_incarnation, 1, [node.run_dir], node.fence(), until, {"reft": reft})
 
     live(2)
@@ -155,9 +144,7 @@ def test_a_checkpoint_that_cannot_be_written_stands_in_the_jobs_own_log_once(
     assert "No space left on device" in alarms[0] and "training continues, none is complete yet" in alarms[0]
 
 
-def test_storage_that_is_asked_for_is_resumed_from_although_memory_has_newer_and_voids_it(
-    node: Node, live: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
+def test_storage_that_is_asked_for_is_resumed_from_although_memory_has_newer_and_voids_it(node, live, tmp_path):
     reft = {"checkpoint_dir": str(tmp_path / "ck"), "checkpoint_interval": 4}
     live(4, reft=reft)
     deadline = time.monotonic() + 30
@@ -172,9 +159,7 @@ def test_storage_that_is_asked_for_is_resumed_from_although_memory_has_newer_and
     assert live(0, reft=reft)["resumed"] == 4, "versions 5 and 6 are void"
 
 
-def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
-    node: Node, live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(node, live, capfd):
     live(3)
     printed, alarms = capfd.readouterr()
     assert "ft_plugins: training starts from the beginning (no version was captured before)" in printed
@@ -186,9 +171,7 @@ def test_a_first_start_prints_no_alarm_and_a_start_that_loses_iterations_does(
     assert f"state.lost: rank 0 (node {node.run_dir.name}): --ftp-resume fresh" in alarms
 
 
-def test_encryption_on_a_single_node_says_that_it_has_no_effect(
-    live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_encryption_on_a_single_node_says_that_it_has_no_effect(live, capfd, tmp_path):
     (secret := tmp_path / "secret").write_bytes(b"sixteen bytes or more")
     secret.chmod(0o600)
     assert live(1, secret_file=str(secret), encrypt=True)["error"] is None
@@ -197,9 +180,7 @@ def test_encryption_on_a_single_node_says_that_it_has_no_effect(
     assert "--ftp-encrypt has no effect" not in capfd.readouterr().out
 
 
-def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
-    node: Node, live: Callable[..., dict[str, Any]]
-) -> None:
+def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(node, live):
     live(8, reft={"interval": 3})
     assert [event.fields["iteration"] for event in node.events("snapshot.sealed")] == [3, 6]
     assert live(8, reft={"interval": 3})["resumed"] == 6
@@ -223,9 +204,7 @@ def test_an_interval_captures_every_so_many_iterations_and_counts_what_is_lost(
         ("before:6", 4, 5, True),
     ],
 )
-def test_what_is_resumed_from(
-    live: Callable[..., dict[str, Any]], resume: str, loaded: int, resumed: int, restored: bool
-) -> None:
+def test_what_is_resumed_from(live, resume, loaded, resumed, restored):
     """Given version 5 in memory: the larger iteration wins, unless one tier only was asked for."""
     live(5)
     found = live(0, resume=resume, loaded=loaded)
@@ -235,8 +214,8 @@ def test_what_is_resumed_from(
 
 
 def test_a_job_that_goes_back_to_before_an_iteration_has_lost_what_is_newer(
-    live: Callable[..., dict[str, Any]],
-) -> None:
+    live,
+):
     live(7)  # three slots: versions 5, 6, 7
     found = live(0, resume="before:7")
     assert (found["error"], found["resumed"], found["restored_w"]) == (None, 6, {6.0})
@@ -251,25 +230,21 @@ def test_a_job_that_goes_back_to_before_an_iteration_has_lost_what_is_newer(
         ("before:7", 7, "loaded its own checkpoint of iteration 7, which every restart would load again"),
     ],
 )
-def test_going_back_to_what_is_not_there_is_refused_and_lists_what_is_there(
-    live: Callable[..., dict[str, Any]], resume: str, loaded: int, said: str
-) -> None:
+def test_going_back_to_what_is_not_there_is_refused_and_lists_what_is_there(live, resume, loaded, said):
     live(7)
     kind, text, _ = live(0, resume=resume, loaded=loaded)["error"]
     assert kind == "ResumeError" and f"--ftp-resume {resume} was asked for" in text and said in text
     assert live(0)["resumed"] == 7, "nothing became void"
 
 
-def test_memory_that_was_asked_for_and_holds_nothing_is_refused(live: Callable[..., dict[str, Any]]) -> None:
+def test_memory_that_was_asked_for_and_holds_nothing_is_refused(live):
     for loaded in (0, 4):
         kind, text, echo = live(3, resume="memory", loaded=loaded)["error"]
         assert (kind, echo) == ("ResumeError", False)
         assert "--ftp-resume memory was asked for, but no version was captured before" in text
 
 
-def test_a_node_alone_does_not_begin_from_nothing_what_went_on_without_it(
-    node: Node, live: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_node_alone_does_not_begin_from_nothing_what_went_on_without_it(node, live):
     """It was a spare of a job that went on in lineage 3, and dropped what it held."""
     node.kill()
     (node.run_dir / "released.json").write_text("3")
@@ -280,13 +255,13 @@ def test_a_node_alone_does_not_begin_from_nothing_what_went_on_without_it(
     assert live(4)["resumed"] == 3 and node.events("state.restored")[-1].fields["lineage"] == 4
 
 
-def test_memory_that_was_asked_for_without_protection_is_refused(ranks: Ranks) -> None:
+def test_memory_that_was_asked_for_without_protection_is_refused(ranks):
     """It would be a start from nothing, in silence."""
     (found,) = ranks(_incarnation, 1, [None], 0, 3, {"resume": "memory"})
     assert found["error"] is not None and found["error"][0] == "ResumeError" and found["iteration"] == 0
 
 
-def test_another_jobs_memory_is_refused_and_kept_and_fresh_drops_it(live: Callable[..., dict[str, Any]]) -> None:
+def test_another_jobs_memory_is_refused_and_kept_and_fresh_drops_it(live):
     live(5, loop={"seed": 1})
     kind, text, _ = live(5, loop={"seed": 2})["error"]
     assert kind == "ResumeError" and "seed: 1 -> 2" in text
@@ -295,7 +270,7 @@ def test_another_jobs_memory_is_refused_and_kept_and_fresh_drops_it(live: Callab
     assert live(2, loop={"seed": 2})["resumed"] == 2
 
 
-def test_small_state_that_measures_more_at_a_restart_is_still_the_same_job(live: Callable[..., dict[str, Any]]) -> None:
+def test_small_state_that_measures_more_at_a_restart_is_still_the_same_job(live):
     """Beyond the floor its room depends on its size at start."""
     live(3, loop={"ballast": 50_000})
     assert live(3, loop={"ballast": 50_100})["resumed"] == 3
@@ -303,8 +278,8 @@ def test_small_state_that_measures_more_at_a_restart_is_still_the_same_job(live:
 
 
 def test_small_state_of_an_unknown_type_ends_the_job_at_start_by_the_name_of_its_place(
-    live: Callable[..., dict[str, Any]],
-) -> None:
+    live,
+):
     kind, text, _ = live(3, odd={0: {1, 2}})["error"]
     assert kind == "InventoryError" and "state['caller']['odd']" in text and "builtins.set" in text
 
@@ -312,9 +287,7 @@ def test_small_state_of_an_unknown_type_ends_the_job_at_start_by_the_name_of_its
 # ---- degrading ----
 
 
-def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(
-    node: Node, live: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(node, live):
     """Given a capture of iteration 3 that fails; its fence is before the update of 4."""
     found = live(20, faults="capture.bucket.begin@iteration=3:raise", max_unprotected_steps=4)
     kind, text, _ = found["error"]
@@ -328,17 +301,13 @@ def test_a_failed_capture_costs_protection_not_training_for_as_long_as_allowed(
     assert (restored.fields["completed"], restored.fields["lost"]) == (7, 5), "what ran without protection is lost too"
 
 
-def test_training_ends_well_when_the_loss_of_protection_was_short_enough(
-    node: Node, live: Callable[..., dict[str, Any]]
-) -> None:
+def test_training_ends_well_when_the_loss_of_protection_was_short_enough(node, live):
     found = live(6, faults="capture.seal.before@iteration=3:raise", max_unprotected_steps=4, in_order=True)
     assert found["error"] is None and found["iteration"] == 6 and len(found["drawn"]) == 6
     assert len(node.events("protection.lost")) == 1
 
 
-def test_protection_that_was_lost_and_is_gained_again_by_a_restart_is_said_once(
-    node: Node, live: Callable[..., dict[str, Any]], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_protection_that_was_lost_and_is_gained_again_by_a_restart_is_said_once(node, live, capfd):
     live(6, faults="capture.seal.before@iteration=3:raise")
     said = f"ft_plugins: protection.restored: rank 0 (node {node.run_dir.name}): snapshots are taken again\n"
     assert said not in capfd.readouterr().err
@@ -349,10 +318,8 @@ def test_protection_that_was_lost_and_is_gained_again_by_a_restart_is_said_once(
     assert len(node.events("protection.restored")) == 1
 
 
-def test_small_state_that_outgrows_its_room_costs_protection_only(
-    node: Node, live: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def growing(self: Loop) -> dict[str, Any]:
+def test_small_state_that_outgrows_its_room_costs_protection_only(node, live, monkeypatch):
+    def growing(self):
         return {"iteration": self.iteration, "drawn": self.drawn, "ballast": "x" * (self.iteration // 3 * 70_000)}
 
     monkeypatch.setattr(Loop, "_state", growing)
@@ -361,7 +328,7 @@ def test_small_state_that_outgrows_its_room_costs_protection_only(
     assert "small state has grown" in node.events("protection.lost")[-1].fields["reason"]
 
 
-def test_without_an_smp_training_goes_on_unprotected_unless_protection_is_required(ranks: Ranks) -> None:
+def test_without_an_smp_training_goes_on_unprotected_unless_protection_is_required(ranks):
     (found,) = ranks(_incarnation, 1, [None], 0, 5, {"max_unprotected_steps": 6})
     assert found["error"] is None and (found["resumed"], found["iteration"]) == (0, 5)
     (found,) = ranks(_incarnation, 1, [None], 0, 5, {"max_unprotected_steps": 5})
@@ -370,12 +337,10 @@ def test_without_an_smp_training_goes_on_unprotected_unless_protection_is_requir
     assert found["error"][:1] == ("ProtectionError",) and "ft-run" in found["error"][1] and found["iteration"] == 0
 
 
-def test_a_superseded_incarnation_ends_rather_than_going_on_unprotected(
-    node: Node, live: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_superseded_incarnation_ends_rather_than_going_on_unprotected(node, live, monkeypatch):
     update = Loop.run
 
-    def run(self: Loop, session: Session, until: int) -> None:
+    def run(self, session, until):
         update(self, session, 2)
         Segment(node.segment(0)).header.token = 99
         update(self, session, until)
@@ -386,7 +351,7 @@ def test_a_superseded_incarnation_ends_rather_than_going_on_unprotected(
     assert node.events("protection.lost") == []
 
 
-def test_an_orderly_end_leaves_the_segment_without_an_owner(node: Node, live: Callable[..., dict[str, Any]]) -> None:
+def test_an_orderly_end_leaves_the_segment_without_an_owner(node, live):
     live(3)
     assert node.status()["segments"][0]["owner_pid"] != 0
     assert live(4, in_order=True)["error"] is None
@@ -395,14 +360,12 @@ def test_an_orderly_end_leaves_the_segment_without_an_owner(node: Node, live: Ca
     assert live(4)["resumed"] == 4
 
 
-def test_an_smp_that_is_gone_at_the_end_does_not_fail_a_training_that_is_done(
-    node: Node, live: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_smp_that_is_gone_at_the_end_does_not_fail_a_training_that_is_done(node, live, monkeypatch):
     from ft_plugins.systems.reft import reft
 
     update = Loop.run
 
-    def run(self: Loop, session: Session, until: int) -> None:
+    def run(self, session, until):
         update(self, session, until)
         node.kill()
         monkeypatch.setattr(reft, "Client", functools.partial(reft.Client, timeout=0.2))
@@ -418,16 +381,14 @@ def test_an_smp_that_is_gone_at_the_end_does_not_fail_a_training_that_is_done(
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> str:
+def secret(tmp_path):
     path = tmp_path / "secret"
     path.write_text("known to the nodes of this job")
     path.chmod(0o600)
     return str(path)
 
 
-def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_own(
-    nodes: Callable[[str], Node], ranks: Ranks, secret: str
-) -> None:
+def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_own(nodes, ranks, secret):
     for replicated in (True, False):
         both = [nodes(f"{name}{replicated}") for name in "ab"]
         for node in both:
@@ -448,7 +409,7 @@ def test_ranks_on_two_nodes_resume_together_what_they_share_and_what_is_their_ow
         assert max(captured) - min(captured) <= 64
 
 
-def until_counts(node: Node, iteration: int) -> None:
+def until_counts(node, iteration):
     """Wait until a version of that iteration counts for the node tier."""
     deadline = time.monotonic() + 20
     while (node.status()["node_tier"]["committed"] or [0, 0])[1] != iteration:
@@ -456,7 +417,7 @@ def until_counts(node: Node, iteration: int) -> None:
         time.sleep(0.01)
 
 
-def three_nodes_that_guard_iteration_4(nodes: Callable[[str], Node], ranks: Ranks, options: Any) -> list[Node]:
+def three_nodes_that_guard_iteration_4(nodes, ranks, options):
     """A job of three ranks on three nodes that has ended at iteration 4, which counts."""
     three = [nodes(name) for name in "abc"]
     for node in three:
@@ -470,7 +431,7 @@ def three_nodes_that_guard_iteration_4(nodes: Callable[[str], Node], ranks: Rank
     return three
 
 
-def substitute(three: list[Node], nodes: Callable[[str], Node], *lost: int, token: int = 3) -> None:
+def substitute(three, nodes, *lost, token=3):
     """End those nodes with their memory, put fresh ones in their places; all stand under `token`."""
     for position in lost:
         three[position].end()
@@ -483,9 +444,7 @@ def substitute(three: list[Node], nodes: Callable[[str], Node], *lost: int, toke
 
 @pytest.mark.parametrize("replicated", [True, False])
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
-    nodes: Callable[[str], Node], ranks: Ranks, secret: str, replicated: bool, lost: int
-) -> None:
+def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(nodes, ranks, secret, replicated, lost):
     options = {"loop": {"replicated": replicated}, "secret_file": secret}
     three = three_nodes_that_guard_iteration_4(nodes, ranks, options)
     substitute(three, nodes, lost)
@@ -505,9 +464,7 @@ def test_the_ranks_of_a_lost_node_resume_on_another_one_from_parity(
         assert told["committed"] == told["base"] == [1, 4], "on every node, the fresh one too"
 
 
-def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is_lost(
-    nodes: Callable[[str], Node], ranks: Ranks, secret: str
-) -> None:
+def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is_lost(nodes, ranks, secret):
     """A rendezvous that sorts nodes anew gives every rank another node; a fresh one stands where the lost one stood."""
     options = {"secret_file": secret}
     three = three_nodes_that_guard_iteration_4(nodes, ranks, options)
@@ -532,9 +489,7 @@ def test_ranks_that_moved_to_other_nodes_take_their_slots_along_even_when_one_is
         assert len(held) == 1, "what moved away is given back"
 
 
-def test_two_lost_nodes_of_a_group_are_one_too_many_and_nothing_starts_from_the_beginning(
-    nodes: Callable[[str], Node], ranks: Ranks, secret: str
-) -> None:
+def test_two_lost_nodes_of_a_group_are_one_too_many_and_nothing_starts_from_the_beginning(nodes, ranks, secret):
     options = {"secret_file": secret}
     three = three_nodes_that_guard_iteration_4(nodes, ranks, options)
     substitute(three, nodes, 1, 2)
@@ -543,7 +498,7 @@ def test_two_lost_nodes_of_a_group_are_one_too_many_and_nothing_starts_from_the_
     assert "cannot be restored" in found[0]["error"][1] and "RAIM5" in found[0]["error"][1]
 
 
-def test_what_one_rank_is_refused_for_ends_all_and_only_his_is_no_echo(node: Node, ranks: Ranks) -> None:
+def test_what_one_rank_is_refused_for_ends_all_and_only_his_is_no_echo(node, ranks):
     node.start()
     run_dirs = [node.run_dir] * 2
     ranks(_incarnation, 2, run_dirs, node.fence(), 3, {"loop": {"seed": 1}})
@@ -555,7 +510,7 @@ def test_what_one_rank_is_refused_for_ends_all_and_only_his_is_no_echo(node: Nod
     assert [outcome["resumed"] for outcome in found] == [3, 3]
 
 
-def test_a_rank_without_protection_leaves_all_without_and_all_know(node: Node, ranks: Ranks) -> None:
+def test_a_rank_without_protection_leaves_all_without_and_all_know(node, ranks):
     """One node has no SMP: no version would ever be complete."""
     node.start()
     found = ranks(_incarnation, 2, [node.run_dir, None], node.fence(), 3, {})
@@ -568,17 +523,17 @@ def test_a_rank_without_protection_leaves_all_without_and_all_know(node: Node, r
     assert [outcome["error"][2] for outcome in found] == [True, False]
 
 
-def _connections_after_a_refusal(rank: int, world: int) -> list[str]:
+def _connections_after_a_refusal(rank, world):
     with pytest.raises(FtError):
         attach(Loop(rank, world).host, config(require_protection=True), context(rank, world, None, 0))
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("ft-")]
 
 
-def test_a_session_that_does_not_start_keeps_no_connection(ranks: Ranks) -> None:
+def test_a_session_that_does_not_start_keeps_no_connection(ranks):
     assert ranks(_connections_after_a_refusal, 2) == [[], []]
 
 
-def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(node: Node, ranks: Ranks) -> None:
+def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(node, ranks):
     node.start()
     run_dirs = [node.run_dir] * 2
     faults = "capture.bucket.begin@iteration=3,rank=1:raise"
@@ -590,7 +545,7 @@ def test_a_loss_of_protection_on_one_rank_alone_leaves_the_last_version_of_all(n
     assert [outcome["resumed"] for outcome in found] == [2, 2]
 
 
-def _cut_off(rank: int, world: int, run_dir: Path, token: int, faults: str) -> list[Any]:
+def _cut_off(rank, world, run_dir, token, faults):
     """Ranks that lose the connection between them at the end of iteration 2, and train on."""
     followed.QUIET_SECONDS = 0.0
     loop = Loop(rank, world, meets=True)
@@ -609,9 +564,7 @@ def _cut_off(rank: int, world: int, run_dir: Path, token: int, faults: str) -> l
     return [loop.iteration]
 
 
-def test_a_connection_that_is_lost_while_ranks_train_on_is_reported_and_costs_no_protection(
-    node: Node, ranks: Ranks
-) -> None:
+def test_a_connection_that_is_lost_while_ranks_train_on_is_reported_and_costs_no_protection(node, ranks):
     node.start()
     assert ranks(_cut_off, 2, node.run_dir, node.fence(), "") == [[8], [8]]
     reported = node.events("ranks.disconnected")
@@ -621,7 +574,7 @@ def test_a_connection_that_is_lost_while_ranks_train_on_is_reported_and_costs_no
     assert max(event.fields["iteration"] for event in node.events("snapshot.sealed")) == 8
 
 
-def test_a_rank_that_loses_protection_and_cannot_notify_the_others_says_so(node: Node, ranks: Ranks) -> None:
+def test_a_rank_that_loses_protection_and_cannot_notify_the_others_says_so(node, ranks):
     node.start()
     faults = "capture.bucket.begin@iteration=6,rank=1:raise"
     assert ranks(_cut_off, 2, node.run_dir, node.fence(), faults) == [[8], [8]]
@@ -631,14 +584,14 @@ def test_a_rank_that_loses_protection_and_cannot_notify_the_others_says_so(node:
     )
 
 
-def test_ranks_that_end_in_order_report_no_loss(node: Node, ranks: Ranks) -> None:
+def test_ranks_that_end_in_order_report_no_loss(node, ranks):
     """One of them a while after the other."""
     node.start()
     assert ranks(_ends_later, 2, node.run_dir, node.fence()) == [8, 8]
     assert node.events("ranks.disconnected") == node.events("protection.lost") == []
 
 
-def _ends_later(rank: int, world: int, run_dir: Path, token: int) -> int:
+def _ends_later(rank, world, run_dir, token):
     followed.QUIET_SECONDS = 0.0
     loop = Loop(rank, world)
     session = attach(loop.host, config(), context(rank, world, run_dir, token))
@@ -653,7 +606,7 @@ def _ends_later(rank: int, world: int, run_dir: Path, token: int) -> int:
     return loop.iteration
 
 
-def test_a_configuration_without_a_system_hooks_in_and_does_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_without_a_system_hooks_in_and_does_nothing(capfd):
     loop = Loop(0, 1)
     session = attach(loop.host, Config(), context(0, 1, None, 0))
     assert session.resume(4) == 4
@@ -662,9 +615,7 @@ def test_a_configuration_without_a_system_hooks_in_and_does_nothing(capfd: pytes
     assert loop.iteration == 3 and "ft_plugins configuration" in capfd.readouterr().out
 
 
-def test_ranks_on_other_nodes_than_before_are_told_so_where_nothing_can_be_moved(
-    nodes: Callable[[str], Node], ranks: Ranks
-) -> None:
+def test_ranks_on_other_nodes_than_before_are_told_so_where_nothing_can_be_moved(nodes, ranks):
     """Complete state lies on the same nodes: neither started over, nor ever mixed with what would be captured then."""
     three = [nodes(name) for name in "abc"]
     for node in three:
@@ -684,7 +635,7 @@ def test_ranks_on_other_nodes_than_before_are_told_so_where_nothing_can_be_moved
     assert [(each["error"], each["resumed"], each["restored_w"]) for each in found] == [(None, 5, {5.0})] * 3
 
 
-def _impatient(rank: int, world: int, *rest: Any) -> dict[str, Any]:
+def _impatient(rank, world, *rest):
     """`_incarnation`, in which the last rank does not wait for an SMP that nobody starts."""
     if rank == world - 1:
         from ft_plugins.recovery import nodes
@@ -693,9 +644,7 @@ def _impatient(rank: int, world: int, *rest: Any) -> dict[str, Any]:
     return _incarnation(rank, world, *rest)
 
 
-def test_state_on_one_node_forbids_to_train_on_without_protection_on_another(
-    nodes: Callable[[str], Node], ranks: Ranks, tmp_path: Path
-) -> None:
+def test_state_on_one_node_forbids_to_train_on_without_protection_on_another(nodes, ranks, tmp_path):
     both = [nodes(name) for name in "ab"]
     for node in both:
         node.start()
@@ -709,9 +658,7 @@ def test_state_on_one_node_forbids_to_train_on_without_protection_on_another(
     assert [each["iteration"] for each in found] == [0, 0]
 
 
-def test_nodes_that_are_configured_otherwise_are_refused_by_key_and_rank(
-    nodes: Callable[[str], Node], ranks: Ranks
-) -> None:
+def test_nodes_that_are_configured_otherwise_are_refused_by_key_and_rank(nodes, ranks):
     node = nodes("n")
     node.start()
     found = ranks(_differing, 2, node.run_dir, node.fence())
@@ -719,7 +666,7 @@ def test_nodes_that_are_configured_otherwise_are_refused_by_key_and_rank(
     assert "reft of rank 1 is [{'interval': 5," in found[0][1] and "of rank 0 [{'interval': 1," in found[0][1]
 
 
-def _differing(rank: int, world: int, run_dir: Path, token: int) -> tuple[str, str]:
+def _differing(rank, world, run_dir, token):
     loop = Loop(rank, world)
     try:
         attach(loop.host, config(reft={"interval": 5} if rank else {}), context(rank, world, run_dir, token))
@@ -728,7 +675,7 @@ def _differing(rank: int, world: int, run_dir: Path, token: int) -> tuple[str, s
     return "none", ""
 
 
-def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_for_all(node: Node, ranks: Ranks) -> None:
+def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_for_all(node, ranks):
     """Given --ftp-resume fresh, killed when one rank's lineage was opened and the other's not."""
     node.start()
     ranks(_incarnation, 2, [node.run_dir] * 2, node.fence(), 5, {})
@@ -737,14 +684,14 @@ def test_a_start_from_the_beginning_that_one_rank_has_not_heard_of_yet_stands_fo
     assert [(each["error"], each["resumed"]) for each in found] == [(None, 0)] * 2
 
 
-def _open_from_nothing(rank: int, world: int, node: Node, token: int) -> None:
+def _open_from_nothing(rank, world, node, token):
     segment = Segment(node.segment(0))
     with node.client() as client:
         client.attach(0, token, segment.shape, segment.fingerprint, fresh=True)
         client.open_lineage(0, token, segment.header.opened.lineage + 1, None)
 
 
-def test_another_kind_of_number_in_the_same_bytes_is_another_state(node: Node, ranks: Ranks) -> None:
+def test_another_kind_of_number_in_the_same_bytes_is_another_state(node, ranks):
     node.start()
     for token, kind in enumerate((torch.bfloat16, torch.float16), 1):
         assert node.fence() == token
@@ -752,7 +699,7 @@ def test_another_kind_of_number_in_the_same_bytes_is_another_state(node: Node, r
     assert error is not None and "another layout" in error
 
 
-def _of_kind(rank: int, world: int, run_dir: Path, token: int, kind: torch.dtype) -> str | None:
+def _of_kind(rank, world, run_dir, token, kind):
     host = PlainHost({"w": torch.full((100,), 5.0, dtype=kind)})
     try:
         session = attach(host, config(), context(0, 1, run_dir, token))
@@ -769,7 +716,7 @@ def _of_kind(rank: int, world: int, run_dir: Path, token: int, kind: torch.dtype
 # ---- how far training has come, for ft-run ----
 
 
-def _ending(rank: int, world: int, run_dirs: list[Path], token: int, how: str) -> tuple[list[int], int]:
+def _ending(rank, world, run_dirs, token, how):
     """What the segment says before and after a rank has ended after iteration 4, and its newest version."""
     loop = Loop(rank, world)
     settings = config(node_name=run_dirs[rank].name, reft={"interval": 3})
@@ -805,7 +752,7 @@ def _ending(rank: int, world: int, run_dirs: list[Path], token: int, how: str) -
     ],
 )
 def test_a_rank_records_whether_training_was_at_its_end_and_captures_the_last_version_before_another_end(
-    node: Node, ranks: Ranks, how: str, endings: list[int], newest: int
-) -> None:
+    node, ranks, how, endings, newest
+):
     node.start()
     assert ranks(_ending, 1, [node.run_dir], node.fence(), how) == [(endings, newest)]

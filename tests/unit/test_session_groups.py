@@ -3,12 +3,8 @@
 Four nodes a to d; with groups of two, a and c protect each other, and so do b and d.
 """
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +20,10 @@ from harness.plain_host import PlainHost
 from .incarnation import context
 
 Node = Any  # the fixture's class lives in conftest
-Ranks = Callable[..., list[Any]]
 PAIRS = {"group_nodes": 2}
 
 
-def value_of(name: str, iteration: int) -> torch.Tensor:
+def value_of(name, iteration):
     """The content of a tensor after an iteration."""
     seed = 1000 * iteration + sum(map(ord, name))
     return torch.randn(3000, generator=torch.Generator().manual_seed(seed))
@@ -37,7 +32,7 @@ def value_of(name: str, iteration: int) -> torch.Tensor:
 class MixedHost(PlainHost):
     """`shared` is replicated over all ranks, the rest is the rank's own."""
 
-    def inventory(self) -> Inventory:
+    def inventory(self):
         """One item per tensor."""
         everyone = tuple(range(self._world_size))
         return Inventory.of(
@@ -57,9 +52,7 @@ class MixedHost(PlainHost):
         )
 
 
-def _live(
-    rank: int, world: int, run_dirs: Sequence[Path], token: int, until: int, options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _live(rank, world, run_dirs, token, until, options):
     """One incarnation of a rank. Returns where it resumed, whether with the right state, or the error."""
     given = dict(options)
     own, domains = given.pop("own", True), given.pop("domains", {})
@@ -90,19 +83,19 @@ def _live(
 class Job:
     """Nodes by name, as many ranks; each incarnation has the next fencing token."""
 
-    def __init__(self, nodes: Callable[[str], Node], ranks: Ranks, options: Mapping[str, Any]) -> None:
+    def __init__(self, nodes, ranks, options):
         self.options = dict(options)
         self._nodes, self._ranks = nodes, ranks
-        self.there: list[Node] = []
+        self.there = []
         self._token = 0
 
-    def start(self, names: str) -> None:
+    def start(self, names):
         for name in names:
             node = self._nodes(name)
             node.start()
             self.there.append(node)
 
-    def live(self, until: int, **changes: Any) -> list[dict[str, Any]]:
+    def live(self, until, **changes):
         self._token += 1
         for node in self.there:
             while node.fence() < self._token:
@@ -110,20 +103,20 @@ class Job:
         run_dirs = [node.run_dir for node in self.there]
         return self._ranks(_live, len(run_dirs), run_dirs, self._token, until, {**self.options, **changes})
 
-    def committed(self, iteration: int) -> None:
+    def committed(self, iteration):
         for node in self.there:
             deadline = time.monotonic() + 20
             while (node.status()["node_tier"]["committed"] or [0, 0])[1] != iteration:
                 assert time.monotonic() < deadline, node.status()["node_tier"]
                 time.sleep(0.01)
 
-    def protected_at(self, iteration: int) -> None:
+    def protected_at(self, iteration):
         """Train until there, resume, and wait until that is committed."""
         for _ in range(2):  # what is restored is committed as soon as all nodes agree
             assert [found["error"] for found in self.live(iteration)] == [None] * len(self.there)
         self.committed(iteration)
 
-    def lose(self, *names: str) -> None:
+    def lose(self, *names):
         """A fresh node for each, in its place."""
         for place, node in enumerate(self.there):
             if node.name in names:
@@ -131,7 +124,7 @@ class Job:
                 self.there[place] = self._nodes(f"s{node.name}")
                 self.there[place].start()
 
-    def record(self) -> dict[str, Any]:
+    def record(self):
         """What the SMPs protect; the same on all nodes but for the position."""
         referred = [(node.run_dir, job_file.read_record(node.run_dir)[0]) for node in self.there]
         assert len({reference.job for _, reference in referred}) == 1
@@ -142,13 +135,13 @@ class Job:
 
 
 @pytest.fixture
-def job(nodes: Callable[[str], Node], ranks: Ranks, tmp_path: Path) -> Callable[..., Job]:
+def job(nodes, ranks, tmp_path):
     """A job on the nodes a to d, or fewer."""
     secret = tmp_path / "secret"
     secret.write_text("known to the nodes of this job")
     secret.chmod(0o600)
 
-    def made(names: str = "abcd", **options: Any) -> Job:
+    def made(names="abcd", **options):
         one = Job(nodes, ranks, {"secret_file": str(secret), **options})
         one.start(names)
         return one
@@ -156,15 +149,13 @@ def job(nodes: Callable[[str], Node], ranks: Ranks, tmp_path: Path) -> Callable[
     return made
 
 
-def resumed_rightly(found: Sequence[Mapping[str, Any]], iteration: int) -> None:
+def resumed_rightly(found, iteration):
     assert [each["error"] for each in found] == [None] * len(found)
     assert {(each["resumed"], each["right"]) for each in found} == {(iteration, True)}
 
 
 @pytest.mark.parametrize(("own", "lost"), [(True, "ab"), (False, "ad"), (False, "cd")])
-def test_nodes_of_different_groups_that_are_lost_together_are_rebuilt(
-    job: Callable[..., Job], own: bool, lost: str
-) -> None:
+def test_nodes_of_different_groups_that_are_lost_together_are_rebuilt(job, own, lost):
     one = job(reft=PAIRS, own=own)
     one.protected_at(4)
     assert one.record()["groups"] == [[0, 2], [1, 3]] and one.record()["domains"] == []
@@ -176,7 +167,7 @@ def test_nodes_of_different_groups_that_are_lost_together_are_rebuilt(
     assert all(event.fields["decoded"] for events in rebuilt for event in events)
 
 
-def test_two_of_one_group_are_one_too_many_and_nothing_starts_from_the_beginning(job: Callable[..., Job]) -> None:
+def test_two_of_one_group_are_one_too_many_and_nothing_starts_from_the_beginning(job):
     one = job(reft=PAIRS)
     one.protected_at(4)
     one.lose("b", "d")
@@ -186,7 +177,7 @@ def test_two_of_one_group_are_one_too_many_and_nothing_starts_from_the_beginning
     assert "RAIM5 makes up for 1" in found[0]["error"]
 
 
-def test_by_default_four_nodes_are_one_group_and_two_of_them_one_too_many(job: Callable[..., Job]) -> None:
+def test_by_default_four_nodes_are_one_group_and_two_of_them_one_too_many(job):
     one = job(reft={})
     one.protected_at(4)
     assert one.record()["groups"] == [[0, 1, 2, 3]]
@@ -197,9 +188,7 @@ def test_by_default_four_nodes_are_one_group_and_two_of_them_one_too_many(job: C
 RACKS = {"a": "x", "b": "x", "c": "y", "d": "y", "sa": "x", "sb": "x"}
 
 
-def test_a_whole_failure_domain_is_survived_where_the_nodes_name_theirs(
-    job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_failure_domain_is_survived_where_the_nodes_name_theirs(job, capfd):
     one = job(reft={}, domains=RACKS)
     one.protected_at(4)
     record = one.record()
@@ -209,9 +198,7 @@ def test_a_whole_failure_domain_is_survived_where_the_nodes_name_theirs(
     resumed_rightly(one.live(4), 4)
 
 
-def test_a_domain_that_no_cut_takes_apart_is_named_at_start(
-    job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_domain_that_no_cut_takes_apart_is_named_at_start(job, capfd):
     one = job(reft={}, domains={"a": "x", "b": "x", "d": "x"})
     one.live(1)
     assert one.record()["groups"] == [[0, 1, 2, 3]]
@@ -222,9 +209,7 @@ def test_a_domain_that_no_cut_takes_apart_is_named_at_start(
     assert said in " ".join(out.split())
 
 
-def test_a_substitute_in_another_domain_takes_the_place_of_the_lost_node_as_it_was(
-    job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_substitute_in_another_domain_takes_the_place_of_the_lost_node_as_it_was(job, capfd):
     one = job(reft={}, domains={**RACKS, "sa": "y"})
     one.protected_at(4)
     before = one.record()
@@ -244,7 +229,7 @@ def test_a_substitute_in_another_domain_takes_the_place_of_the_lost_node_as_it_w
     assert one.record()["groups"] == [[0, 1, 2, 3]], "three of four in one rack cannot be apart"
 
 
-def test_domains_that_are_given_later_or_no_longer_wait_for_a_fresh_start(job: Callable[..., Job]) -> None:
+def test_domains_that_are_given_later_or_no_longer_wait_for_a_fresh_start(job):
     one = job(reft={})
     one.protected_at(2)
     resumed_rightly(one.live(2, domains=RACKS), 2)
@@ -255,7 +240,7 @@ def test_domains_that_are_given_later_or_no_longer_wait_for_a_fresh_start(job: C
     assert one.record()["domains"] == ["x", "x", "y", "y"]
 
 
-def test_a_longer_interval_resumes_from_slots_of_the_shorter_one_and_not_the_other_way(job: Callable[..., Job]) -> None:
+def test_a_longer_interval_resumes_from_slots_of_the_shorter_one_and_not_the_other_way(job):
     """As `ft-plugins plan interval` advises. A shorter one needs a slot more, or a version would be overwritten."""
     one = job("ab", reft={"interval": 1})
     one.protected_at(4)
@@ -267,7 +252,7 @@ def test_a_longer_interval_resumes_from_slots_of_the_shorter_one_and_not_the_oth
     resumed_rightly(other.live(4, reft={"interval": 2}), 4)
 
 
-def test_another_group_size_is_another_layout_of_replicated_state(job: Callable[..., Job]) -> None:
+def test_another_group_size_is_another_layout_of_replicated_state(job):
     one = job(reft=PAIRS, own=False)
     one.protected_at(2)
     found = one.live(4, reft={})
@@ -275,7 +260,7 @@ def test_another_group_size_is_another_layout_of_replicated_state(job: Callable[
     resumed_rightly(one.live(4), 2)
 
 
-def test_a_job_of_fewer_nodes_resumes_from_groups_of_the_previous_size(job: Callable[..., Job]) -> None:
+def test_a_job_of_fewer_nodes_resumes_from_groups_of_the_previous_size(job):
     one = job(reft=PAIRS, own=False)
     one.protected_at(4)
     for node in one.there[:2]:  # of different groups

@@ -1,13 +1,10 @@
 """DreamDDP in a session: equal to one process that simulates all replicas, in both update orders; exact over a lost
 incarnation; planned from what the job measures, and the same way on all ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from ft_plugins.sync.rounds.synchronisation import Synchronisation
 from .incarnation import context
 from .systems import local_replicas as local
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 
 LAYERS = ("0", "2", "4")
@@ -36,36 +32,34 @@ KILLED, RESUMED = 16, 14
 SYNC = {"policy": "dreamddp", "schedule": "equal", "h": 2, "warmup": WARMUP, "tau": TAU}
 
 
-class Job(local.LocalTraining):  # type: ignore[misc, name-defined]
+class Job(local.LocalTraining):
     """A replica whose loop is one of plain torch. `clips`: the loop clips gradients."""
 
-    def __init__(self, rank: int, world: int, kind: str, clips: bool = False) -> None:
+    def __init__(self, rank, world, kind, clips=False):
         super().__init__(rank, world, kind)
         self.optimizer = local.optimizer_of(self.model, kind)
         self.parallel = DistributedDataParallel(self.model)
         self.host, self.clips = TorchHost(self.parallel, self.optimizer), clips
 
-    def iterate(self, step: int) -> str:
+    def iterate(self, step):
         """Returns the digest of the parameters after the update."""
         local.gradients(self.parallel, step, self.rank)
         if self.clips:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.optimizer.step()
-        digest: str = self.digest(moments=False)
+        digest = self.digest(moments=False)
         self.optimizer.zero_grad()
         return digest
 
 
 def _life(
-    rank: int, world: int, block: dict[str, Any], last: int, kind: str = "sgd", run_dir: Path | None = None,
-    token: int = 0, left_in: int = 0, clips: bool = False,
-) -> Any:  # fmt: skip
+    rank, world, block, last, kind = "sgd", run_dir = None,
+    token = 0, left_in = 0, clips = False,
+):  # fmt: skip
     """One incarnation, which ends in iteration `left_in`, after its update. Digests by iteration; events; schedule."""
     job = Job(rank, world, kind, clips)
-    session = attach(
-        job.host, Config.from_json(block), context(rank, world, run_dir, token)
-    )
-    events: list[Any] = []
+    session = attach(job.host, Config.from_json(block), context(rank, world, run_dir, token))
+    events = []
     session._events.subscribe(events.append)
     digests, began, step = {}, 0, 0
     for step in session.iterations(last):
@@ -77,9 +71,9 @@ def _life(
 
 
 def simulated(
-    replicas: int, period: int, update_first: bool, kind: str = "sgd", last: int = LAST, warmup: int = WARMUP,
-    tau: int = TAU, sets: Sequence[Sequence[str]] = (), divergences: dict[int, float] | None = None,
-) -> dict[int, list[str]]:  # fmt: skip
+    replicas, period, update_first, kind = "sgd", last = LAST, warmup = WARMUP,
+    tau = TAU, sets = (), divergences = None,
+):  # fmt: skip
     """Digests of all replicas after each iteration's update. `divergences`: receives that of what is averaged."""
     simulation, digests = local.Simulation(replicas, kind), {}
     sets = sets or [[LAYERS[layer] for layer in own] for own in equal_number(len(LAYERS), period).iterations]
@@ -105,13 +99,11 @@ def simulated(
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("order", ["average_first", "update_first"])
 @pytest.mark.parametrize(("period", "replicas"), [(1, 2), (2, 2), (3, 3)])
-def test_equals_one_process_that_simulates_the_schedule(
-    ranks: Ranks, order: str, period: int, replicas: int, kind: str
-) -> None:
+def test_equals_one_process_that_simulates_the_schedule(ranks, order, period, replicas, kind):
     """No warm-up with three replicas: the order in which DistributedDataParallel sums their gradients is its own."""
     warmup = WARMUP if replicas == 2 else 0
     block = {"sync": {**SYNC, "h": period, "order": order, "warmup": warmup}}
-    divergences: dict[int, float] = {}
+    divergences = {}
     expected = simulated(replicas, period, order == "update_first", kind, warmup=warmup, divergences=divergences)
     for rank, found in enumerate(ranks(_life, replicas, block, LAST, kind)):
         assert found["digests"] == {step: each[rank] for step, each in expected.items()}
@@ -125,7 +117,7 @@ def test_equals_one_process_that_simulates_the_schedule(
     assert (len(set(expected[TAU + 1])) == 1) == (period == 1 and order == "update_first")
 
 
-def test_update_first_in_every_iteration_is_data_parallelism(ranks: Ranks) -> None:
+def test_update_first_in_every_iteration_is_data_parallelism(ranks):
     """Means of updated parameters and updates by mean gradients are the same numbers, but rounded at different places:
     17 iterations of SGD from the same values differ by a few units in the last place of values of about 1."""
     block = {"sync": {**SYNC, "h": 1, "order": "update_first", "warmup": 0}}
@@ -138,11 +130,9 @@ def test_update_first_in_every_iteration_is_data_parallelism(ranks: Ranks) -> No
             assert torch.allclose(torch.tensor(found[name]), expected, rtol=0, atol=2e-6), name
 
 
-def _parameters(rank: int, world: int, block: dict[str, Any]) -> dict[str, Any]:
+def _parameters(rank, world, block):
     job = Job(rank, world, "sgd")
-    session = attach(
-        job.host, Config.from_json(block), context(rank, world)
-    )
+    session = attach(job.host, Config.from_json(block), context(rank, world))
     for step in session.iterations(LAST):
         job.iterate(step)
     return {name: one.tolist() for name, one in job.model.state_dict().items()}
@@ -150,7 +140,7 @@ def _parameters(rank: int, world: int, block: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("order", ["average_first", "update_first"])
 @pytest.mark.parametrize("versions", ["sync", "every"])
-def test_continues_bit_for_bit(node: Node, ranks: Ranks, order: str, versions: str) -> None:
+def test_continues_bit_for_bit(node, ranks, order, versions):
     """Left in iteration 16, after its update; synchronised whole after 7 and 14."""
     block = {"sync": {**SYNC, "order": order}}
     expected = ranks(_life, 2, block, LAST, "adam")
@@ -166,7 +156,7 @@ def test_continues_bit_for_bit(node: Node, ranks: Ranks, order: str, versions: s
     assert max(second[0]["digests"]) == LAST
 
 
-def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks) -> None:
+def test_layers_are_planned_from_what_the_job_measures(node, ranks):
     node.start()
     block = {"sync": {"policy": "dreamddp", "h": 3, "tau": 100}, "reft": {}, "node_name": "n"}
     lives = ranks(_life, 2, block, 13, "sgd", node.run_dir, node.fence())
@@ -184,9 +174,7 @@ def test_layers_are_planned_from_what_the_job_measures(node: Node, ranks: Ranks)
 
 
 @pytest.mark.parametrize("changed", [{}, {"schedule": "equal"}, {"h": 2}], ids=["unchanged", "equal", "h"])
-def test_a_measured_schedule_is_continued_with_unless_keys_were_changed(
-    node: Node, ranks: Ranks, changed: dict[str, Any]
-) -> None:
+def test_a_measured_schedule_is_continued_with_unless_keys_were_changed(node, ranks, changed):
     """Planned after iteration 12, whose version is restored."""
     node.start()
     sync = {"policy": "dreamddp", "tau": 12}  # h: as many as there are layers
@@ -202,7 +190,7 @@ def test_a_measured_schedule_is_continued_with_unless_keys_were_changed(
             assert after["state"] == before["state"]
 
 
-def test_a_profile_that_cannot_be_written_does_not_end_training(node: Node, ranks: Ranks) -> None:
+def test_a_profile_that_cannot_be_written_does_not_end_training(node, ranks):
     node.start()
     (node.run_dir / "layer-profile.json").mkdir()
     block = {"sync": {"policy": "dreamddp", "tau": 100}, "reft": {}, "node_name": "n"}  # h: as many as there are layers
@@ -210,7 +198,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_training(node: Node, rank
     assert all(max(life["digests"]) == 13 and life["state"]["origin"] == 12 for life in lives)
 
 
-def _ends_after_a_begin(rank: int, world: int) -> str:
+def _ends_after_a_begin(rank, world):
     """Ends in order in an iteration that only one rank has begun to train."""
     job = Job(rank, world, "sgd")
     session = attach(job.host, Config.from_json({"sync": {**SYNC, "warmup": 0}}), context(rank, world))
@@ -219,7 +207,7 @@ def _ends_after_a_begin(rank: int, world: int) -> str:
         session.iteration_begin(step)
         job.iterate(step)
         session.iteration_end(step)
-    before: str = job.digest(moments=False)
+    before = job.digest(moments=False)
     if rank == 0:
         session.iteration_begin(4)
     session.shutdown()
@@ -227,17 +215,17 @@ def _ends_after_a_begin(rank: int, world: int) -> str:
     return before
 
 
-def test_an_iteration_that_was_begun_and_not_trained_is_not_averaged_at_the_end(ranks: Ranks) -> None:
+def test_an_iteration_that_was_begun_and_not_trained_is_not_averaged_at_the_end(ranks):
     assert all(ranks(_ends_after_a_begin, 2))
 
 
-def _slowed(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> Any:
+def _slowed(rank, world, block, run_dir, token):
     """A life with 20 ms of backward in each layer, in which averaging the last two layers takes 38 ms from iteration
     20 on: together they would end 36 ms after the backward, apart 18. On a busy machine it takes as much longer as
     averaging took before, so that it is slower than what was planned by."""
     exchange, now, longest = Synchronisation.exchange, [0], [0.0]
 
-    def slow(self: Synchronisation, name: str) -> float:
+    def slow(self, name):
         began = time.monotonic()
         factor = exchange(self, name)
         if now[0] < SLOW_FROM:
@@ -246,12 +234,12 @@ def _slowed(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: 
             time.sleep(0.038 + longest[0])
         return factor
 
-    def iterate(self: Job, step: int, run: Any = Job.iterate) -> str:
+    def iterate(self, step, run=Job.iterate):
         if not now[0]:
             for layer in (self.model[int(name)] for name in LAYERS):
                 layer.register_full_backward_hook(lambda *given: time.sleep(0.02))
         now[0] = step
-        return run(self, step)  # type: ignore[no-any-return]
+        return run(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Synchronisation, "exchange", slow)
@@ -262,7 +250,7 @@ def _slowed(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: 
 SLOW_FROM = 20
 
 
-def test_layers_are_planned_again_when_a_period_waits_longer_than_planned(node: Node, ranks: Ranks) -> None:
+def test_layers_are_planned_again_when_a_period_waits_longer_than_planned(node, ranks):
     node.start()
     block = {"sync": {"policy": "dreamddp", "h": 2, "tau": 1000, "replan": 0.1}, "reft": {}, "node_name": "n"}
     lives = ranks(_slowed, 2, block, node.run_dir, node.fence())
@@ -275,7 +263,7 @@ def test_layers_are_planned_again_when_a_period_waits_longer_than_planned(node: 
     assert lives[0]["state"]["origin"] == lives[1]["state"]["origin"] >= again["iteration"]
 
 
-def write_profile(folder: Path, names: Sequence[str] = LAYERS) -> str:
+def write_profile(folder, names=LAYERS):
     """A profile whose best schedule of two iterations is not that of equal numbers."""
     averaging = {"0": 1.0, "2": 3.0, "4": 9.0}
     seconds = {"forward_seconds": 1.0, "backward_seconds": 5.0}
@@ -287,7 +275,7 @@ def write_profile(folder: Path, names: Sequence[str] = LAYERS) -> str:
     return str(path)
 
 
-def test_a_given_profile_is_planned_from_at_once(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_given_profile_is_planned_from_at_once(ranks, tmp_path):
     block = {"sync": {"policy": "dreamddp", "h": 2, "tau": TAU, "warmup": WARMUP, "profile": write_profile(tmp_path)}}
     lives = ranks(_life, 2, block, LAST)
     (sets,) = lives[0]["state"]["stages"]
@@ -297,7 +285,7 @@ def test_a_given_profile_is_planned_from_at_once(ranks: Ranks, tmp_path: Path) -
         assert life["digests"] == {step: each[rank] for step, each in expected.items()}
 
 
-def _refused(rank: int, world: int, keys: dict[str, Any], last: int = LAST, clips: bool = False) -> str:
+def _refused(rank, world, keys, last=LAST, clips=False):
     try:
         _life(rank, world, {"sync": {**SYNC, **keys}}, last, clips=clips)
     except (ConfigError, UnsupportedError, StateChangedError) as error:
@@ -314,20 +302,18 @@ def _refused(rank: int, world: int, keys: dict[str, Any], last: int = LAST, clip
     ],
     ids=["longer than the model", "warm-up longer than the run", "clipping"],
 )  # fmt: skip
-def test_what_is_impossible_is_refused_in_one_line(
-    ranks: Ranks, keys: dict[str, Any], last: int, clips: bool, message: str
-) -> None:
+def test_what_is_impossible_is_refused_in_one_line(ranks, keys, last, clips, message):
     for found in ranks(_refused, 2, keys, last, clips):
         assert message in found and "\n" not in found
 
 
-def test_a_profile_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_profile_of_another_model_is_refused(ranks, tmp_path):
     path = write_profile(tmp_path, ("0", "2", "4", "6"))
     for found in ranks(_given_profile, 2, path):
         assert "profile of another model: expected 3 layers, found 4 layers" in found
 
 
-def test_profiles_that_differ_between_nodes_are_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_profiles_that_differ_between_nodes_are_refused_on_all_ranks(ranks, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     write_profile(tmp_path)
@@ -339,7 +325,7 @@ def test_profiles_that_differ_between_nodes_are_refused_on_all_ranks(ranks: Rank
         )
 
 
-def _given_profile(rank: int, world: int, path: str, folders: Sequence[Path] = ()) -> str:
+def _given_profile(rank, world, path, folders=()):
     try:
         if folders:
             os.chdir(folders[rank])

@@ -3,10 +3,6 @@
 Each case changes how the second incarnation continues. The state is restored bit for bit in all of them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +15,11 @@ from ft_plugins.session import attach
 
 from .incarnation import context
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 DIES_IN, LAST = 6, 9
 
 
-def _life(rank: int, world: int, run_dir: Path, token: int, block: dict[str, Any], case: str) -> dict[str, Any]:
+def _life(rank, world, run_dir, token, block, case):
     """One incarnation; without `case` it dies in iteration DIES_IN, after its update."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
@@ -35,7 +30,7 @@ def _life(rank: int, world: int, run_dir: Path, token: int, block: dict[str, Any
         Config.from_json({"reft": {}, "node_name": "n", **block}),
         context(rank, world, run_dir, token, int(bool(case))),
     )
-    done: list[int] = []
+    done = []
     try:
         for step in session.iterations(LAST):
             read = step - DIES_IN + 1 if case == "reads from the beginning" else step
@@ -59,10 +54,10 @@ def _life(rank: int, world: int, run_dir: Path, token: int, block: dict[str, Any
 
 
 @pytest.fixture
-def continued(node: Node, ranks: Ranks) -> Callable[..., dict[str, Any]]:
+def continued(node, ranks):
     """A job that dies in iteration DIES_IN; then its second incarnation."""
 
-    def run(case: str, **block: Any) -> dict[str, Any]:
+    def run(case, **block):
         node.start()
         first = ranks(_life, 1, node.run_dir, node.fence(), block, "")
         assert first == [{"done": list(range(1, DIES_IN + 1)), "error": ""}]
@@ -75,7 +70,7 @@ def continued(node: Node, ranks: Ranks) -> Callable[..., dict[str, Any]]:
 REST = list(range(DIES_IN, LAST + 1))
 
 
-def test_a_loop_that_continues_is_proven(node: Node, continued: Callable[..., dict[str, Any]]) -> None:
+def test_a_loop_that_continues_is_proven(node, continued):
     assert continued("continues", prove="on") == {"done": [DIES_IN - 1, *REST], "error": ""}
     (proven,) = node.events("resume.proven")
     assert proven.fields["iteration"] == DIES_IN - 1
@@ -91,9 +86,7 @@ def test_a_loop_that_continues_is_proven(node: Node, continued: Callable[..., di
         ("sets the rate", "learning rate (learning rate 0.5 in place of 0.0059"),
     ],
 )
-def test_a_loop_that_does_not_continue_ends_before_its_state_is_captured(
-    node: Node, continued: Callable[..., dict[str, Any]], case: str, said: str
-) -> None:
+def test_a_loop_that_does_not_continue_ends_before_its_state_is_captured(node, continued, case, said):
     second = continued(case)
     assert second["done"] == [] and second["error"].startswith("LoopError: rank 0: ")
     assert said in second["error"] and "--ftp-resume fresh" in second["error"]
@@ -105,25 +98,19 @@ def test_a_loop_that_does_not_continue_ends_before_its_state_is_captured(
 @pytest.mark.parametrize(
     ("case", "on_difference"), [("reads something else", "auto"), ("counts from zero", "auto"), ("draws", "warn")]
 )
-def test_other_differences_are_an_alarm_and_training_goes_on(
-    node: Node, continued: Callable[..., dict[str, Any]], case: str, on_difference: str
-) -> None:
+def test_other_differences_are_an_alarm_and_training_goes_on(node, continued, case, on_difference):
     assert continued(case, on_difference=on_difference) == {"done": REST, "error": ""}
     (alarm,) = node.events("resume.differed")
     assert alarm.fields["iteration"] == DIES_IN and not alarm.fields["ending"]
     assert not node.events("resume.proven")
 
 
-def test_any_difference_ends_the_job_if_the_user_wants_that(
-    node: Node, continued: Callable[..., dict[str, Any]]
-) -> None:
+def test_any_difference_ends_the_job_if_the_user_wants_that(node, continued):
     second = continued("reads something else", on_difference="stop")
     assert second["done"] == [] and "iteration 6 was computed again, and differs" in second["error"]
 
 
-def test_the_ledger_outlives_a_second_kill_and_still_shows_the_difference(
-    node: Node, ranks: Ranks, continued: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_ledger_outlives_a_second_kill_and_still_shows_the_difference(node, ranks, continued):
     first = continued("reads from the beginning")
     (again,) = ranks(_life, 1, node.run_dir, node.fence(), {}, "reads from the beginning")
     assert again == first and again["error"]

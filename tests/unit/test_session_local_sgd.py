@@ -1,9 +1,5 @@
 """Local SGD in a session: equal to one process that simulates all replicas, and exact over a lost incarnation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +14,15 @@ from harness.plain_host import PlainHost
 from .incarnation import Incarnation, context
 from .systems import local_replicas as local
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 
 NO_PENALTY = {"penalty": False}
 
 
 def _life(
-    rank: int, world: int, block: dict[str, Any], until: int, kind: str = "sgd", bad: Any = None,
-    run_dir: Path | None = None, token: int = 0, ends: bool = True,
-) -> Any:  # fmt: skip
+    rank, world, block, until, kind = "sgd", bad = None,
+    run_dir = None, token = 0, ends = True,
+):  # fmt: skip
     one = Incarnation(local.LocalTraining(rank, world, kind, bad), block, run_dir, token).run(until)
     if ends:
         one.session.shutdown()
@@ -43,30 +38,27 @@ def _life(
     }
 
 
-Combine = Callable[[Any, str], np.ndarray]
-
-
 def simulated(
-    replicas: int,
-    until: int,
-    combine: Combine,
-    tau: int,
-    warmup: int = 0,
-    kind: str = "sgd",
-    late: bool = False,
-    bad: Any = None,
-) -> tuple[dict[int, list[str]], list[str]]:
+    replicas,
+    until,
+    combine,
+    tau,
+    warmup=0,
+    kind="sgd",
+    late=False,
+    bad=None,
+):
     """Digests of the parameters that each iteration's gradients were computed with, and of those at the end, by
     replica. `late`: a synchronisation is applied before the next update."""
     simulation = local.Simulation(replicas, kind, bad)
     fenced, due = {}, False
 
-    def synchronise(targets: dict[str, np.ndarray]) -> None:
+    def synchronise(targets):
         for name, target in targets.items():
             simulation.write(name, target)
         simulation.remember()
 
-    targets: dict[str, np.ndarray] = {}
+    targets = {}
     for step in range(1, until + 1):
         simulation.backward(step, together=step <= warmup)
         fenced[step] = simulation.digests()
@@ -85,15 +77,15 @@ def simulated(
     return fenced, simulation.digests()
 
 
-def mean(simulation: Any, name: str) -> np.ndarray:
+def mean(simulation, name):
     return simulation.mean(name)
 
 
-def diloco(simulation: Any, name: str) -> np.ndarray:
+def diloco(simulation, name):
     return simulation.outer(name, simulation.mean(name), 0.7, 0.9)
 
 
-def edit_without_penalty(simulation: Any, name: str) -> np.ndarray:
+def edit_without_penalty(simulation, name):
     return simulation.outer(name, simulation.mean(name), 0.8, 0.85)
 
 
@@ -104,7 +96,7 @@ POLICIES = {
 }
 
 
-def require_equal(found: list[dict[str, Any]], expected: tuple[dict[int, list[str]], list[str]]) -> None:
+def require_equal(found, expected):
     fenced, end = expected
     for rank, one in enumerate(found):
         for step, digests in fenced.items():
@@ -114,7 +106,7 @@ def require_equal(found: list[dict[str, Any]], expected: tuple[dict[int, list[st
 
 @pytest.mark.parametrize("apply", ["wait", "forward", "update"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replicas_equal_their_simulation_in_one_process_bit_for_bit(ranks: Ranks, policy: str, apply: str) -> None:
+def test_replicas_equal_their_simulation_in_one_process_bit_for_bit(ranks, policy, apply):
     """Two replicas, whose sum in a warm-up does not depend on the order."""
     keys, combine = POLICIES[policy]
     block = {"sync": {**keys, "tau": 3, "warmup": 4, "apply": apply}}
@@ -124,26 +116,26 @@ def test_replicas_equal_their_simulation_in_one_process_bit_for_bit(ranks: Ranks
 
 
 @pytest.mark.parametrize(("loaded", "resets"), [(0, []), (4, []), (5, [5])])
-def test_a_checkpoint_that_holds_one_of_several_replicas_is_named(ranks: Ranks, loaded: int, resets: list[int]) -> None:
+def test_a_checkpoint_that_holds_one_of_several_replicas_is_named(ranks, loaded, resets):
     """Up to the end of the warm-up replicas are equal: one is all of them."""
     for events in ranks(_resets, 2, loaded):
         assert [event["iteration"] for event in events] == resets
         assert all("holds one replica: all 2 start" in event["reason"] for event in events)
 
 
-def _resets(rank: int, world: int, loaded: int) -> list[dict[str, Any]]:
+def _resets(rank, world, loaded):
     one = Incarnation(local.LocalTraining(rank, world), {"sync": {"policy": "edit", "tau": 3, "warmup": 4}})
     one.session.resume(loaded)
     one.session.shutdown()
     return [event.fields for event in one.events if event.name == "replicas.restarted"]
 
 
-def test_four_replicas_are_combined_in_rank_order(ranks: Ranks) -> None:
+def test_four_replicas_are_combined_in_rank_order(ranks):
     found = ranks(_life, 4, {"sync": {"policy": "diloco", "tau": 2}}, 6)
     require_equal(found, simulated(4, 6, diloco, 2))
 
 
-def test_synchronised_after_every_update_sgd_is_data_parallelism(ranks: Ranks) -> None:
+def test_synchronised_after_every_update_sgd_is_data_parallelism(ranks):
     """mean(w - lr g_i) and w - lr mean(g_i) differ by rounding alone: a few units in the last place of float32 after
     eight updates."""
     plain, averaged = ranks(_weights, 2, None), ranks(_weights, 2, {"sync": {"policy": "post_local_sgd", "tau": 1}})
@@ -151,17 +143,17 @@ def test_synchronised_after_every_update_sgd_is_data_parallelism(ranks: Ranks) -
     assert averaged[0] == averaged[1] != plain[0]
 
 
-def _weights(rank: int, world: int, block: dict[str, Any] | None) -> list[float]:
+def _weights(rank, world, block):
     one = Incarnation(local.LocalTraining(rank, world), block or {}).run(8)
     one.session.shutdown()
     return list(flat(one.training.model))
 
 
-def flat(model: torch.nn.Module) -> np.ndarray:
+def flat(model):
     return np.concatenate([parameter.detach().numpy().reshape(-1) for parameter in model.parameters()])
 
 
-def test_edit_without_penalty_and_outer_momentum_is_post_local_sgd(ranks: Ranks) -> None:
+def test_edit_without_penalty_and_outer_momentum_is_post_local_sgd(ranks):
     keys = {"policy": "edit", "tau": 2, "outer_lr": 1.0, "outer_momentum": 0.0, **NO_PENALTY}
     one, other = (
         ranks(_life, 2, {"sync": keys}, 6),
@@ -171,21 +163,21 @@ def test_edit_without_penalty_and_outer_momentum_is_post_local_sgd(ranks: Ranks)
 
 
 @pytest.mark.parametrize("option", [{"prefetch": False}, {"offload": True}])
-def test_prefetch_and_host_memory_change_no_bit(ranks: Ranks, option: dict[str, Any]) -> None:
+def test_prefetch_and_host_memory_change_no_bit(ranks, option):
     keys = {"policy": "edit", "tau": 2, "penalty_warmup": 1, "clip": 0.05}
     one, other = ranks(_life, 2, {"sync": keys}, 8, "adam"), ranks(_life, 2, {"sync": {**keys, **option}}, 8, "adam")
     assert [each["fenced"] for each in one] == [each["fenced"] for each in other]
     assert all(event["clipped"] for event in one[0]["events"]), "the clip had something to do"
 
 
-def _table(rank: int, world: int, keys: dict[str, Any]) -> tuple[str, int]:
+def _table(rank, world, keys):
     one = Incarnation(local.LocalTraining(rank, world), {"sync": keys})
     nbytes = sum(parameter.nbytes for parameter in one.training.model.parameters())
     one.session.shutdown()
     return one.session._sync.table(), nbytes
 
 
-def test_the_memory_of_a_result_that_waits_for_the_next_update_is_printed(ranks: Ranks) -> None:
+def test_the_memory_of_a_result_that_waits_for_the_next_update_is_printed(ranks):
     for apply in ("update", "wait"):
         text, nbytes = ranks(_table, 2, {"apply": apply})[0]
         held = f"; {nbytes} bytes more hold its result from a synchronisation to the next update"
@@ -200,11 +192,11 @@ ALPHA, THRESHOLD, WARMUP, CLIP = 0.3, 3.0, 2, 0.5
 class Penalised:
     """EDiT's penalty as the paper has it, in NumPy, with its outer optimizer."""
 
-    def __init__(self) -> None:
-        self.statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
-        self.left_out: list[tuple[str, int]] = []
+    def __init__(self):
+        self.statistics = {}
+        self.left_out = []
 
-    def __call__(self, simulation: Any, name: str) -> np.ndarray:
+    def __call__(self, simulation, name):
         anchor = simulation.anchors[name].astype(np.float64)
         changes = [simulation.modules(r)[name].astype(np.float64) - anchor for r in range(len(simulation.models))]
         norms = [float(np.sqrt(np.square(change).sum())) for change in changes]
@@ -219,11 +211,11 @@ class Penalised:
         change = change * min(1.0, CLIP / (np.sqrt(np.square(change).sum()) + 1e-6))
         return simulation.outer(name, (anchor + change).astype(np.float32), 0.8, 0.85)
 
-    def _outlier(self, name: str, replica: int, norm: float) -> bool:
+    def _outlier(self, name, replica, norm):
         mean, deviation, count = self.statistics.get((name, replica), (0.0, 0.0, 0))
         return count >= WARMUP and deviation > 0 and (norm - mean) / deviation > THRESHOLD
 
-    def _absorb(self, name: str, replica: int, norm: float) -> None:
+    def _absorb(self, name, replica, norm):
         mean, deviation, count = self.statistics.get((name, replica), (norm, 0.0, 0))
         new = ALPHA * norm + (1 - ALPHA) * mean
         variance = (1 - ALPHA) * deviation**2 + ALPHA * (norm - new) ** 2
@@ -234,7 +226,7 @@ PENALTY = {"policy": "edit", "tau": 2, "alpha": ALPHA, "threshold": THRESHOLD, "
 
 
 @pytest.mark.parametrize("apply", ["wait", "forward", "update"])
-def test_a_replica_that_trains_on_garbage_is_left_out_as_the_paper_has_it(ranks: Ranks, apply: str) -> None:
+def test_a_replica_that_trains_on_garbage_is_left_out_as_the_paper_has_it(ranks, apply):
     """Garbage from the tenth iteration on. Equal up to rounding: the reference sums norms in another order, and a
     weight that differs in its last bit of float64 may round a parameter to the next float32 now and then."""
     bad = {1: (10, 14)}
@@ -251,17 +243,17 @@ def test_a_replica_that_trains_on_garbage_is_left_out_as_the_paper_has_it(ranks:
     assert garbage[0]["left_out"] == {name: [1] for name in ("0", "2", "4")}
 
 
-def _trained(rank: int, world: int, block: dict[str, Any], until: int, bad: Any) -> dict[str, Any]:
+def _trained(rank, world, block, until, bad):
     one = Incarnation(local.LocalTraining(rank, world, "sgd", bad), block).run(until)
     one.session.shutdown()
     return {"weights": flat(one.training.model), "events": one.synchronised()}
 
 
-def _simulated_weights(replicas: int, until: int, combine: Combine, tau: int, late: bool, bad: Any) -> np.ndarray:
+def _simulated_weights(replicas, until, combine, tau, late, bad):
     simulation = local.Simulation(replicas, "sgd", bad)
-    targets: dict[str, np.ndarray] = {}
+    targets = {}
 
-    def synchronise() -> None:
+    def synchronise():
         for name, target in targets.items():
             simulation.write(name, target)
         simulation.remember()
@@ -281,21 +273,21 @@ def _simulated_weights(replicas: int, until: int, combine: Combine, tau: int, la
     return flat(simulation.models[0])
 
 
-def test_a_replica_that_is_not_finite_is_left_out_and_trains_on(ranks: Ranks) -> None:
+def test_a_replica_that_is_not_finite_is_left_out_and_trains_on(ranks):
     found = ranks(_with_infinity, 3, {"sync": {**PENALTY, "apply": "wait"}})
     for one in found:
         assert one["finite"] and one["end"] == found[0]["end"]
     assert found[0]["events"][0]["left_out"] == {name: [2] for name in ("0", "2", "4")}
 
 
-def test_if_no_replica_is_finite_all_go_back_to_the_last_synchronisation(ranks: Ranks) -> None:
+def test_if_no_replica_is_finite_all_go_back_to_the_last_synchronisation(ranks):
     found = ranks(_with_infinity, 2, {"sync": {**PENALTY, "apply": "forward"}}, (0, 1))
     for one in found:
         assert one["finite"] and one["end"] == found[0]["end"] == one["begin"]
     assert found[0]["events"][0]["rolled_back"] == ["0", "2", "4"]
 
 
-def _with_infinity(rank: int, world: int, block: dict[str, Any], those: tuple[int, ...] = (2,)) -> dict[str, Any]:
+def _with_infinity(rank, world, block, those=(2,)):
     one = Incarnation(local.LocalTraining(rank, world), block)
     begin = one.training.digest(moments=False)
     one.run(1)
@@ -316,9 +308,7 @@ def _with_infinity(rank: int, world: int, block: dict[str, Any], those: tuple[in
     "keys", [{"apply": "wait"}, {"apply": "forward"}, {"apply": "forward", "prefetch": False}, {"apply": "update"}]
 )
 @pytest.mark.parametrize("versions", ["sync", "every"])
-def test_a_job_that_ends_between_two_synchronisations_continues_bit_for_bit(
-    node: Node, ranks: Ranks, keys: dict[str, Any], versions: str
-) -> None:
+def test_a_job_that_ends_between_two_synchronisations_continues_bit_for_bit(node, ranks, keys, versions):
     """Killed after iteration 8 of a job that is synchronised after 3, 6 and 9."""
     block = {"sync": {**PENALTY, "tau": 3, "warmup": 1, **keys}}
     whole = ranks(_life, 2, block, 13, "adam")
@@ -335,9 +325,7 @@ def test_a_job_that_ends_between_two_synchronisations_continues_bit_for_bit(
     assert set(marks) <= ({6, 9, 12} if versions == "sync" else {10, 11, 12, 13})
 
 
-def test_a_version_that_is_captured_during_a_forward_has_the_statistics_of_its_synchronisation(
-    node: Node, ranks: Ranks
-) -> None:
+def test_a_version_that_is_captured_during_a_forward_has_the_statistics_of_its_synchronisation(node, ranks):
     """Replica 1 trains on garbage after the version from which the job is resumed: what is an outlier then follows from
     the norms of all synchronisations before."""
     block = {"sync": {**PENALTY, "tau": 2, "penalty_warmup": 3, "apply": "forward"}}  # judged from iteration 8 on
@@ -351,7 +339,7 @@ def test_a_version_that_is_captured_during_a_forward_has_the_statistics_of_its_s
     assert whole[0]["events"][3]["left_out"] == {name: [1] for name in ("0", "2", "4")}
 
 
-def test_a_job_that_ends_at_a_synchronisation_continues_bit_for_bit(node: Node, ranks: Ranks) -> None:
+def test_a_job_that_ends_at_a_synchronisation_continues_bit_for_bit(node, ranks):
     """Also after an orderly end, which applies what is under way. With apply update, the synchronisation of iteration 6
     is in flight when its version is taken."""
     for apply, ends in (("wait", False), ("update", False), ("update", True), ("forward", True)):
@@ -369,13 +357,13 @@ def test_a_job_that_ends_at_a_synchronisation_continues_bit_for_bit(node: Node, 
         node.end()
 
 
-def _captured(rank: int, world: int, block: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _captured(rank, world, block):
     one = Incarnation(local.LocalTraining(rank, world, "adam"), block)
     assert one.session._carrying.tensors().keys() == {item.name for item in one.session._carrying.inventory().items}
     return {item.name: item.replicas for item in one.session._carrying.inventory().items}
 
 
-def test_replicas_share_out_what_is_identical_at_a_synchronisation(ranks: Ranks) -> None:
+def test_replicas_share_out_what_is_identical_at_a_synchronisation(ranks):
     """Of what is captured: moments are each replica's own, and so are parameters between two synchronisations."""
     names = dict(local.network().named_parameters())
     moments = {f"{name}.{key}": (1,) for name in names for key in ("exp_avg", "exp_avg_sq", "step")}
@@ -412,13 +400,13 @@ def test_replicas_share_out_what_is_identical_at_a_synchronisation(ranks: Ranks)
         ({"penalty": False, "clip": 10.0}, "sync.clip: has no effect without the penalty of edit"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(block: dict[str, Any], message: str) -> None:
+def test_what_makes_no_sense_is_refused_in_one_line(block, message):
     with pytest.raises(ConfigError) as refused:
         Config.from_json({"sync": block})
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_keys_that_have_an_effect_may_be_given_with_their_default() -> None:
+def test_keys_that_have_an_effect_may_be_given_with_their_default():
     for keys in (
         {"prefetch": True},
         {"policy": "diloco", "apply": "forward", "prefetch": False},
@@ -427,7 +415,7 @@ def test_keys_that_have_an_effect_may_be_given_with_their_default() -> None:
         assert Config.from_json({"sync": keys}).sync is not None
 
 
-def test_local_sgd_is_refused_beside_paft_and_with_one_replica() -> None:
+def test_local_sgd_is_refused_beside_paft_and_with_one_replica():
     for other, message in (({"paft": {}}, "both average"), ({"paft": {"mode": "audit"}}, "lets differ")):
         with pytest.raises(ConfigError, match=message):
             Config.from_json({"sync": {}, **other})
@@ -438,7 +426,7 @@ def test_local_sgd_is_refused_beside_paft_and_with_one_replica() -> None:
         Session(PlainHost({"w": torch.zeros(4)}), Config.from_json({"sync": {}}), context(0, 1))
 
 
-def test_naming_a_policy_switches_local_sgd_on() -> None:
+def test_naming_a_policy_switches_local_sgd_on():
     config, rest = Config.from_flags(["--sync-policy", "diloco", "--sync-tau", "7"])
     assert config.sync is not None and (config.sync.policy, config.sync.tau, rest) == ("diloco", 7, [])
     assert Config.from_flags(config.flags())[0] == config
@@ -449,7 +437,7 @@ def test_naming_a_policy_switches_local_sgd_on() -> None:
 SKIPPED = (1, 2)  # two layers in a row: the exchange of one is started before it is missed
 
 
-def _skipping(rank: int, world: int, keys: dict[str, Any]) -> dict[str, list[float]]:
+def _skipping(rank, world, keys):
     """Layers of one size, two of which replica 0 leaves out of its forward in the iteration after a synchronisation.
     Parameters of each layer before the synchronisation, and after that iteration."""
     torch.manual_seed(rank)
@@ -463,7 +451,7 @@ def _skipping(rank: int, world: int, keys: dict[str, Any]) -> dict[str, list[flo
         host, Config.from_json({"sync": {"policy": "post_local_sgd", "tau": 2, **keys}}), context(rank, world)
     )
     session.resume()
-    means: list[float] = []
+    means = []
     for step in range(1, 4):
         session.iteration_begin(step)
         hidden = torch.ones(3)
@@ -483,14 +471,12 @@ def _skipping(rank: int, world: int, keys: dict[str, Any]) -> dict[str, list[flo
 
 
 @pytest.mark.parametrize("keys", [{"apply": "forward"}, {"apply": "forward", "prefetch": False}])
-def test_replicas_that_leave_out_different_layers_still_combine_the_same_ones(
-    ranks: Ranks, keys: dict[str, Any]
-) -> None:
+def test_replicas_that_leave_out_different_layers_still_combine_the_same_ones(ranks, keys):
     for one in ranks(_skipping, 2, keys):
         assert one["means"] == [100.0 * place + 0.5 for place in range(5) for _ in ("weight", "bias")]
 
 
-def test_a_change_of_when_synchronisations_are_applied_repeats_none(node: Node, ranks: Ranks) -> None:
+def test_a_change_of_when_synchronisations_are_applied_repeats_none(node, ranks):
     """The version of iteration 6 holds its synchronisation with apply wait, and does not with update."""
     node.start()
     numbers = {}

@@ -4,14 +4,9 @@ The simulation copies what each replica has of its own by the replica's number; 
 and outer momentum it keeps. The job does that by way of shared memory.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ft_plugins.errors import ResumeError, UnsupportedError
@@ -19,7 +14,6 @@ from ft_plugins.errors import ResumeError, UnsupportedError
 from .incarnation import Incarnation
 from .systems import local_replicas as local
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 
 TAU = 3
@@ -27,48 +21,48 @@ RATES = {"diloco": (0.7, 0.9), "edit": (0.8, 0.85)}
 
 
 def _life(
-    rank: int, world: int, block: dict[str, Any], until: int, run_dir: Path, token: int, ends: bool
-) -> dict[str, Any]:  # fmt: skip
+    rank, world, block, until, run_dir, token, ends
+):  # fmt: skip
     one = Incarnation(local.LocalTraining(rank, world, "adam"), block, run_dir, token).run(until)
     if ends:
         one.session.shutdown()
     else:
-        one.session._reft.wait_for_capture()  # type: ignore[union-attr]
-    state = one.session._sync.state()  # type: ignore[union-attr]
+        one.session._reft.wait_for_capture()
+    state = one.session._sync.state()
     return {"resumed": one.resumed, "fenced": one.fenced, "end": one.training.parameters(), "state": state}
 
 
 class Job:
     """A job on one node, at one size after the other."""
 
-    def __init__(self, node: Node, ranks: Ranks, sync: dict[str, Any], versions: str = "sync") -> None:
+    def __init__(self, node, ranks, sync, versions="sync"):
         self.node, self.ranks = node, ranks
         self.block = {"sync": {"tau": TAU, **sync}, "reft": {"versions": versions}, "node_name": "n"}
         node.start()
 
-    def live(self, world: int, until: int, ends: bool = False) -> list[dict[str, Any]]:
+    def live(self, world, until, ends=False):
         return self.ranks(_life, world, self.block, until, self.node.run_dir, self.node.fence(), ends)
 
 
 class Simulated:
     """All replicas in one process."""
 
-    def __init__(self, replicas: int, policy: str, late: bool) -> None:
+    def __init__(self, replicas, policy, late):
         self.simulation = local.Simulation(replicas, "adam")
         self.rates, self.late = RATES[policy], late
         self.completed, self.due = 0, False
 
-    def _targets(self) -> dict[str, np.ndarray]:
+    def _targets(self):
         simulation = self.simulation
         return {name: simulation.outer(name, simulation.mean(name), *self.rates) for name in simulation.anchors}
 
-    def _synchronise(self, targets: dict[str, np.ndarray]) -> None:
+    def _synchronise(self, targets):
         for name, target in targets.items():
             self.simulation.write(name, target)
         self.simulation.remember()
         self.due = False
 
-    def run(self, until: int) -> dict[int, list[str]]:
+    def run(self, until):
         """A late synchronisation is of the replicas that there are when it is applied: its version was taken before."""
         fenced = {}
         for step in range(self.completed + 1, until + 1):
@@ -84,12 +78,12 @@ class Simulated:
         self.completed = until
         return fenced
 
-    def end(self) -> list[str]:
+    def end(self):
         if self.due:
             self._synchronise(self._targets())
         return list(self.simulation.digests())
 
-    def resize(self, replicas: int) -> None:
+    def resize(self, replicas):
         before = self.simulation
         self.simulation = local.Simulation(replicas, "adam")
         self.simulation.anchors, self.simulation.outer_optimizers = before.anchors, before.outer_optimizers
@@ -113,9 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("before", "now", "apply", "versions"), CASES)
-def test_another_number_of_replicas_continues_as_the_simulation_does(
-    node: Node, ranks: Ranks, before: int, now: int, apply: str, versions: str
-) -> None:
+def test_another_number_of_replicas_continues_as_the_simulation_does(node, ranks, before, now, apply, versions):
     """Interrupted after iteration 8 of a job that is synchronised after 3, 6 and 9."""
     job = Job(node, ranks, {"policy": "diloco", "apply": apply}, versions)
     restored = 6 if versions == "sync" else 8
@@ -133,9 +125,7 @@ def test_another_number_of_replicas_continues_as_the_simulation_does(
         assert second[rank]["state"]["number"] == 4, "synchronisations of the whole job"
 
 
-def test_the_last_replica_continues_through_the_outer_optimizer_alone_and_others_join_it(
-    node: Node, ranks: Ranks, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_replica_continues_through_the_outer_optimizer_alone_and_others_join_it(node, ranks, capfd):
     job = Job(node, ranks, {"policy": "edit", "penalty": False, "apply": "wait"})
     expected = Simulated(2, "edit", late=False)
     job.live(2, 4)
@@ -156,7 +146,7 @@ def test_the_last_replica_continues_through_the_outer_optimizer_alone_and_others
         assert found[rank]["end"] == end[rank]
 
 
-def test_statistics_of_norms_start_again_at_another_number_of_replicas_alone(node: Node, ranks: Ranks) -> None:
+def test_statistics_of_norms_start_again_at_another_number_of_replicas_alone(node, ranks):
     job = Job(node, ranks, {"policy": "edit", "apply": "wait"})
     job.live(3, 7)
     same = job.live(3, 10)
@@ -168,7 +158,7 @@ def test_statistics_of_norms_start_again_at_another_number_of_replicas_alone(nod
     assert fewer[0]["end"] == fewer[1]["end"] or fewer[0]["resumed"] < 13, "iteration 13 is local"
 
 
-def _refused(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> str:
+def _refused(rank, world, block, run_dir, token):
     try:
         Incarnation(local.LocalTraining(rank, world, "adam"), block, run_dir, token)
     except (ResumeError, UnsupportedError) as error:
@@ -176,13 +166,13 @@ def _refused(rank: int, world: int, block: dict[str, Any], run_dir: Path, token:
     return ""
 
 
-def test_one_replica_is_refused_at_a_fresh_start(node: Node, ranks: Ranks) -> None:
+def test_one_replica_is_refused_at_a_fresh_start(node, ranks):
     job = Job(node, ranks, {"policy": "edit"})
     (line,) = ranks(_refused, 1, job.block, node.run_dir, node.fence())
     assert line.startswith("UnsupportedError") and "no other replica" in line
 
 
-def test_local_sgd_is_neither_dropped_nor_switched_on_by_a_resize(node: Node, ranks: Ranks) -> None:
+def test_local_sgd_is_neither_dropped_nor_switched_on_by_a_resize(node, ranks):
     job = Job(node, ranks, {"policy": "edit"})
     without = {key: value for key, value in job.block.items() if key != "sync"} | {"reft": {}}
     job.live(3, 7)
@@ -195,7 +185,7 @@ def test_local_sgd_is_neither_dropped_nor_switched_on_by_a_resize(node: Node, ra
         assert "captured without local SGD" in line
 
 
-def _plain(rank: int, world: int, block: dict[str, Any], until: int, run_dir: Path, token: int) -> None:
+def _plain(rank, world, block, until, run_dir, token):
     one = Incarnation(local.LocalTraining(rank, world, "adam"), block, run_dir, token)
     one.run(until)
-    one.session._reft.wait_for_capture()  # type: ignore[union-attr]
+    one.session._reft.wait_for_capture()

@@ -4,10 +4,6 @@ A version at a synchronisation that is applied in the next forward is captured d
 state. Jobs that continue from one are compared bit for bit with a job without a failure.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +18,6 @@ from ft_plugins.session import attach
 
 from .incarnation import context
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 TAU, LEFT_IN, LAST = 3, 8, 13
 RESUMED = 6
@@ -30,28 +25,28 @@ SYNC = {"policy": "edit", "tau": TAU, "warmup": 1, "penalty_warmup": 2, "apply":
 
 
 class Block(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear, self.norm, self.dropout = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.dropout(self.norm(torch.tanh(self.linear(x))))
+    def forward(self, x):
+        result = x + self.dropout(self.norm(torch.tanh(self.linear(x))))
         return result
 
 
 class Net(torch.nn.Module):
     """Every forward changes buffers and draws random numbers. `unused` is a layer without a forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(Block() for _ in range(4))
         self.head = torch.nn.Linear(8, 4)
-        self.unused: int | None = None
+        self.unused = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for number, layer in enumerate(self.layers):
             x = x if number == self.unused else layer(x)
-        result: torch.Tensor = self.head(x)
+        result = self.head(x)
         return result
 
 
@@ -59,11 +54,11 @@ class Job:
     """A rank's loop. In the iterations of `unused` layer 2 has no forward; in those of `skipped` there is no update; in
     those of `changed` the loop changes a parameter before its update."""
 
-    unused: tuple[int, ...] = ()
-    skipped: tuple[int, ...] = ()
-    changed: tuple[int, ...] = ()
+    unused = ()
+    skipped = ()
+    changed = ()
 
-    def __init__(self, rank: int, world: int, cases: dict[str, Any]) -> None:
+    def __init__(self, rank, world, cases):
         for name, those in cases.items():
             setattr(self, name, those)
         torch.manual_seed(3)
@@ -73,7 +68,7 @@ class Job:
         torch.manual_seed(70 + rank)
         self.host = TorchHost(self.model, self.optimizer)
 
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         self.net.unused = 2 if step in self.unused else None
         made = torch.Generator().manual_seed(1000 * step + self.rank)
         self.model(torch.randn(6, 8, generator=made)).square().mean().backward()
@@ -84,7 +79,7 @@ class Job:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def digests(self) -> dict[str, str]:
+    def digests(self):
         return {
             name: xxhash.xxh3_64_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
             for name, tensor in self.host.tensors().items()
@@ -92,9 +87,9 @@ class Job:
 
 
 def _life(
-    rank: int, world: int, block: dict[str, Any], cases: dict[str, Any],
-    run_dir: Path | None = None, token: int = 0, left_in: int = 0,
-) -> dict[int, dict[str, str]]:  # fmt: skip
+    rank, world, block, cases,
+    run_dir = None, token = 0, left_in = 0,
+):  # fmt: skip
     """One incarnation, which ends in iteration `left_in`, after its update. Digests of all tensors by iteration, at its
     end: within its body a layer that was not used may still have to be synchronised."""
     job = Job(rank, world, cases)
@@ -112,7 +107,7 @@ def _life(
     return digests
 
 
-def continues_bit_for_bit(node: Node, ranks: Ranks, keys: dict[str, Any], cases: dict[str, Any]) -> None:
+def continues_bit_for_bit(node, ranks, keys, cases):
     block = {"sync": {**SYNC, **keys}}
     whole = ranks(_life, 2, block, cases)
     node.start()
@@ -129,22 +124,18 @@ def continues_bit_for_bit(node: Node, ranks: Ranks, keys: dict[str, Any], cases:
 
 
 @pytest.mark.parametrize("keys", [{}, {"prefetch": False}, {"apply": "wait"}], ids=["prefetch", "no prefetch", "wait"])
-def test_buffers_and_random_numbers_are_those_of_the_version_point(
-    node: Node, ranks: Ranks, keys: dict[str, Any]
-) -> None:
+def test_buffers_and_random_numbers_are_those_of_the_version_point(node, ranks, keys):
     """Killed after iteration 8 of a job that is synchronised after 3, 6, 9 and 12."""
     continues_bit_for_bit(node, ranks, keys, {})
 
 
 @pytest.mark.parametrize("skipped", [(), (7,)], ids=["updated", "update skipped"])
-def test_a_layer_without_a_forward_after_a_synchronisation_is_no_change_by_the_loop(
-    node: Node, ranks: Ranks, skipped: tuple[int, ...]
-) -> None:
+def test_a_layer_without_a_forward_after_a_synchronisation_is_no_change_by_the_loop(node, ranks, skipped):
     """It is synchronised right before the update."""
     continues_bit_for_bit(node, ranks, {}, {"unused": (4, 7, 10), "skipped": skipped})
 
 
-def _changed(rank: int, world: int, run_dir: Path, token: int, step: int) -> str:
+def _changed(rank, world, run_dir, token, step):
     block = {"sync": SYNC, "reft": {}, "node_name": "n"}
     try:
         _life(rank, world, block, {"changed": (step,)}, run_dir, token)
@@ -153,19 +144,19 @@ def _changed(rank: int, world: int, run_dir: Path, token: int, step: int) -> str
     return ""
 
 
-def test_a_change_by_the_loop_after_a_synchronisation_is_named(node: Node, ranks: Ranks) -> None:
+def test_a_change_by_the_loop_after_a_synchronisation_is_named(node, ranks):
     node.start()
     step = TAU + 1
     for rank, message in enumerate(ranks(_changed, 2, node.run_dir, node.fence(), step)):
         assert message.startswith(f"rank {rank}: iteration {step}: 'head.weight' was changed after the version point")
 
 
-def _compiled(rank: int, world: int, sync: dict[str, Any], how: str) -> dict[str, list[float]]:
+def _compiled(rank, world, sync, how):
     """The parameters at the end of a job whose model is compiled, by `how`."""
     torch._dynamo.config.disable = False  # tests run without
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
-    model: Any = net if how == "eager" else torch.compile(net, backend="eager")
+    model = net if how == "eager" else torch.compile(net, backend="eager")
     if how == "called before":
         model(torch.randn(2, 8)).sum().backward()
         net.zero_grad()
@@ -180,7 +171,7 @@ def _compiled(rank: int, world: int, sync: dict[str, Any], how: str) -> dict[str
     return {name: one.flatten().tolist() for name, one in net.named_parameters()}
 
 
-def _compiled_or_not(rank: int, world: int, sync: dict[str, Any]) -> dict[str, Any]:
+def _compiled_or_not(rank, world, sync):
     return {how: _compiled(rank, world, sync, how) for how in ("eager", "compiled", "called before")}
 
 
@@ -195,7 +186,7 @@ DREAMDDP = {"policy": "dreamddp", "h": 2, "schedule": "equal", "tau": 5}
     ],
     ids=["edit", "dreamddp"],
 )
-def test_a_compiled_model_is_synchronised_as_it_is_without(ranks: Ranks, sync: dict[str, Any]) -> None:
+def test_a_compiled_model_is_synchronised_as_it_is_without(ranks, sync):
     """Hooks run outside of what is compiled, also where a model was compiled and called before it is attached."""
     for found in ranks(_compiled_or_not, 2, sync):
         assert found["compiled"] == found["called before"] == found["eager"]

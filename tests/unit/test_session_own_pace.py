@@ -1,16 +1,11 @@
 """A-EDiT in a session: replicas of different speed, equal to one process that simulates them; exact over a lost
 incarnation; one clear line for what is impossible."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, ResumeError, UnsupportedError
@@ -19,7 +14,6 @@ from ft_plugins.session import attach
 from .incarnation import context
 from .systems import local_replicas as local
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 
 LAST, WARMUP = 30, 4
@@ -30,19 +24,19 @@ PROTECTED = {"reft": {}, "sync": {**POLICY, "apply": "forward"}, "node_name": "n
 
 
 def life(
-    rank: int, world: int, block: dict[str, Any], last: int = LAST, kind: str = "sgd", run_dir: Path | None = None,
-    token: int = 0, ends_in: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    rank, world, block, last = LAST, kind = "sgd", run_dir = None,
+    token = 0, ends_in = None,
+):  # fmt: skip
     """One incarnation. `ends_in`: a number of synchronisations after which it is left in mid-period."""
     training = local.LocalTraining(rank, world, kind)
     completed = {"completed": 0}
     training.host._get_state, training.host._set_state = lambda: dict(completed), completed.update
-    events: list[dict[str, Any]] = []
+    events = []
     session = attach(training.host, Config.from_json(block), context(rank, world, run_dir, token))
     session._events.subscribe(
         lambda event: events.append(event.fields) if event.name == "replicas.synchronised" else None
     )
-    began: int | None = None
+    began = None
     fenced, versions, following = {}, {}, set[int]()
     for step in session.iterations(last):
         if began is None:
@@ -67,22 +61,22 @@ def life(
     }  # fmt: skip
 
 
-def _follow(capture: Any, following: set[int]) -> None:
+def _follow(capture, following):
     """Collect the versions for which `capture` makes room."""
     make_room = capture._claims.make_room
 
-    def follow(version: Any) -> None:
+    def follow(version):
         following.add(version.iteration)
         make_room(version)
 
     capture._claims.make_room = follow
 
 
-def simulated(replicas: int, periods: list[list[int]], kind: str = "sgd") -> tuple[list[dict[int, str]], list[str]]:
+def simulated(replicas, periods, kind="sgd"):
     """Digests of the parameters that each replica's gradients are computed with, and of those at the end. `periods`:
     by synchronisation, the iterations of each replica before it."""
     simulation = local.Simulation(replicas, kind)
-    fenced: list[dict[int, str]] = [{} for _ in range(replicas)]
+    fenced = [{} for _ in range(replicas)]
     for step in range(1, WARMUP + 1):
         simulation.backward(step, together=True)
         for place, digest in enumerate(simulation.digests()):
@@ -105,9 +99,7 @@ def simulated(replicas: int, periods: list[list[int]], kind: str = "sgd") -> tup
 
 
 @pytest.mark.parametrize("apply", ["wait", "forward"])
-def test_replicas_of_different_speed_equal_their_simulation_in_one_process_bit_for_bit(
-    ranks: Ranks, apply: str
-) -> None:
+def test_replicas_of_different_speed_equal_their_simulation_in_one_process_bit_for_bit(ranks, apply):
     """The simulation makes the numbers of iterations that the replicas have reported."""
     found = ranks(life, 2, {"sync": {**POLICY, "apply": apply}}, LAST, "adam")
     periods = [event["iterations"] for event in found[0]["events"]]
@@ -123,7 +115,7 @@ def test_replicas_of_different_speed_equal_their_simulation_in_one_process_bit_f
     assert [event["number"] for event in found[0]["events"]] == list(range(1, len(periods) + 1))
 
 
-def test_weights_by_tokens_are_the_shares_of_the_iterations(ranks: Ranks) -> None:
+def test_weights_by_tokens_are_the_shares_of_the_iterations(ranks):
     keys = {**POLICY, "weights": "tokens", "apply": "wait", "outer_lr": 1.0, "outer_momentum": 0.0, "warmup": 0}
     found = ranks(_weighted, 2, {"sync": keys})
     (first, _), (second, _) = found
@@ -133,10 +125,10 @@ def test_weights_by_tokens_are_the_shares_of_the_iterations(ranks: Ranks) -> Non
     assert np.array_equal(first["after"], second["after"])
 
 
-def _weighted(rank: int, world: int, block: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def _weighted(rank, world, block):
     """Parameters before and after the first synchronisation."""
     training = local.LocalTraining(rank, world)
-    events: list[Any] = []
+    events = []
     session = attach(training.host, Config.from_json(block), context(rank, world))
     session._events.subscribe(lambda event: events.extend([event.fields] * (event.name == "replicas.synchronised")))
     before = np.zeros(0)
@@ -153,11 +145,11 @@ def _weighted(rank: int, world: int, block: dict[str, Any]) -> tuple[dict[str, A
     return {"before": before, "after": after}, events[0]["iterations"]
 
 
-def _flat(model: torch.nn.Module) -> np.ndarray:
+def _flat(model):
     return np.concatenate([parameter.detach().numpy().reshape(-1) for parameter in model.parameters()]).copy()
 
 
-def test_a_lost_incarnation_goes_on_from_its_last_synchronisation(ranks: Ranks, node: Node) -> None:
+def test_a_lost_incarnation_goes_on_from_its_last_synchronisation(ranks, node):
     """Every replica has its own iteration, parameters, moments and outer state back, and what follows equals the
     simulation of both incarnations together."""
     node.start()
@@ -179,7 +171,7 @@ def test_a_lost_incarnation_goes_on_from_its_last_synchronisation(ranks: Ranks, 
     assert second[0]["began"] != second[1]["began"]
 
 
-def test_a_job_that_had_all_its_work_done_trains_no_further(ranks: Ranks, node: Node) -> None:
+def test_a_job_that_had_all_its_work_done_trains_no_further(ranks, node):
     node.start()
     first = ranks(life, 2, PROTECTED, LAST, "sgd", node.run_dir, node.fence())
     second = ranks(life, 2, PROTECTED, LAST, "sgd", node.run_dir, node.fence())
@@ -201,16 +193,16 @@ def test_a_job_that_had_all_its_work_done_trains_no_further(ranks: Ranks, node: 
         ({"reft": {"versions": "every"}, "sync": {"policy": "a_edit"}}, "every is impossible with a_edit"),
     ],
 )
-def test_keys_that_contradict_the_policy_are_refused(block: dict[str, Any], expected: str) -> None:
+def test_keys_that_contradict_the_policy_are_refused(block, expected):
     with pytest.raises(ConfigError, match=expected):
         Config.from_json(block)
 
 
-def test_loops_that_cannot_differ_in_iterations_are_refused(ranks: Ranks) -> None:
+def test_loops_that_cannot_differ_in_iterations_are_refused(ranks):
     assert ranks(_refusals, 2) == [("ConfigError", "ConfigError", "UnsupportedError")] * 2
 
 
-def _refusals(rank: int, world: int) -> tuple[str, str, str]:
+def _refusals(rank, world):
     names = []
     block = {"sync": {"policy": "a_edit", "warmup": 9}}
     for trial in (
@@ -225,7 +217,7 @@ def _refusals(rank: int, world: int) -> tuple[str, str, str]:
         session.shutdown()
 
     class Coupled(local.ReducedHost):
-        def require_own_pace(self) -> None:
+        def require_own_pace(self):
             raise UnsupportedError("its replicas agree in each iteration")
 
     training = local.LocalTraining(rank, world)
@@ -235,7 +227,7 @@ def _refusals(rank: int, world: int) -> tuple[str, str, str]:
     return (*names, "UnsupportedError")
 
 
-def test_a_snapshot_of_a_edit_is_not_taken_for_one_of_another_policy(ranks: Ranks, node: Node) -> None:
+def test_a_snapshot_of_a_edit_is_not_taken_for_one_of_another_policy(ranks, node):
     node.start()
     ranks(life, 2, PROTECTED, 60, "sgd", node.run_dir, node.fence(), 2)
     other = {**PROTECTED, "sync": {"policy": "edit", "tau": 2, "penalty": False}}
@@ -243,13 +235,13 @@ def test_a_snapshot_of_a_edit_is_not_taken_for_one_of_another_policy(ranks: Rank
     assert all("resume with a_edit, not edit" in text for text in found)
 
 
-def _other_policy(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> str:
+def _other_policy(rank, world, block, run_dir, token):
     with pytest.raises(ResumeError) as refused:
         life(rank, world, block, 60, "sgd", run_dir, token)
     return str(refused.value)
 
 
-def test_a_job_that_is_shorter_than_a_period_ends_after_few_iterations_more(ranks: Ranks) -> None:
+def test_a_job_that_is_shorter_than_a_period_ends_after_few_iterations_more(ranks):
     found = ranks(life, 2, {"sync": {**POLICY, "seconds": 600.0, "warmup": 0, "apply": "forward"}}, 20)
     done = [one["steps"] for one in found]
     # how many more depends on when the machine lets each replica run; a whole period would be tens of thousands

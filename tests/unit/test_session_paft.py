@@ -1,12 +1,8 @@
 """PAFT in a session: refused on all ranks alike, driven by the host's hooks, and exact over a lost incarnation."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,24 +22,23 @@ from harness.plain_host import PlainHost
 from .incarnation import Incarnation, context
 from .systems import replicas
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 
 NOISE = "update.gradients:gauss=0.05"
 PAFT = {"h": 5, "h_min": 4, "h_max": 6}
 
 
-def test_one_rank_alone_is_refused_by_the_session() -> None:
+def test_one_rank_alone_is_refused_by_the_session():
     with pytest.raises(ConfigError, match="has no effect with one data-parallel replica"):
         Session(PlainHost({"w": torch.zeros(4)}), Config.from_json({"paft": True}), context(0, 1))
 
 
-def test_ranks_that_are_configured_differently_are_refused_by_name(ranks: Ranks) -> None:
+def test_ranks_that_are_configured_differently_are_refused_by_name(ranks):
     for error in ranks(_differently, 2):
         assert "not configured the same way on all ranks: paft of rank 1" in error
 
 
-def _differently(rank: int, world: int) -> str:
+def _differently(rank, world):
     training = replicas.Training(rank, world)
     try:
         Session(training.host, Config.from_json({"paft": {"h": 5 + rank}}), context(rank, world))
@@ -52,16 +47,14 @@ def _differently(rank: int, world: int) -> str:
     return ""
 
 
-def _life(
-    rank: int, world: int, block: dict[str, Any], run_dir: Path | None, token: int, until: int, loaded: int = 0
-) -> Any:
+def _life(rank, world, block, run_dir, token, until, loaded=0):
     one = Incarnation(replicas.Training(rank, world), block, run_dir, token, loaded).run(until)
     if run_dir is not None:
         one.session._reft.wait_for_capture()  # the last version is sealed, as at the next fence
     return one.resumed, one.versions
 
 
-def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_bit(node: Node, ranks: Ranks) -> None:
+def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_bit(node, ranks):
     """Its replicas have drifted apart: each is resumed with its own state, and the averaging starts again."""
     block = {"paft": PAFT, "faults": NOISE}
     whole = ranks(_life, 2, block, None, 0, 12)
@@ -79,7 +72,7 @@ def test_a_noised_job_that_ends_while_an_averaging_is_in_flight_goes_on_bit_for_
     assert {event.fields["iteration"] for event in turns} >= {5, 9}
 
 
-def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
+def _loaded_after(rank, world):
     """A restore from memory has carried a turn; then the framework's own checkpoint of 30 is loaded."""
     one = Incarnation(replicas.Training(rank, world), {"paft": PAFT})
     turns = {"turn": [34, 6, ""], "diverged": True, "rates_squared": 1.0, "signal": None}
@@ -87,7 +80,7 @@ def _loaded_after(rank: int, world: int) -> tuple[int, int, bool]:
     return one.session.resume(30), one.session._sync._turns.turn.at, one.session._sync._turns.diverged
 
 
-def test_what_was_carried_before_is_none_of_a_checkpoint_that_is_loaded_later(ranks: Ranks) -> None:
+def test_what_was_carried_before_is_none_of_a_checkpoint_that_is_loaded_later(ranks):
     assert ranks(_loaded_after, 2) == [(30, 35, False)] * 2
 
 
@@ -95,7 +88,7 @@ AUDIT = {"mode": "audit", "audit_interval": 1}
 FLIP = "update.gradients@iteration=4,rank=1,restart=0:flip=29~5"
 
 
-def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, audited: int = 4) -> Any:
+def _until_found(rank, world, block, run_dir, token, audited=4):
     """Until the verdict on iteration `audited` is there, right before the update after; then the job is gone."""
     one = Incarnation(replicas.Training(rank, world), block, run_dir, token).run(audited)
     one.session.iteration_begin(audited + 1)
@@ -108,9 +101,7 @@ def _until_found(rank: int, world: int, block: dict[str, Any], run_dir: Path, to
 
 
 @pytest.mark.parametrize("chosen", ["repair", "rollback"])
-def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is_the_clean_one(
-    node: Node, ranks: Ranks, chosen: str
-) -> None:
+def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is_the_clean_one(node, ranks, chosen):
     clean = ranks(_life, 2, {"paft": AUDIT}, None, 0, 8)
     node.start()
     block = {"paft": {**AUDIT, "on_corruption": chosen}, "reft": {}, "node_name": "n", "faults": FLIP}
@@ -124,7 +115,7 @@ def test_a_snapshot_of_replicas_that_differ_is_never_resumed_from_and_the_run_is
         assert {step: clean[rank][1][step] for step in range(4, 9)} == second[rank][1]
 
 
-def _until_agreed(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, first: str) -> None:
+def _until_agreed(rank, world, block, run_dir, token, first):
     """Until the last version is sealed and its replicas are compared, in either order, but no fence has come."""
     one = Incarnation(replicas.Training(rank, world), block, run_dir, token)
     reft, held = one.session._reft, threading.Event()
@@ -140,9 +131,7 @@ def _until_agreed(rank: int, world: int, block: dict[str, Any], run_dir: Path, t
 
 
 @pytest.mark.parametrize("first", ["sealed", "compared"])
-def test_a_version_is_certified_as_soon_as_it_is_sealed_and_compared_so_that_a_node_may_leave_at_it(
-    node: Node, ranks: Ranks, first: str
-) -> None:
+def test_a_version_is_certified_as_soon_as_it_is_sealed_and_compared_so_that_a_node_may_leave_at_it(node, ranks, first):
     node.start()
     block = {"paft": AUDIT, "reft": {}, "node_name": "n"}
     ranks(_until_agreed, 2, block, node.run_dir, node.fence(), first)
@@ -155,7 +144,7 @@ ROLLBACK = {**AUDIT, "audit_interval": EVERY, "on_corruption": "rollback"}
 LATE_FLIP = "update.gradients@iteration=13,rank=1,restart=0:flip=29~5"  # seen by the audit of 15
 
 
-def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int, until: int) -> Any:
+def _until_sent_back(rank, world, block, run_dir, token, until):
     """As a job lives until an audit sends it back; what each rank was told then."""
     one = Incarnation(replicas.Training(rank, world), block, run_dir, token)
     try:
@@ -165,25 +154,25 @@ def _until_sent_back(rank: int, world: int, block: dict[str, Any], run_dir: Path
     return one.resumed, one.versions, ""
 
 
-def _rests(rank: int, world: int, block: dict[str, Any], run_dir: Path, token: int) -> list[int]:
+def _rests(rank, world, block, run_dir, token):
     """Before which iterations a verdict had the capture under way waited for."""
     one = Incarnation(replicas.Training(rank, world), block, run_dir, token)
-    found: list[int] = []
+    found = []
     wait = one.session._reft.wait_for_capture
     one.session._reft.wait_for_capture = lambda: (found.append(one.completed + 1), wait())
     one.run(6)
     return found
 
 
-def test_replicas_that_agree_before_the_forward_have_no_capture_waited_for(node: Node, ranks: Ranks) -> None:
+def test_replicas_that_agree_before_the_forward_have_no_capture_waited_for(node, ranks):
     node.start()
     block = {"paft": {**AUDIT, "audit_at": "forward"}, "reft": {}, "node_name": "n", "faults": FLIP}
     assert ranks(_rests, 2, block, node.run_dir, node.fence()) == [[5], [5]]
 
 
 def test_a_job_that_is_sent_back_resumes_from_the_version_in_which_replicas_agreed_last_and_is_the_clean_one(
-    node: Node, ranks: Ranks
-) -> None:
+    node, ranks
+):
     """Captured after each iteration, compared after each fifth: without a slot of its own what agreed would be gone."""
     clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
     node.start()
@@ -206,9 +195,7 @@ EARLY_FLIP = "update.gradients@iteration=3,rank=2,restart=0:flip=29~5"  # seen b
 
 
 @pytest.mark.parametrize("chosen", ["repair", "rollback"])
-def test_a_job_that_went_wrong_before_its_first_certified_version_starts_from_the_beginning(
-    node: Node, ranks: Ranks, chosen: str
-) -> None:
+def test_a_job_that_went_wrong_before_its_first_certified_version_starts_from_the_beginning(node, ranks, chosen):
     """One of three ranks is named; what the right ones hold is of no use without its share."""
     clean = ranks(_life, 3, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 8)
     node.start()
@@ -221,7 +208,7 @@ def test_a_job_that_went_wrong_before_its_first_certified_version_starts_from_th
     assert second == [(0, versions) for _, versions in clean]
 
 
-def test_a_verdict_behind_an_update_voids_snapshots_as_one_before_an_update_does(node: Node, ranks: Ranks) -> None:
+def test_a_verdict_behind_an_update_voids_snapshots_as_one_before_an_update_does(node, ranks):
     """An averaging that is waited for has the verdict on its own iteration awaited before it."""
     node.start()
     block = {"paft": {**ROLLBACK, "mode": "sync", "h": EVERY}, "reft": {}, "node_name": "n"}
@@ -234,7 +221,7 @@ def test_a_verdict_behind_an_update_voids_snapshots_as_one_before_an_update_does
 SEEN_BY_FIRST = "update.gradients@iteration=3,rank=1,restart=0:flip=29~5"
 
 
-def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node: Node, ranks: Ranks) -> None:
+def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_compared(node, ranks):
     """The parts of 14 are of unlike replicas; put together they would look alike to every audit to come."""
     clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
     node.start()
@@ -250,9 +237,7 @@ def test_a_job_that_is_killed_before_the_verdict_goes_back_past_what_was_not_com
     assert done == (10, "certified")
 
 
-def test_a_checkpoint_that_the_framework_saved_before_the_verdict_is_not_loaded_now_nor_at_a_later_restart(
-    node: Node, ranks: Ranks
-) -> None:
+def test_a_checkpoint_that_the_framework_saved_before_the_verdict_is_not_loaded_now_nor_at_a_later_restart(node, ranks):
     """Replicas differ since 13; the framework has saved 14 and loads it at every start. Audits are after 5, 10, 15."""
     clean = ranks(_life, 2, {"paft": {**AUDIT, "audit_interval": EVERY}}, None, 0, 17)
     node.start()
@@ -268,15 +253,13 @@ def test_a_checkpoint_that_the_framework_saved_before_the_verdict_is_not_loaded_
 COUNTS_SECONDS = 50.0
 
 
-def _on_two_nodes(
-    rank: int, world: int, block: dict[str, Any], places: list[tuple[Path, int]], rest: int, until: int
-) -> Any:
+def _on_two_nodes(rank, world, block, places, rest, until):
     """A life with a node for each rank, that pauses after iteration `rest` until a version counts on its node."""
     run_dir, token = places[rank]
     one = Incarnation(replicas.Training(rank, world), {**block, "node_name": run_dir.name}, run_dir, token)
     with Client(run_dir) as client:
 
-        def told(name: str) -> None:
+        def told(name):
             deadline = time.monotonic() + COUNTS_SECONDS
             while client.status()["node_tier"][name] != [1, EVERY]:
                 assert time.monotonic() < deadline, f"no version {name} within {COUNTS_SECONDS:.0f} s"
@@ -291,9 +274,7 @@ def _on_two_nodes(
     return one.resumed, one.versions
 
 
-def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
-    nodes: Callable[..., Node], ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(nodes, ranks, tmp_path):
     """Only versions that are compared go to other nodes, though every one is captured; 11 to 13 nobody has compared."""
     secret = tmp_path / "secret"
     secret.write_text("a secret of this job alone")
@@ -302,7 +283,7 @@ def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
     clean = ranks(_life, 2, {"paft": audit}, None, 0, 15)
     block = {"paft": audit, "reft": {"redundancy": "raim5"}, "secret_file": str(secret), "interface": "lo"}
 
-    def places(*names: str) -> list[tuple[Path, int]]:
+    def places(*names):
         for name in names:
             nodes(name).start()
         return [(nodes(name).run_dir, nodes(name).fence()) for name in names]
@@ -321,9 +302,7 @@ def test_a_lost_node_is_rebuilt_from_a_version_that_is_certified(
         assert versions == {step: clean[rank][1][step] for step in range(resumed + 1, 16)}
 
 
-def test_where_nothing_is_compared_there_is_no_slot_more_and_the_newest_is_resumed_from(
-    node: Node, ranks: Ranks
-) -> None:
+def test_where_nothing_is_compared_there_is_no_slot_more_and_the_newest_is_resumed_from(node, ranks):
     node.start()
     block = {"reft": {}, "node_name": "n"}
     assert [resumed for resumed, _ in ranks(_life, 2, block, node.run_dir, node.fence(), 5)] == [0, 0]
@@ -337,27 +316,27 @@ class Carried:
 
     name = "carried"
 
-    def captured(self, item: Item) -> Item:
+    def captured(self, item):
         return replace(item, replicas=(0,))
 
-    def items(self) -> list[Item]:
+    def items(self):
         return [Item("carried:w", "float32", (4,), 16, Role.OUTER, (0, 1))]
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self):
         return {"carried:w": torch.zeros(4)}
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"turn": 3}
 
-    def inherited(self, previous: Sequence[Any]) -> list[int]:
+    def inherited(self, previous):
         return [number for number, state in enumerate(previous) if state is not None]
 
-    def continued(self, taken_over: Sequence[Any]) -> dict[str, Any]:
+    def continued(self, taken_over):
         return {"turn": 4, "of": len(taken_over)}
 
 
-def test_what_is_carried_comes_back_and_the_host_does_not_see_it() -> None:
-    seen: list[Any] = []
+def test_what_is_carried_comes_back_and_the_host_does_not_see_it():
+    seen = []
     host = PlainHost({"w": torch.zeros(4)}, world_size=2, replicated=True, set_state=lambda state: seen.append(state))
     carrying = CarryingHost(host)
     assert carrying.small_state().keys() == host.small_state().keys() and carrying.framework == host.framework

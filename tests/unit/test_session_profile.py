@@ -1,12 +1,7 @@
 """A session that measures where the bubbles are: real ranks, a host that tells of its spans."""
 
-from __future__ import annotations
-
 import contextlib
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,39 +13,34 @@ from ft_plugins.bubbles.timeline.record import EdgeFanout, Recorder
 from ft_plugins.bubbles.timeline.timeline_values import Row
 from ft_plugins.config import BaftConfig, Config
 from ft_plugins.errors import UnsupportedError
-from ft_plugins.events import Event, Events, read
-from ft_plugins.model.host import Edges
+from ft_plugins.events import Events, read
 from ft_plugins.model.timeline import Kind, Profile, Span, Timeline
 from ft_plugins.redundancy.neighbour import plan_neighbours
-from ft_plugins.session import Session, attach
+from ft_plugins.session import attach
 from ft_plugins.systems.baft import Baft
-from ft_plugins.systems.measured import Measurement
 from harness.plain_host import PlainHost
 
 from .incarnation import context
 
-Ranks = Callable[..., list[Any]]
 SETTINGS = Profiling(warmup=1, iterations=2)
 
 
 class Telling(PlainHost):
     """Tells of one forward of microbatch `rank` and an update in each iteration."""
 
-    edges: Edges | None = None
+    edges = None
 
-    def install_edges(self, edges: Edges) -> None:
+    def install_edges(self, edges):
         self.edges = edges
 
-    def iterate(self) -> None:
+    def iterate(self):
         assert self.edges is not None
         for kind, microbatch in ((Kind.FORWARD, self.rank), (Kind.UPDATE, -1)):
             self.edges.begin(kind, microbatch)
             self.edges.end(kind, microbatch)
 
 
-def _begun(
-    run_dir: Path | None, rank: int = 0, world: int = 1, settings: Profiling = SETTINGS, kind: type[Telling] = Telling
-) -> tuple[Any, Session, Measurement]:
+def _begun(run_dir, rank=0, world=1, settings=SETTINGS, kind=Telling):
     """A host, its session and what measures it."""
     host = kind({"w": torch.zeros(4)}, rank=rank, world_size=world)
     session = attach(host, Config(), context(rank, world, run_dir), settings)
@@ -58,11 +48,11 @@ def _begun(
     return host, session, session.measured
 
 
-def _events(run_dir: Path, name: str) -> list[Event]:
+def _events(run_dir, name):
     return [event for event in read(run_dir / "events.jsonl") if event.name == name]
 
 
-def _run(session: Session, host: Telling) -> None:
+def _run(session, host):
     session.resume()
     for step in range(1, 7):
         session.iteration_begin(step)
@@ -71,15 +61,13 @@ def _run(session: Session, host: Telling) -> None:
     session.shutdown()
 
 
-def _train(rank: int, world: int, run_dir: Path) -> Profile | None:
+def _train(rank, world, run_dir):
     host, session, measured = _begun(run_dir, rank, world)
     _run(session, host)
     return measured.profile
 
 
-def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(ranks, tmp_path, capfd):
     first, second = ranks(_train, 2, tmp_path)
     assert first is not None and first == second
     for rank, timeline in enumerate(first.timelines):
@@ -92,7 +80,7 @@ def test_after_the_first_iterations_every_rank_knows_the_spans_of_all(
     assert len(printed.split("time goes\n")[1].strip().splitlines()) == 3, "a head, and a line for each rank"
 
 
-def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
+def test_a_host_without_spans_is_refused_by_name_and_only_if_asked():
     host = PlainHost({"w": torch.zeros(4)})
     with pytest.raises(UnsupportedError, match="a plain torch loop has no pipeline"):
         attach(host, Config(), context(0, 1), SETTINGS)
@@ -102,7 +90,7 @@ def test_a_host_without_spans_is_refused_by_name_and_only_if_asked() -> None:
     session.iteration_end(1)
 
 
-def _plan(rank: int, world: int, run_dir: Path, link_mbps: float | None = 8_000.0) -> None:
+def _plan(rank, world, run_dir, link_mbps=8_000.0):
     """Train with copies that are planned by what was measured."""
     host, session, measured = _begun(run_dir, rank, world)
     measured.baft = Baft(rank, BaftConfig(link_mbps=link_mbps), session._events)
@@ -111,7 +99,7 @@ def _plan(rank: int, world: int, run_dir: Path, link_mbps: float | None = 8_000.
     _run(session, host)
 
 
-def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, tmp_path: Path) -> None:
+def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks, tmp_path):
     ranks(_plan, 2, tmp_path)
     told = sorted(_events(tmp_path, "timeline.recorded"), key=lambda e: e.rank)
     rows = [Row.read(event.rank, event.fields) for event in told]
@@ -120,9 +108,7 @@ def test_every_rank_tells_its_iteration_and_what_is_planned_in_it(ranks: Ranks, 
     assert all([kind for kind, _, _ in row.spans] == [Kind.FORWARD, Kind.UPDATE] for row in rows)
 
 
-def test_where_nobody_knows_what_links_carry_one_line_says_what_is_assumed(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_where_nobody_knows_what_links_carry_one_line_says_what_is_assumed(ranks, tmp_path, capfd):
     said = "10000 megabits per second are assumed"
     ranks(_plan, 2, tmp_path)
     assert said not in capfd.readouterr().out, "it was configured"
@@ -130,7 +116,7 @@ def test_where_nobody_knows_what_links_carry_one_line_says_what_is_assumed(
     assert capfd.readouterr().out.count(said) == 1, "by one rank"
 
 
-def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tuple[int, list[int]]:
+def _apart(rank, world, run_dir, faultless=True):
     """Iterations of a version, and whose plans this rank knows, where ranks 0 and 2 share no links with 1 and 3."""
     host, session, measured = _begun(run_dir, rank, world)
     measured.baft = Baft(rank, BaftConfig(), session._events)
@@ -141,9 +127,7 @@ def _apart(rank: int, world: int, run_dir: Path, faultless: bool = True) -> tupl
     return gate.planned, [copy.rank for copy in measured.baft._sharing]
 
 
-def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(ranks, tmp_path, capfd):
     planned, together = zip(*ranks(_apart, 4, tmp_path), strict=True)
     assert together == ([0, 2], [1, 3], [0, 2], [1, 3])
     assert len(set(planned)) == 1 and planned[0] > 100, "10 GB at 1 GB/s, in iterations of less than 0.1 s"
@@ -154,9 +138,7 @@ def test_all_ranks_go_by_the_iterations_of_the_slowest_and_one_says_which_it_is(
     assert printed.rstrip().endswith(most), "the first of the nodes that rank 3 shares links with"
 
 
-def test_where_some_ranks_cannot_plan_the_others_do_and_one_line_says_so(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_where_some_ranks_cannot_plan_the_others_do_and_one_line_says_so(ranks, tmp_path, capfd):
     planned, _ = zip(*ranks(_apart, 4, tmp_path, False), strict=True)
     assert planned == (1, 0, 1, 0)
     _, told = capfd.readouterr()
@@ -168,8 +150,8 @@ def test_where_some_ranks_cannot_plan_the_others_do_and_one_line_says_so(
 
 
 def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     host, session, measured = _begun(tmp_path, settings=Profiling(warmup=2, iterations=3))
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
     measured.baft = Baft(0, BaftConfig(), Events("n", 0))
@@ -196,7 +178,7 @@ class Paced(Telling):
 
     seconds = 0.02
 
-    def iterate(self) -> None:
+    def iterate(self):
         assert self.edges is not None
         for kind in (Kind.FORWARD, Kind.RECV, Kind.UPDATE):
             self.edges.begin(kind)
@@ -205,7 +187,7 @@ class Paced(Telling):
             self.edges.end(kind)
 
 
-def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
+def _replan(rank, world, run_dir):
     """What the gate says in each receive: how many bytes may go in how many ms, of a plan or held."""
     settings = Profiling(warmup=1, iterations=3, watch_every=1, ask_every=4, tolerance=0.5, misses=2)
     host, session, measured = _begun(run_dir, rank, world, settings, Paced)
@@ -232,8 +214,8 @@ def _replan(rank: int, world: int, run_dir: Path) -> list[tuple[str, int]]:
 
 
 def test_a_profile_that_no_longer_fits_is_measured_and_planned_anew_and_the_gate_is_open_for_less_meanwhile(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+    ranks, tmp_path
+):
     first, second = ranks(_replan, 2, tmp_path)
     assert [phase for phase, _ in first] == [phase for phase, _ in second], "all ranks in step"
     phases = [phase for phase, _ in first]
@@ -252,13 +234,13 @@ class Unplannable(Baft):
 
     fails = True
 
-    def plan(self, profile: Profile) -> int:
+    def plan(self, profile):
         if self.fails:
             raise IndexError("no such slot")
         return super().plan(profile)
 
 
-def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Path) -> None:
+def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path):
     host, session, measured = _begun(tmp_path)
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
     baft = Unplannable(0, BaftConfig(link_mbps=8_000.0), Events("n", 0))
@@ -274,9 +256,7 @@ def test_a_plan_that_fails_ends_neither_training_nor_anything_else(tmp_path: Pat
     assert gate.planned == 1, "another profile is planned with"
 
 
-def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_longer(tmp_path, monkeypatch):
     """Nobody would notice that it fits no more: then nothing would go but a trickle, for as long as the job runs."""
     host, session, measured = _begun(tmp_path, settings=Profiling(warmup=1, iterations=1, watch_every=1, ask_every=2))
     gate = Gate(np.zeros(GATE_BYTES + 8, dtype=np.uint8))
@@ -291,7 +271,7 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
     measured._agreed([measured._planned(facts)])
     assert gate.planned == 1
 
-    def fails(recorder: Recorder) -> None:
+    def fails(recorder):
         raise RuntimeError("the clock of the device is gone")
 
     monkeypatch.setattr(Recorder, "take", fails)
@@ -307,7 +287,7 @@ def test_where_iterations_can_no_longer_be_measured_a_plan_made_before_holds_no_
     )
 
 
-def test_a_log_on_a_full_disk_loses_lines_and_never_the_job(tmp_path: Path) -> None:
+def test_a_log_on_a_full_disk_loses_lines_and_never_the_job(tmp_path):
     host = Telling({"w": torch.zeros(4)}, rank=0, world_size=1)
     session = attach(host, Config(), context(0, 1, tmp_path), SETTINGS)
     with contextlib.suppress(OSError), open("/dev/full", "w") as full, contextlib.redirect_stdout(full):

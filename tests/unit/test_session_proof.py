@@ -3,10 +3,6 @@
 Each case changes what the second incarnation does. The state of the version before is restored bit for bit in all.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +17,6 @@ from ft_plugins.snapshot.segment.segment import Segment
 
 from .incarnation import context
 
-Ranks = Callable[..., list[Any]]
 Node = Any  # the fixture's class lives in conftest
 LIVED, LAST = 5, 9
 
@@ -29,18 +24,16 @@ LIVED, LAST = 5, 9
 class Center:
     """A running mean that a criterion keeps beside the model, as a plain attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.mean = torch.zeros(())
 
-    def __call__(self, out: torch.Tensor) -> torch.Tensor:
+    def __call__(self, out):
         loss = (out - self.mean).square().mean()
         self.mean = 0.9 * self.mean + 0.1 * out.detach().mean()
         return loss
 
 
-def _life(
-    rank: int, world: int, run_dirs: list[Path], token: int, block: dict[str, Any], case: str, until: int
-) -> dict[str, Any]:
+def _life(rank, world, run_dirs, token, block, case, until):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -51,7 +44,7 @@ def _life(
         Config.from_json({"reft": {}, "prove": "on", "node_name": run_dirs[rank].name, **block}),
         context(rank, world, run_dirs[rank], token, int(token > 1)),
     )
-    found: dict[str, Any] = {"done": [], "error": ""}
+    found = {"done": [], "error": ""}
     try:
         for step in session.iterations(LAST):
             again = step == LIVED and token > 1
@@ -84,24 +77,22 @@ def _life(
 
 
 @pytest.fixture
-def lives(node: Node, ranks: Ranks) -> Callable[..., dict[str, Any]]:
+def lives(node, ranks):
     """One more life of a job of one rank. The first one completes LIVED iterations, and begins another one."""
     node.start()
 
-    def live(case: str, until: int = LAST, **block: Any) -> dict[str, Any]:
+    def live(case, until=LAST, **block):
         (found,) = ranks(_life, 1, [node.run_dir], node.fence(), block, case, until)
         return dict(found)
 
     return live
 
 
-def sealed(node: Node) -> list[int]:
+def sealed(node):
     return [event.fields["iteration"] for event in node.events("snapshot.sealed")]
 
 
-def test_the_last_iteration_is_computed_again_and_capture_goes_on_with_the_next(
-    node: Node, lives: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_last_iteration_is_computed_again_and_capture_goes_on_with_the_next(node, lives):
     lives("lives", LIVED + 1)
     second = lives("continues")
     assert second["done"] == [*range(LIVED, LAST + 1)] and not second["error"]
@@ -122,9 +113,7 @@ def test_the_last_iteration_is_computed_again_and_capture_goes_on_with_the_next(
         ("beside", "something begins again that is no part of the captured state"),
     ],
 )
-def test_what_is_not_as_it_was_is_named_before_anything_is_captured(
-    node: Node, lives: Callable[..., dict[str, Any]], case: str, said: str
-) -> None:
+def test_what_is_not_as_it_was_is_named_before_anything_is_captured(node, lives, case, said):
     lives("beside" if case == "beside" else "lives", LIVED + 1)
     for _ in range(2):  # nothing is lost by it, and the next start tries again
         second = lives(case)
@@ -137,7 +126,7 @@ def test_what_is_not_as_it_was_is_named_before_anything_is_captured(
         assert len(node.events("resume.proven")) == 1
 
 
-def test_with_a_warning_alone_training_goes_on(node: Node, lives: Callable[..., dict[str, Any]]) -> None:
+def test_with_a_warning_alone_training_goes_on(node, lives):
     lives("beside", LIVED + 1)
     second = lives("beside", on_difference="warn")
     assert second["done"] == [*range(LIVED, LAST + 1)] and not second["error"]
@@ -147,9 +136,7 @@ def test_with_a_warning_alone_training_goes_on(node: Node, lives: Callable[..., 
     assert not node.events("resume.differed")[-1].fields["ending"]
 
 
-def test_a_failure_within_the_proof_is_not_answered_by_another_one(
-    node: Node, lives: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_failure_within_the_proof_is_not_answered_by_another_one(node, lives):
     lives("lives", LIVED + 1)
     assert lives("dies in the proof")["done"] == []
     assert lives("continues", LIVED + 2)["done"] == [LIVED + 1, LIVED + 2]
@@ -160,9 +147,7 @@ def test_a_failure_within_the_proof_is_not_answered_by_another_one(
     assert [event.fields["iteration"] for event in node.events("resume.proven")] == [LIVED + 1]
 
 
-def test_a_script_that_ends_in_order_at_an_iteration_does_not_end_there_again(
-    node: Node, lives: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_script_that_ends_in_order_at_an_iteration_does_not_end_there_again(node, lives):
     lives("ends in order", LIVED)
     assert lives("ends in order", LIVED + 1)["done"] == [LIVED + 1]
     third = lives("continues", LIVED + 1)  # the same end, so that nothing else differs
@@ -180,9 +165,7 @@ def test_a_script_that_ends_in_order_at_an_iteration_does_not_end_there_again(
         ({"reft": {"interval": 2}}, "there is no version of iteration 3"),
     ],
 )
-def test_what_is_not_computed_again_is_unproven_for_a_reason(
-    node: Node, lives: Callable[..., dict[str, Any]], block: dict[str, Any], reason: str
-) -> None:
+def test_what_is_not_computed_again_is_unproven_for_a_reason(node, lives, block, reason):
     lives("lives", LIVED, **({"reft": block["reft"]} if "reft" in block else {}))
     second = lives("continues", **block)
     assert second["done"] == [*range(LIVED, LAST + 1)]
@@ -190,7 +173,7 @@ def test_what_is_not_computed_again_is_unproven_for_a_reason(
     assert reason in unproven.fields["reason"]
 
 
-def test_iterations_that_some_ranks_had_captured_prove_the_version_before_them(node: Node, ranks: Ranks) -> None:
+def test_iterations_that_some_ranks_had_captured_prove_the_version_before_them(node, ranks):
     """One rank has lost its last version: what the other one recorded of it is compared."""
     node.start()
     lived = [node.run_dir] * 2

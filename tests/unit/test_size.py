@@ -1,11 +1,8 @@
 """The bounds on the project's size: what breaks one, and how they are lowered."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,7 +10,7 @@ SCRIPT = Path(__file__).parents[1] / "size.py"
 
 
 @pytest.fixture(scope="module")
-def size() -> ModuleType:
+def size():
     spec = importlib.util.spec_from_file_location("project_size", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -21,7 +18,7 @@ def size() -> ModuleType:
     return module
 
 
-def test_what_grows_beyond_its_bound_or_has_none_is_named_and_docstrings_may_not_shrink(size: ModuleType) -> None:
+def test_what_grows_beyond_its_bound_or_has_none_is_named_and_docstrings_may_not_shrink(size):
     bounds = {"tests.files": 10, size.AT_LEAST: 25.0}
     assert size.exceeded({"tests.files": 10, size.AT_LEAST: 25.0}, bounds) == []
     assert size.exceeded({"tests.files": 11, size.AT_LEAST: 26.0}, bounds) == ["tests.files"]
@@ -29,15 +26,13 @@ def test_what_grows_beyond_its_bound_or_has_none_is_named_and_docstrings_may_not
     assert size.exceeded({"tests.lines": 1}, bounds) == ["tests.lines"]
 
 
-def test_bounds_are_lowered_to_figures_that_have_room_and_never_raised(size: ModuleType) -> None:
+def test_bounds_are_lowered_to_figures_that_have_room_and_never_raised(size):
     bounds = {"tests.files": 10, "tests.statements": 100, size.AT_LEAST: 25.0}
     figures = {"tests.files": 9, "tests.statements": 101, size.AT_LEAST: 25.5}
     assert size.lowered(figures, bounds) == {"tests.files": 9, "tests.statements": 100, size.AT_LEAST: 25.5}
 
 
-def test_statements_are_counted_in_the_syntax_tree_so_that_dense_lines_win_nothing(
-    size: ModuleType, tmp_path: Path
-) -> None:
+def test_statements_are_counted_in_the_syntax_tree_so_that_dense_lines_win_nothing(size, tmp_path):
     for folder in size.FOLDERS:
         (tmp_path / folder).mkdir()
     (tmp_path / "ft_plugins" / "a.py").write_text('"""One two three."""\n\na = 1; b = 2\n\n\ndef f(): return 3\n')

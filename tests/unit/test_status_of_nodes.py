@@ -1,15 +1,11 @@
 """`ft-plugins status` on one node shows the others of its job: real SMPs, of which one dies and one is stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 
@@ -24,20 +20,18 @@ from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 
-from .conftest import Node
 from .smp.node_clusters import capture, wait, write_secret
 from .test_cli import FACTS
 
 SHAPE = Shape(8192, 4096, 1, 1, slots_for(Pin.NODE, Pin.SOURCE))
 ANSWERS = 60.0  # seconds: a node that lives answers on any machine
-Nodes = Callable[[str], Node]
 
 
 @pytest.fixture
-def protected(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Node]]:
+def protected(nodes, tmp_path, monkeypatch):
     """Nodes of these names that protect each other; `status` finds the run directory of the first one alone."""
 
-    def make(*names: str) -> list[Node]:
+    def make(*names):
         made = [nodes(name) for name in names]
         secret, endpoints, tokens = write_secret(tmp_path), [], []
         for rank, node in enumerate(made):
@@ -65,19 +59,17 @@ def protected(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def shown(capsys, *words):
     status_command.status(**(status_command.arguments(words) or {}))
     return capsys.readouterr().out
 
 
-def others(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def others(capsys):
     (job,) = json.loads(shown(capsys, "--json"))["jobs"]
     return {each["node"]: each for each in job["others"]}
 
 
-def test_status_shows_the_other_nodes_and_which_of_them_gives_no_answer(
-    protected: Callable[..., list[Node]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_the_other_nodes_and_which_of_them_gives_no_answer(protected, capsys, monkeypatch):
     _, b, c = protected("a", "b", "c")
     events = Events("b")
     events.subscribe(file_sink(b.run_dir / "events.jsonl"))
@@ -99,14 +91,12 @@ def test_status_shows_the_other_nodes_and_which_of_them_gives_no_answer(
     assert others(capsys)["c"]["error"] == "", "one that takes its place listens at the same port"
 
 
-def test_a_node_without_which_the_job_went_on_is_not_told_to_resume(
-    protected: Callable[..., list[Node]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_without_which_the_job_went_on_is_not_told_to_resume(protected, capsys):
     for rank, (node, version) in enumerate(zip(protected("a", "b"), (Version(1, 41), Version(2, 77)), strict=True)):
         segment = Segment(node.segment(rank))
         segment.header.completed = version.iteration
         capture(segment, 0, version, token=segment.header.token)
-        wait(lambda node=node: node.status()["history"]["tiers"]["process"] is not None)  # type: ignore[misc]
+        wait(lambda node=node: node.status()["history"]["tiers"]["process"] is not None)
     (job,) = json.loads(shown(capsys, "--json"))["jobs"]
     older = "iteration 41 in memory, older than what the job has without this node (iteration 77 on node b), is kept"
     assert (job["state"], older in job["headline"]) == ("ORPHANED", True)
@@ -114,20 +104,20 @@ def test_a_node_without_which_the_job_went_on_is_not_told_to_resume(
     assert job["remedy"].startswith("give the command that the job's log names") and "to resume" not in job["remedy"]
 
 
-def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:
+def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone():
     class Sent:
         """A peer whose reply is `facts`."""
 
-        def __init__(self, facts: Any) -> None:
+        def __init__(self, facts):
             self.facts, self.closed = facts, False
 
-        def ask(self, name: str) -> tuple[Any, None]:
+        def ask(self, name):
             return {"facts": self.facts}, None
 
-        def drop(self) -> None:
+        def drop(self):
             pass
 
-        def close(self) -> None:
+        def close(self):
             self.closed = True
 
     sound = other_nodes.reported(
@@ -135,7 +125,7 @@ def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:
          "iteration_age_seconds": None, "restarts": 0, "downtime_seconds": 0.0, "newest": {"process": None},
          "alarm": None, "details": {"safe_lineage": 0}}
     )  # fmt: skip
-    peers: dict[str, Any] = {"a": Sent(None), "b": Sent({**sound, "ranks": -1}), "c": Sent(sound)}
+    peers = {"a": Sent(None), "b": Sent({**sound, "ranks": -1}), "c": Sent(sound)}
     a, b, c = other_nodes.ask(peers, ANSWERS)
     assert a["error"].startswith("status: ") and "ranks" in b["error"] and b["state"] is None
     assert (c["error"], c["iteration"]) == ("", 7) and c["headline"].startswith("all \\x1b[31m")
@@ -145,26 +135,26 @@ def test_an_answer_that_is_not_one_is_an_error_of_that_node_alone() -> None:
 class Silent:
     """A peer that answers when it is closed, or not at all; `most`: so many were asked at once."""
 
-    asked: ClassVar[set[Any]] = set()
+    asked = set()
     most = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._closed = threading.Event()
 
-    def ask(self, name: str) -> Any:
+    def ask(self, name):
         self.asked.add(self)
         Silent.most = max(Silent.most, len(self.asked))
         assert self._closed.wait(ANSWERS)
         raise ProtocolError("this side has hung up")
 
-    def drop(self) -> None:
+    def drop(self):
         self.asked.discard(self)
 
-    def close(self) -> None:
+    def close(self):
         self._closed.set()
 
 
-def test_silent_nodes_take_a_bounded_time_together_and_those_that_were_not_asked_say_so() -> None:
+def test_silent_nodes_take_a_bounded_time_together_and_those_that_were_not_asked_say_so():
     count, seconds = 3 * other_nodes.AT_ONCE, 2.0  # in which the first ones are asked also on a busy machine
     answers = other_nodes.ask({f"n{at}": cast(Any, Silent()) for at in range(count)}, seconds)
     assert [each["node"] for each in answers] == [f"n{at}" for at in range(count)]
@@ -174,11 +164,9 @@ def test_silent_nodes_take_a_bounded_time_together_and_those_that_were_not_asked
     assert Silent.most == other_nodes.AT_ONCE
 
 
-def test_the_answers_of_many_nodes_come_in_pages_and_are_asked_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_answers_of_many_nodes_come_in_pages_and_are_asked_for_once(tmp_path, monkeypatch):
     names = [f"n{at}" for at in range(other_nodes.PAGE + 3)]
-    asked: list[list[str]] = []
+    asked = []
     monkeypatch.setattr(other_nodes, "ask", lambda peers, seconds: asked.append(list(peers)) or list(peers))
     tier = NodeTier(NodeContext.of(tmp_path, "job", "n1", Events("n1"), {}))
     assert tier.other_nodes(0, 1.0, 1.0) == ([], None), "no job is protected"
@@ -192,11 +180,11 @@ def test_the_answers_of_many_nodes_come_in_pages_and_are_asked_for_once(
     assert [*first, *rest] == names and end is None and asked == [[], names]
 
 
-WELL: dict[str, Any] = {"state": "TRAINING", "alarm": "", "error": "", "headline": "all", "remedy": "nothing to do"}
+WELL = {"state": "TRAINING", "alarm": "", "error": "", "headline": "all", "remedy": "nothing to do"}
 
 
-def test_nodes_that_train_share_a_line_and_hundreds_that_do_not_take_nine() -> None:
-    def text(others: list[dict[str, Any]]) -> str:
+def test_nodes_that_train_share_a_line_and_hundreds_that_do_not_take_nine():
+    def text(others):
         return status_command.text_of([{**FACTS, "others": others}], 80).split("\n  nodes        ")[1]
 
     train = [WELL | {"node": f"n{at}", "iteration": 1203 + at % 2} for at in range(2000)]

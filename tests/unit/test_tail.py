@@ -1,11 +1,7 @@
 """A file of events is followed while it grows, is renamed, or is not there yet."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,20 +10,20 @@ from ft_plugins.events import tail as tails
 from ft_plugins.events.tail import LineTail, Tail
 
 
-def line(number: int) -> str:
+def line(number):
     return Event("job.started", float(number), "a").line() + "\n"
 
 
-def numbers(tail: Tail) -> list[int]:
+def numbers(tail):
     return [int(event.time) for event in tail.look()]
 
 
-def append(path: Path, text: str) -> None:
+def append(path, text):
     with path.open("a") as file:
         file.write(text)
 
 
-def test_each_event_is_seen_once_and_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+def test_each_event_is_seen_once_and_half_a_line_waits_for_its_end(tmp_path):
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
     assert numbers(tail) == []
@@ -38,7 +34,7 @@ def test_each_event_is_seen_once_and_half_a_line_waits_for_its_end(tmp_path: Pat
     tail.close()
 
 
-def test_nothing_is_lost_when_the_file_is_renamed_and_a_new_one_begins(tmp_path: Path) -> None:
+def test_nothing_is_lost_when_the_file_is_renamed_and_a_new_one_begins(tmp_path):
     path = tmp_path / "events.jsonl"
     append(path.with_name("events.jsonl.1"), line(1))
     append(path, line(2))
@@ -55,26 +51,24 @@ def test_nothing_is_lost_when_the_file_is_renamed_and_a_new_one_begins(tmp_path:
     tail.close()
 
 
-def lines_of(file: LineTail, limit: int | None = None) -> list[int]:
+def lines_of(file, limit=None):
     return [int(json.loads(each)["time"]) for each in file.look(limit)]
 
 
-def renamed(path: Path) -> None:
+def renamed(path):
     os.replace(path, path.with_name("events.jsonl.1"))
 
 
 @pytest.mark.parametrize("moment", range(10))
-def test_each_line_comes_once_whenever_the_file_is_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
-) -> None:
+def test_each_line_comes_once_whenever_the_file_is_renamed(tmp_path, monkeypatch, moment):
     path, passed = tmp_path / "events.jsonl", 0
     append(path.with_name("events.jsonl.1"), line(1))
     append(path, line(2))
 
-    def hooked(name: str) -> None:
+    def hooked(name):
         real = getattr(tails, name)
 
-        def then(*given: Any) -> Any:
+        def then(*given):
             meanwhile()
             found = real(*given)
             meanwhile()
@@ -82,7 +76,7 @@ def test_each_line_comes_once_whenever_the_file_is_renamed(
 
         monkeypatch.setattr(tails, name, then)
 
-    def meanwhile() -> None:
+    def meanwhile():
         nonlocal passed
         if passed == moment:
             append(path, line(3))
@@ -101,7 +95,7 @@ def test_each_line_comes_once_whenever_the_file_is_renamed(
     file.close()
 
 
-def test_a_look_is_bounded_and_files_that_are_renamed_meanwhile_are_read_all_the_same(tmp_path: Path) -> None:
+def test_a_look_is_bounded_and_files_that_are_renamed_meanwhile_are_read_all_the_same(tmp_path):
     path, limit, seen = tmp_path / "events.jsonl", 2 * len(line(1)), []
     append(path, "".join(map(line, range(8))))
     file = LineTail(path)
@@ -115,7 +109,7 @@ def test_a_look_is_bounded_and_files_that_are_renamed_meanwhile_are_read_all_the
     file.close()
 
 
-def test_a_line_that_is_longer_than_a_look_comes_in_pieces_and_takes_no_more_memory(tmp_path: Path) -> None:
+def test_a_line_that_is_longer_than_a_look_comes_in_pieces_and_takes_no_more_memory(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b"x" * 25 + b"\n" + b"y\n")
     file = LineTail(path)
@@ -123,7 +117,7 @@ def test_a_line_that_is_longer_than_a_look_comes_in_pieces_and_takes_no_more_mem
     file.close()
 
 
-def test_a_link_and_a_pipe_are_not_read(tmp_path: Path) -> None:
+def test_a_link_and_a_pipe_are_not_read(tmp_path):
     path = tmp_path / "events.jsonl"
     append(tmp_path / "other", line(1))
     path.symlink_to(tmp_path / "other")
@@ -135,7 +129,7 @@ def test_a_link_and_a_pipe_are_not_read(tmp_path: Path) -> None:
     tail.close()
 
 
-def test_a_file_that_was_cut_is_read_from_its_begin(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_is_read_from_its_begin(tmp_path):
     path = tmp_path / "events.jsonl"
     append(path, line(1) + line(2))
     tail = Tail(path)
@@ -145,7 +139,7 @@ def test_a_file_that_was_cut_is_read_from_its_begin(tmp_path: Path) -> None:
     tail.close()
 
 
-def test_a_stream_that_makes_room_for_itself_is_followed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_makes_room_for_itself_is_followed_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("ft_plugins.events.stream.FILE_LIMIT", 400)
     path, events = tmp_path / "events.jsonl", Events("n")
     events.subscribe(file_sink(path))

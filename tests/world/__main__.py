@@ -11,8 +11,6 @@ A violation is made smaller (faults, iterations, nodes taken away, as long as it
 transcript of at most a page, and kept in build/world/.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

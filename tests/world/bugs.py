@@ -222,12 +222,12 @@ class Bug:
     finds: str = ""
 
 
-def _plain(seed: int) -> Scenario:
+def _plain(seed):
     """The job of a seed, in which nodes exchange each iteration and ranks have slots enough."""
     return replace(draw(seed), interval=1, free=3, parity=False)
 
 
-def _job(seed: int, iterations: int, stored: int, fault: Fault) -> Scenario:
+def _job(seed, iterations, stored, fault):
     """Three nodes, and one fault."""
     return Scenario(seed, 3, 0, 1, 1, iterations, 1.0, (0.1, 0.12), (0.0, 0.05), 0.0, stored, 1, 3, False, (fault,))
 

@@ -4,8 +4,6 @@ Of the product: manifests, records, listings, leases, notices, the thread that w
 rank, which are its content as text, and how long each step takes, in which other processes have their turns.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

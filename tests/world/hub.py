@@ -7,8 +7,6 @@ Invariant: tasks run in the order of (time, number), so a seed replays. A killed
 `finally` blocks run, as after SIGKILL.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

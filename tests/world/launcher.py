@@ -4,8 +4,6 @@ Of the product: `Rendezvous`, `RoundJoin`, `LeaderSearch`, `LeaderLink`, `NodeSe
 `Incarnations`. Of the world: connections, and the loop in which the agent looks at its workers.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from types import SimpleNamespace

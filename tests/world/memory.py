@@ -7,8 +7,6 @@ Invariant: between two words of one thread another thread may run (`Words.pins`,
 stores in memory.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from ft_plugins.errors import BudgetError, CorruptSlotError, ResumeError, SegmentError

@@ -7,8 +7,6 @@ connections, a machine that is gone does not.
 Invariant: nothing here reads a message.
 """
 
-from __future__ import annotations
-
 import selectors
 from collections import deque
 from types import SimpleNamespace

@@ -7,10 +7,7 @@ Of the product: `agree_on_version`, `agree_on_proof`, `JobNodes`, `SlotClaims`, 
 of gradients, and the collective by which ranks agree.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 from ft_plugins import errors
@@ -83,7 +80,7 @@ class Collective:
         self.gather(b"")
 
     @contextlib.contextmanager
-    def agreement(self, tolerate=None) -> Iterator[None]:
+    def agreement(self, tolerate=None):
         error = None
         try:
             yield

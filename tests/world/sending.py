@@ -6,8 +6,6 @@ product's own.
 In: an exchange's source, a version. Out: `done` once every target has taken it, as of `smp.exchange.exchange`.
 """
 
-from __future__ import annotations
-
 from ft_plugins.errors import FtError, SegmentError
 
 from . import hub as hubs

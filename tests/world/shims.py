@@ -6,8 +6,6 @@ before anything of the product is imported. Outside of a world they are the real
 Invariant: a lock that the product makes at import belongs to each simulated process separately.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import secrets

@@ -5,14 +5,11 @@ Of the product: the requests and how they are carried out (`SnapshotProcess`, `C
 and the sender of an exchange.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 from ft_plugins.errors import ProtectionError, ProtocolError, SegmentError
-from ft_plugins.smp.exchange.peer_endpoint import PeerRequests
 from ft_plugins.smp.serve.client import Client as ProductClient
 from ft_plugins.smp.serve.owner import SnapshotProcess, liveness
 from ft_plugins.smp.serve.status import described
@@ -163,7 +160,7 @@ class Endpoint:
 
     def _others(self, message, payload):
         """What the world sends in place of frames."""
-        requests: PeerRequests = self._handle.__self__
+        requests = self._handle.__self__
         version = Version(*message["version"]) if "version" in message else None
         if message["do"] == "world-slot":
             return {}, _content(requests.segments, message["rank"], version)

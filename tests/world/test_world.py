@@ -1,7 +1,5 @@
 """The world holds for the same seeds each time, and for others: what must hold, held."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

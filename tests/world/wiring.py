@@ -1,8 +1,6 @@
 """Puts the world in place of what the product imports: connections, memory, files, threads. Once in a process, before
 any world is made."""
 
-from __future__ import annotations
-
 import selectors
 from types import SimpleNamespace
 

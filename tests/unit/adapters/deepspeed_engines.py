@@ -3,33 +3,27 @@
 `run` trains one and reports everything that two runs must have in common to be called identical.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from ft_plugins.adapters.deepspeed import prepare
 
-Around = Callable[[Any, int], None]  # host, step: inside of before_update
-
 
 class Ignoring:
     """Hooks that do nothing, but for `before_update`."""
 
-    def __init__(self, host: Any, around: Around) -> None:
+    def __init__(self, host, around):
         self.host, self._around = host, around
 
-    def before_update(self, step: int) -> None:
+    def before_update(self, step):
         self._around(self.host, step)
 
-    def after_update(self, step: int) -> None: ...
+    def after_update(self, step): ...
 
 
-def described(dtype: torch.dtype) -> list[Any]:
+def described(dtype):
     """Layers with everything that a forward may change or draw."""
     return [
         nn.Linear(6, 9, dtype=dtype), nn.BatchNorm1d(9, dtype=dtype), nn.Dropout(0.4),
@@ -40,20 +34,20 @@ def described(dtype: torch.dtype) -> list[Any]:
 class Batches:
     """Batches that are drawn as they are read, from the generator that dropout draws from, into the same memory."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         self._inputs, self._labels = torch.zeros(3, 6, dtype=dtype), torch.zeros(3, 2, dtype=dtype)
         self.read = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         self.read += 1
         return self._inputs.copy_(torch.rand(3, 6)), self._labels.copy_(torch.rand(3, 2))
 
 
-def settings(stage: int, bf16: bool, accumulate: str = "", micro_batches: int = 2, **zero: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def settings(stage, bf16, accumulate="", micro_batches=2, **zero):
+    found = {
         "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": micro_batches,
         "bf16": {"enabled": bf16}, "gradient_clipping": 0.5, "steps_per_print": 1000,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
@@ -63,7 +57,7 @@ def settings(stage: int, bf16: bool, accumulate: str = "", micro_batches: int = 
     return found | ({"data_types": {"grad_accum_dtype": accumulate}} if accumulate else {})
 
 
-def start(rank: int, world: int) -> Any:
+def start(rank, world):
     """DeepSpeed, imported and initialised on this rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -75,14 +69,14 @@ def start(rank: int, world: int) -> Any:
     return deepspeed
 
 
-def built(rank: int, world: int, pp: int, **told: Any) -> Any:
+def built(rank, world, pp, **told):
     """An engine: a pipeline of `pp` stages, without one where `pp` is 0."""
     deepspeed = start(rank, world)
     from deepspeed.pipe import PipelineModule
 
     config = settings(**told)
     layers = described(torch.bfloat16 if told["bf16"] else torch.float32)
-    module: Any = nn.Sequential(*layers)
+    module = nn.Sequential(*layers)
     if pp:
         module = PipelineModule(
             layers, num_stages=pp, loss_fn=nn.functional.mse_loss, partition_method="uniform", seed_layers=False
@@ -93,11 +87,11 @@ def built(rank: int, world: int, pp: int, **told: Any) -> Any:
     return engine
 
 
-def dtype_of(engine: Any) -> torch.dtype:
+def dtype_of(engine):
     return next(iter(engine.module.parameters())).dtype
 
 
-def train(engine: Any, iterations: int, before: Callable[[int], None] = lambda step: None) -> list[float]:
+def train(engine, iterations, before=lambda step: None):
     """The losses. `before` is called before each iteration."""
     batches, losses = Batches(dtype_of(engine)), []
     for step in range(engine.global_steps + 1, iterations + 1):
@@ -114,7 +108,7 @@ def train(engine: Any, iterations: int, before: Callable[[int], None] = lambda s
     return losses
 
 
-def plain(values: Any) -> Any:
+def plain(values):
     """For a comparison that takes a NaN for a NaN, and -0.0 not for 0.0."""
     if isinstance(values, torch.Tensor):
         tensor = values.detach().contiguous()
@@ -126,16 +120,16 @@ def plain(values: Any) -> Any:
     return values.tobytes() if hasattr(values, "tobytes") else values
 
 
-def report(host: Any) -> Any:
+def report(host):
     """All that training goes on from."""
     parameters = {f"p {name}": one for name, one in host.engine.module.named_parameters()}
     return plain({"tensors": dict(host.tensors()), "parameters": parameters, "small": host.small_state()})
 
 
 def run(
-    rank: int, world: int, pp: int, told: dict[str, Any], around: Around = lambda host, step: None,
-    before: Callable[[Any, int], None] = lambda host, step: None, iterations: int = 4,
-) -> Any:  # fmt: skip
+    rank, world, pp, told, around = lambda host, step: None,
+    before = lambda host, step: None, iterations = 4,
+):  # fmt: skip
     """Train, with `around` called inside of each `before_update` and `before` before each iteration: losses, state."""
     engine = built(rank, world, pp, **told)
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost

@@ -1,16 +1,13 @@
 """One rank of DeepSpeed that saves a checkpoint and has the same moment exported: prints how the two differ, by mode.
 
-    <folder>
+<folder>
 """
-
-from __future__ import annotations
 
 import json
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from ft_plugins.adapters.deepspeed import prepare
 
@@ -25,7 +22,7 @@ from ft_plugins.adapters.deepspeed.export import export  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
 from ft_plugins.snapshot.checkpoint.index import describe, parse  # noqa: E402
 
-MODES: dict[str, dict[str, Any]] = {
+MODES = {
     "fp32 zero0": {"stage": 0, "bf16": False},
     "fp32 zero1": {"stage": 1, "bf16": False},
     "bf16 zero0": {"stage": 0},
@@ -41,18 +38,18 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Model(torch.nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3))
         self.register_buffer("seen", torch.arange(3.0))
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch):
         return super().forward(batch)
 
 
 class Whole:
     """`CheckpointReader` of a job of one rank, from its live tensors."""
 
-    def __init__(self, host: DeepSpeedHost, folder: Path) -> None:
+    def __init__(self, host, folder):
         self.folder = folder
         self.manifest = SimpleNamespace(iteration=host.engine.global_steps, world_size=1)
         told = describe(host.inventory(), 1, host.names())
@@ -61,29 +58,29 @@ class Whole:
 
     chosen = (0,)
 
-    def indices(self) -> list[Any]:
+    def indices(self):
         return [self._index]
 
-    def index(self, rank: int) -> Any:
+    def index(self, rank):
         return self._index
 
-    def small(self, rank: int) -> dict[str, Any]:
+    def small(self, rank):
         return dict(self._small)
 
-    def whole(self, name: str, ranks: tuple[int, ...]) -> tuple[Any, str]:
+    def whole(self, name, ranks):
         tensor = self._tensors[name]
         return tensor.reshape(-1).view(torch.uint8).numpy().copy(), str(tensor.dtype).removeprefix("torch.")
 
 
-def engine(stage: int, bf16: bool = True, accumulate: str = "", frozen: bool = False, pipeline: bool = False) -> Any:
+def engine(stage, bf16=True, accumulate="", frozen=False, pipeline=False):
     torch.manual_seed(1)
-    module: Any = Model()
+    module = Model()
     if pipeline:
         layers = [LayerSpec(torch.nn.Linear, 5, 7), LayerSpec(torch.nn.LayerNorm, 7), LayerSpec(torch.nn.Linear, 7, 3)]
         module = PipelineModule(layers, num_stages=1, loss_fn=torch.nn.functional.mse_loss)
     elif frozen:
         module[0].weight.requires_grad = False
-    config: dict[str, Any] = {
+    config = {
         "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, "gradient_clipping": 1.0,
@@ -94,7 +91,7 @@ def engine(stage: int, bf16: bool = True, accumulate: str = "", frozen: bool = F
     return deepspeed.initialize(model=module, model_parameters=parameters, config=config)[0]
 
 
-def train(found: Any) -> None:
+def train(found):
     dtype = next(iter(found.module.parameters())).dtype
     for _ in range(3):
         batch = torch.rand(4, 5, dtype=dtype)
@@ -105,7 +102,7 @@ def train(found: Any) -> None:
             found.step()
 
 
-def differences(place: str, left: Any, right: Any) -> list[str]:
+def differences(place, left, right):
     """Between two values of checkpoints; nothing for identical ones."""
     if type(left) is not type(right):
         return [f"{place}: {type(left).__name__} and {type(right).__name__}"]
@@ -124,11 +121,11 @@ def differences(place: str, left: Any, right: Any) -> list[str]:
     return [] if left == right else [f"{place}: {left!r} and {right!r}"]
 
 
-def main(folder: Path) -> None:
+def main(folder):
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed("gloo")
-    found: dict[str, list[str]] = {}
+    found = {}
     for mode, settings in MODES.items():
         one = engine(**settings)
         host = DeepSpeedHost(one)
@@ -146,8 +143,8 @@ def main(folder: Path) -> None:
     print("FOUND", json.dumps(found))
 
 
-def compared(saved: Path, exported: Path) -> list[str]:
-    def files(folder: Path) -> dict[str, Path]:
+def compared(saved, exported):
+    def files(folder):
         return {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.suffix in (".pt", "")}
 
     left, right = files(saved), files(exported)

@@ -1,30 +1,28 @@
 """Record the edges of modules, and check what holds for all of them."""
 
-from __future__ import annotations
-
 
 class EdgeLog:
     """Edges as words, in order: 'f+ m' and 'f- m' for a forward's begin and end, 'b+ m' and 'b- m' for a backward's."""
 
-    def __init__(self) -> None:
-        self.words: list[str] = []
+    def __init__(self):
+        self.words = []
 
-    def forward_begin(self, module: str) -> None:
+    def forward_begin(self, module):
         self.words.append(f"f+ {module}")
 
-    def forward_end(self, module: str) -> None:
+    def forward_end(self, module):
         self.words.append(f"f- {module}")
 
-    def backward_begin(self, module: str) -> None:
+    def backward_begin(self, module):
         self.words.append(f"b+ {module}")
 
-    def backward_end(self, module: str) -> None:
+    def backward_end(self, module):
         self.words.append(f"b- {module}")
 
-    def taken(self) -> list[str]:
+    def taken(self):
         """What was reported since the last call. Checked: all that began has ended, the last begun first."""
         words, self.words = self.words, []
-        running: list[str] = []
+        running = []
         for word in words:
             if "+" in word:
                 running.append(word.replace("+", "-"))
@@ -34,11 +32,11 @@ class EdgeLog:
         return words
 
 
-def forward(*modules: str) -> list[str]:
+def forward(*modules):
     """The forwards of modules, one after another."""
     return [word for module in modules for word in (f"f+ {module}", f"f- {module}")]
 
 
-def backward(*modules: str) -> list[str]:
+def backward(*modules):
     """The backwards of modules, one after another."""
     return [word for module in modules for word in (f"b+ {module}", f"b- {module}")]

@@ -4,8 +4,6 @@ Run as a program with the names of stories, module.story. Printed is a JSON obje
 held. `stories` and `selected` make tests of them. A story of a module without gangs is told on one rank.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
@@ -14,17 +12,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 FOUND_IN = (HERE, HERE.parents[1], HERE.parents[2] / "launch" / "examples")  # siblings, the harness, the example
 SECONDS = 280
 
 
-def stories(*files: str) -> Any:
+def stories(*files):
     """Parametrizes a test with the names of the stories in these modules; those that are marked `large` are."""
     import pytest
 
@@ -45,23 +41,23 @@ def stories(*files: str) -> Any:
     )
 
 
-def selected(items: Sequence[Any], path: Path, seconds: float = SECONDS) -> dict[str, str | None]:
+def selected(items, path, seconds=SECONDS):
     """The outcomes of the stories that tests of the file `path` name, among all tests of the session."""
     names = list(dict.fromkeys(item.callspec.params["name"] for item in items if item.path == path))
     command = [sys.executable, str(Path(__file__)), *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def tell(names: list[str]) -> None:
+def tell(names):
     """Tell stories one after another."""
     sys.path[:0] = map(str, FOUND_IN)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     from harness.gang import gang
 
-    outcomes: dict[str, str | None] = {}
+    outcomes = {}
     for name in names:
         module, _, story = name.partition(".")
         place = importlib.import_module(module)
@@ -75,7 +71,7 @@ def tell(names: list[str]) -> None:
     print(json.dumps(outcomes))
 
 
-def _alone(rank: int, world: int, told: Callable[[], None]) -> None:
+def _alone(rank, world, told):
     told()
 
 

@@ -9,21 +9,16 @@
 The mean is rounded to fp32 before it is clipped, because that is what ranks send to each other.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 OUTER = {"diloco": (0.7, 0.9), "edit": (0.8, 0.85)}  # rate and momentum
-Tensors = Mapping[str, torch.Tensor]
 
 
-def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
+def mean_of(values):
     """In float64, rounded once."""
-    return (sum(one.detach().double() for one in values) / len(values)).float()  # type: ignore[union-attr]
+    return (sum(one.detach().double() for one in values) / len(values)).float()
 
 
 class Reference:
@@ -31,17 +26,17 @@ class Reference:
     all ranks of a replica."""
 
     def __init__(
-        self, keys: Mapping[str, Any], start: Tensors, modules: Mapping[str, str],
-        norms: Callable[[Tensors], dict[str, float]] | None = None,
-    ) -> None:  # fmt: skip
+        self, keys, start, modules,
+        norms = None,
+    ):  # fmt: skip
         self._keys, self._modules, self._norms = keys, modules, norms or self._own_norms
         self.anchors = {name: torch.nn.Parameter(one.detach().clone()) for name, one in start.items()}
         outer, self._outer = OUTER.get(keys["policy"]), None
         if outer is not None:
             self._outer = torch.optim.SGD(self.anchors.values(), lr=outer[0], momentum=outer[1], nesterov=True)
-        self._statistics: dict[tuple[str, int], tuple[float, float, int]] = {}
+        self._statistics = {}
 
-    def combine(self, replicas: Sequence[Tensors]) -> tuple[dict[str, list[int]], dict[str, float]]:
+    def combine(self, replicas):
         """Move the anchors. Returns the replicas that were left out, and factors of clipped means, by module."""
         left_out, factors = dict[str, list[int]](), dict[str, float]()
         if self._keys["policy"] == "edit" and self._keys.get("penalty", True):
@@ -62,7 +57,7 @@ class Reference:
             {module: factor for module, factor in factors.items() if factor < 1 and module in held},
         )
 
-    def _penalised(self, replicas: Sequence[Tensors]) -> tuple[dict[str, list[int]], dict[str, float], Tensors]:
+    def _penalised(self, replicas):
         values = [{name: one[name].detach().double() for name in self.anchors} for one in replicas]
         norms = [self._norms(self._changes(one)) for one in values]
         weights = {module: self._weights(module, [one[module] for one in norms]) for module in sorted(norms[0])}
@@ -81,16 +76,16 @@ class Reference:
         }
         return left_out, factors, means
 
-    def _changes(self, values: Tensors) -> Tensors:
+    def _changes(self, values):
         return {name: value - self.anchors[name].detach().double() for name, value in values.items()}
 
-    def _own_norms(self, changes: Tensors) -> dict[str, float]:
-        squares: dict[str, list[float]] = {}
+    def _own_norms(self, changes):
+        squares = {}
         for name, change in changes.items():
             squares.setdefault(self._modules[name], []).append(float(change.square().sum()))
         return {module: math.sqrt(math.fsum(those)) for module, those in squares.items()}
 
-    def _weights(self, module: str, norms: list[float]) -> list[float]:
+    def _weights(self, module, norms):
         """Of the replicas; 0 for outliers."""
         sound = {one: norm for one, norm in enumerate(norms) if not self._outlier(module, one, norm)}
         for one, norm in (sound or dict(enumerate(norms))).items():
@@ -101,7 +96,7 @@ class Reference:
         powers = {one: math.exp(min(sound.values()) - norm) for one, norm in sound.items()}
         return [powers.get(one, 0.0) / sum(powers.values()) if powers else 0.0 for one in range(len(norms))]
 
-    def _outlier(self, module: str, replica: int, norm: float) -> bool:
+    def _outlier(self, module, replica, norm):
         mean, deviation, count = self._statistics.get((module, replica), (0.0, 0.0, 0))
         judged = count >= self._keys["penalty_warmup"] and deviation > 0
         return judged and (norm - mean) / deviation > self._keys["threshold"]

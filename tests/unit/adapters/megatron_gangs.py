@@ -4,13 +4,9 @@ In: flags of the example, and what a gang's function receives. Out: `GangJob`, w
 be computed, and references for what a reduction makes of them.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import gpt_job
@@ -21,10 +17,8 @@ from gpt_job import Job
 from megatron.core import parallel_state
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.replay import restore_rng, rng_state
 from ft_plugins.config import launch_context
-from ft_plugins.errors import FtError
 
 torch.set_num_threads(1)  # before a fork
 SMALL = ["--hidden", "16", "--heads", "2", "--sequence", "16", "--micro-batch", "1", "--warmup", "1"]
@@ -37,40 +31,40 @@ SHARDED = ["--distributed-optimizer", "--num-distributed-optimizer-instances"]
 class GangJob(Job):
     """One rank's job; four micro-batches a replica and two layers, if `flags` do not say otherwise."""
 
-    def __init__(self, rank: int, world: int, *flags: str) -> None:
+    def __init__(self, rank, world, *flags):
         words = [*SMALL, *("" if "--layers" in flags else "--layers 2").split(), *flags]
         if "--global-batch" not in flags:
             words += ["--global-batch", "8"]
         super().__init__(megatron_gpt.parse(words), replace(launch_context(), rank=rank, world_size=world))
 
-    def _forward_step(self, samplers: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def _forward_step(self, samplers, chunk):
         """With per-token loss, only the first tokens of a sample count: on each replica another number of them."""
         output, loss = super()._forward_step(samplers, chunk)
         if not self.config.calculate_per_token_loss:
             return output, loss
         used = self.tokens
 
-        def loss_of_tokens(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def loss_of_tokens(output):
             total = output.float()[:, :used].sum()
             return total, torch.tensor(used, dtype=torch.int), {"lm loss": total.detach().clone()}
 
         return output, loss_of_tokens
 
     @property
-    def tokens(self) -> int:
+    def tokens(self):
         """The tokens of a micro-batch with per-token loss."""
         return 3 + 2 * int(parallel_state.get_data_parallel_rank())
 
-    def bucket_groups(self) -> Iterator[Any]:
+    def bucket_groups(self):
         for chunk in self.chunks:
             yield from [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
-    def zero(self) -> None:
+    def zero(self):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self):
         """A copy of this rank's whole gradients, by chunk and parameter."""
         return {
             f"chunk{index}.{name.removeprefix('module.').removeprefix('module.')}": parameter.main_grad.clone()
@@ -78,13 +72,13 @@ class GangJob(Job):
             for name, parameter in chunk.named_parameters()
         }
 
-    def reduced(self) -> dict[str, torch.Tensor]:
+    def reduced(self):
         """Compute the gradients of the next batch as the job does, without an update."""
         self.zero()
         self.forward_backward(self.train)
         return self.gradients()
 
-    def own(self) -> dict[str, torch.Tensor]:
+    def own(self):
         """The gradients that `reduced` is going to reduce: neither the buckets nor `finalize_model_grads` do anything.
         Data, random numbers and gradients are left as they are."""
         positions, generators = [one and one.position for one in self.train], rng_state()
@@ -103,7 +97,7 @@ class GangJob(Job):
                 sampler.position = position
         return found
 
-    def tied(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def tied(self, gradients):
         """`gradients` with those of an embedding that two stages hold summed over both."""
         found = dict(gradients)
         for name in found:
@@ -115,7 +109,7 @@ class GangJob(Job):
 
 
 @contextmanager
-def gang_job(rank: int, world: int, *flags: str, ddp: Any = None, gpt: Any = None, **config: Any) -> Iterator[GangJob]:
+def gang_job(rank, world, *flags, ddp=None, gpt=None, **config):
     """A job, closed afterwards. `ddp`, `gpt`, `config`: more of its DDP configuration, model and TransformerConfig."""
     kinds = ("TransformerConfig", config), ("DistributedDataParallelConfig", ddp or {}), ("GPTModel", gpt or {})
     originals = {name: getattr(gpt_job, name) for name, _ in kinds}
@@ -131,21 +125,21 @@ def gang_job(rank: int, world: int, *flags: str, ddp: Any = None, gpt: Any = Non
 
 
 @contextmanager
-def norms_over_sequences() -> Iterator[None]:
+def norms_over_sequences():
     """torch's LayerNorm, also with sequence parallelism: marked as that of apex and Transformer Engine is, so that its
     gradients are summed over the tensor-parallel ranks."""
 
-    def new(kind: Any, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> torch.nn.LayerNorm:
+    def new(kind, config, hidden_size, eps=1e-5, **more):
         norm = torch.nn.LayerNorm(hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
     with patch.object(WrappedTorchNorm, "__new__", new):
         yield
 
 
-def refused(kind: type[FtError], call: Callable[[], Any]) -> str:
+def refused(kind, call):
     """The message with which `call` is refused."""
     try:
         call()
@@ -154,16 +148,16 @@ def refused(kind: type[FtError], call: Callable[[], Any]) -> str:
     raise AssertionError(f"{kind.__name__} was not raised")
 
 
-def large(story: Callable[[], None]) -> Callable[[], None]:
+def large(story):
     """Mark a story that runs with `--all` only."""
     return story
 
 
-def _made(kind: Any, more: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def _made(kind, more, *args, **kwargs):
     return kind(*args, **{**kwargs, **more})
 
 
-def sum_over(gradients: Mapping[str, torch.Tensor], group: Any, scale: float = 1.0) -> dict[str, torch.Tensor]:
+def sum_over(gradients, group, scale=1.0):
     """The sum over the ranks of `group` (two, whose sum has one order only), scaled before, as Megatron does."""
     found = {name: gradient * scale for name, gradient in gradients.items()}
     for gradient in found.values():
@@ -171,7 +165,7 @@ def sum_over(gradients: Mapping[str, torch.Tensor], group: Any, scale: float = 1
     return found
 
 
-def shards(host: MegatronCoreHost, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def shards(host, whole):
     """The part of `whole`, by parameter, that each item of `gradients` has."""
     items = {item.name: item for item in host.inventory().items}
     found = {}
@@ -182,7 +176,7 @@ def shards(host: MegatronCoreHost, whole: Mapping[str, torch.Tensor]) -> dict[st
     return found
 
 
-def differing(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> list[str]:
+def differing(left, right):
     """The names whose tensors are not equal bit for bit."""
     assert left.keys() == right.keys(), (sorted(left), sorted(right))
     return [name for name in left if not torch.equal(left[name], right[name])]

@@ -1,9 +1,5 @@
 """Stories about several instances of the distributed optimizer, and which jobs cannot keep gradients local."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -11,7 +7,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron_gangs import BF16, OVERLAPPED, SHARDED, GangJob, gang_job, refused, shards
+from megatron_gangs import BF16, OVERLAPPED, SHARDED, gang_job, refused, shards
 
 from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.adapters.megatron.rank import instance_of, same_shard
@@ -29,7 +25,7 @@ ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 # ---- items, gathers
 
 
-def _holds_shards_in_all_instances(rank: int, world: int, variants: list[list[str]], number: int) -> None:
+def _holds_shards_in_all_instances(rank, world, variants, number):
     size = world // number
     for flags in variants:
         flags = [*flags, *SHARDED, str(number)]
@@ -39,7 +35,7 @@ def _holds_shards_in_all_instances(rank: int, world: int, variants: list[list[st
                 job.train_step(skip=lambda: None)
             same = tuple(range(rank % size, world, size))
             digest = state_digest(host)["items"]
-            digests: list[Any] = [None] * world
+            digests = [None] * world
             dist.all_gather_object(digests, digest)
             sharded = [one for one in host.inventory().items if one.role is not Role.BUFFER]
             assert sharded and {one.replicas for one in sharded} == {same} and all(one.piece for one in sharded)
@@ -51,7 +47,7 @@ def _holds_shards_in_all_instances(rank: int, world: int, variants: list[list[st
             _refuses_to_compare(job)
 
 
-def _gathers_inside_an_instance(job: GangJob, size: int) -> None:
+def _gathers_inside_an_instance(job, size):
     """Masters of the first instance change; so do its parameters and no others'."""
     host = job.host()
     with job.gathered(), torch.no_grad():
@@ -65,20 +61,20 @@ def _gathers_inside_an_instance(job: GangJob, size: int) -> None:
         assert all(torch.equal(old * factor, new) for old, new in zip(before, after, strict=True))
 
 
-def _refuses_to_compare(job: GangJob) -> None:
+def _refuses_to_compare(job):
     host = job.host()
     for operation in (host.copies, host.keep_iterations):
         message = refused(UnsupportedError, operation)
         assert "--paft" in message and "--num-distributed-optimizer-instances" in message, message
 
 
-def it_holds_each_shard_in_all_instances_and_gathers_inside_one() -> None:
+def it_holds_each_shard_in_all_instances_and_gathers_inside_one():
     variants = [["--bf16"], [], ["--bf16", *OVERLAPPED, "--overlap-param-gather"]]
     gang(_holds_shards_in_all_instances, 4, variants, 2, seconds=100.0)
     gang(_holds_shards_in_all_instances, 4, [["--bf16"]], 4, seconds=60.0)
 
 
-def _continues(rank: int, world: int) -> None:
+def _continues(rank, world):
     flags = [*BF16, *SHARDED, "2"]
     with gang_job(rank, world, *flags) as job:
         host = job.host()
@@ -103,7 +99,7 @@ def _continues(rank: int, world: int) -> None:
         assert state_digest(host) == expected
 
 
-def it_continues_bit_for_bit_with_instances() -> None:
+def it_continues_bit_for_bit_with_instances():
     gang(_continues, 4, seconds=60.0)
 
 
@@ -113,17 +109,17 @@ def it_continues_bit_for_bit_with_instances() -> None:
 class _WithExpert(MegatronModule):
     """A dense layer, and one that Megatron takes for an expert."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.dense, self.expert = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
         for parameter in self.expert.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.expert(torch.tanh(self.dense(x)))
 
 
-def _reduces_experts(rank: int, world: int, distributed: bool, average: bool) -> None:
+def _reduces_experts(rank, world, distributed, average):
     count = 2 if distributed else 1
     parallel_state.initialize_model_parallel(
         1, 1, expert_model_parallel_size=2, num_distributed_optimizer_instances=count, create_gloo_process_groups=False
@@ -175,7 +171,7 @@ def _reduces_experts(rank: int, world: int, distributed: bool, average: bool) ->
             torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-7, msg=f"{over} {name}")
 
 
-def it_averages_experts_over_the_tokens_of_their_replica_or_refuses_by_name() -> None:
+def it_averages_experts_over_the_tokens_of_their_replica_or_refuses_by_name():
     for average in (False, True):
         gang(_reduces_experts, 4, True, average, seconds=60.0)
     gang(_reduces_experts, 4, False, False, seconds=60.0)
@@ -184,7 +180,7 @@ def it_averages_experts_over_the_tokens_of_their_replica_or_refuses_by_name() ->
 # ---- refusals
 
 
-def _refuses(rank: int, world: int) -> None:
+def _refuses(rank, world):
     with gang_job(rank, world, "--distributed-optimizer") as job:
         message = refused(UnsupportedError, job.host().prepare_reduction)
         assert "--num-distributed-optimizer-instances" in message and f"rank {rank}" in message, message
@@ -210,18 +206,18 @@ def _refuses(rank: int, world: int) -> None:
         assert "between instances" in message and f"[{rank}]" in message and "[0, 1]" in message, message
 
 
-def it_refuses_by_name_where_replicas_cannot_train_on_their_own() -> None:
+def it_refuses_by_name_where_replicas_cannot_train_on_their_own():
     gang(_refuses, 2, seconds=60.0)
 
 
-def it_knows_which_ranks_a_replica_must_have() -> None:
+def it_knows_which_ranks_a_replica_must_have():
     """8 ranks, two instances of 0 to 3 and 4 to 7."""
-    fits: dict[str, Any] = {
+    fits = {
         "distributed": True, "replica": frozenset(range(4)), "peers": (0, 4), "expert_peers": (0, 4),
         "context": (0, 1), "experts": (0, 1, 2, 3), "agreeing": (0, 1, 2, 3),
     }  # fmt: skip
 
-    def reasons(**other: Any) -> list[str]:
+    def reasons(**other):
         return list(unsuitable(ReplicaPlacement(**{**fits, **other})))
 
     assert reasons() == []

@@ -1,10 +1,7 @@
 """Stories about Megatron's layer-wise optimizer, over Adam: what its job refuses, by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import gpt_job
@@ -23,23 +20,23 @@ from harness.gang import gang
 class LayerWise(LayerWiseDistributedOptimizer):
     """Gathers tensor by tensor: gloo gathers equal sizes only."""
 
-    def allgather_params(self) -> None:
+    def allgather_params(self):
         self.broadcast_params()
 
 
-def layer_wise(config: Any, chunks: Any, **more: Any) -> Any:
+def layer_wise(config, chunks, **more):
     built = get_megatron_optimizer(config, chunks, **more)
     parts = list(getattr(built, "chained_optimizers", [built]))
     return LayerWise(parts, config, ProcessGroupCollection.use_mpu_process_groups())
 
 
-def export_of(host: MegatronCoreHost) -> str:
+def export_of(host):
     """What the export of a checkpoint with this host's names is refused with."""
-    shares: Any = SimpleNamespace(folder="ck", indices=lambda: [Index(0, 1, {}, host.names())], place=None)
+    shares = SimpleNamespace(folder="ck", indices=lambda: [Index(0, 1, {}, host.names())], place=None)
     return refused(UnsupportedError, lambda: export(shares, Path("nowhere")))
 
 
-def _refuses(rank: int, world: int) -> None:
+def _refuses(rank, world):
     with patch.object(gpt_job, "get_megatron_optimizer", layer_wise), gang_job(rank, world) as job:
         host = job.host()
         job.train_step(skip=lambda: None)
@@ -55,11 +52,11 @@ def _refuses(rank: int, world: int) -> None:
         assert "ck: cannot be exported, because rank 0" in said and "a layer-wise optimizer saves" in said, said
 
 
-def it_refuses_another_size_replicas_and_export_by_name() -> None:
+def it_refuses_another_size_replicas_and_export_by_name():
     gang(_refuses, 2, seconds=100.0)
 
 
-def _divides(rank: int, world: int) -> None:
+def _divides(rank, world):
     with gang_job(rank, world) as job:
         host = job.host()
         with patch.object(MegatronCoreHost, "sharded", True):
@@ -68,5 +65,5 @@ def _divides(rank: int, world: int) -> None:
             assert "its parameters are sharded by FSDP" in export_of(host)
 
 
-def it_refuses_another_size_and_export_of_what_fsdp_divides() -> None:
+def it_refuses_another_size_and_export_of_what_fsdp_divides():
     gang(_divides, 1, seconds=60.0)

@@ -44,26 +44,26 @@ class Case(NamedTuple):
     turns: tuple[frozenset[str], ...] = ()
 
     @property
-    def tp(self) -> int:
+    def tp(self):
         return 2 // self.members
 
     @property
-    def keys(self) -> dict[str, Any]:
+    def keys(self):
         return {**self.sync, "apply": self.apply} if self.apply else self.sync
 
     @property
-    def more(self) -> dict[str, Any]:
+    def more(self):
         model = {} if self.tied else {"gpt": UNTIED}
         return {**model, **({"sequence_parallel": True} if self.sequence_parallel else {})}
 
-    def words(self, whole: bool) -> list[str]:
+    def words(self, whole):
         """The flags of the whole job, or of one of its replicas."""
         words = ["--tp", str(self.tp), *(() if "--pp" in self.flags else ("--pp", "2")), *self.flags]
         if self.distributed:
             words += [*SHARDED, "2"] if whole else ["--distributed-optimizer"]
         return [*words, "--global-batch", str(SAMPLES if whole else SAMPLES // 2)]
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def place(self, rank):
         """The replica of a rank of the job, and the rank of a job of that replica alone."""
         stage, rest = divmod(rank, 4)
         number, tensor = divmod(rest, self.tp)
@@ -71,7 +71,7 @@ class Case(NamedTuple):
         return replica, (stage * self.members + member) * self.tp + tensor
 
 
-def turns(*those: str) -> tuple[frozenset[str], ...]:
+def turns(*those):
     return tuple(frozenset(one.split(", ")) for one in those)
 
 
@@ -129,17 +129,17 @@ LAYERED = {
 # ---- the job
 
 
-def _trained(rank: int, world: int, cases: list[Case]) -> list[Any]:
+def _trained(rank, world, cases):
     return [_train(rank, world, case) for case in cases]
 
 
-def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
+def _train(rank, world, case):
     with ExitStack() as stack:
         stack.enter_context(norms_over_sequences())
         job = stack.enter_context(gang_job(rank, world, *case.words(True), **case.more))
         context = replace(launch_context(), rank=rank, world_size=world)
         session = attach(job.host(), Config.from_json({"sync": case.keys}), context)
-        events: list[Any] = []
+        events = []
         session._events.subscribe(events.append)
         session.resume(last=STEPS)
         norms, after, on_their_way = [], [], []
@@ -168,7 +168,7 @@ def _train(rank: int, world: int, case: Case) -> dict[str, Any]:
 # ---- the comparison
 
 
-def _simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
+def _simulated(rank, world, cases):
     found = []
     for case in cases:
         with norms_over_sequences():
@@ -178,14 +178,14 @@ def _simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
 
 
 @functools.cache
-def _expected(names: tuple[str, ...]) -> dict[str, list[Any]]:
+def _expected(names):
     """By case, the results of all ranks of one replica, by replica."""
     known = FORWARD | SHARDS | MORE | COPIES | LAYERED
     found = gang(_simulated, 4, [known[name] for name in names], seconds=200.0)
-    return dict(zip(names, zip(*found, strict=True), strict=True))  # type: ignore[arg-type]
+    return dict(zip(names, zip(*found, strict=True), strict=True))
 
 
-def _difference(found: list[Any], expected: list[Any], case: Case) -> tuple[int, int, list[str]] | None:
+def _difference(found, expected, case):
     """The first iteration and the rank in which anything differs in any bit; the end counts as an iteration."""
     pairs = []
     for rank, ours in enumerate(found):
@@ -202,7 +202,7 @@ def _difference(found: list[Any], expected: list[Any], case: Case) -> tuple[int,
     return None
 
 
-def _require_equal(cases: dict[str, Case]) -> None:
+def _require_equal(cases):
     jobs = gang(_trained, 8, list(cases.values()), seconds=200.0)
     for (name, case), found in zip(cases.items(), zip(*jobs, strict=True), strict=True):
         expected = _expected(tuple(cases))[name]
@@ -220,21 +220,21 @@ def _require_equal(cases: dict[str, Case]) -> None:
             assert any(clipped), name
 
 
-def it_equals_replicas_in_turn_without_the_distributed_optimizer() -> None:
+def it_equals_replicas_in_turn_without_the_distributed_optimizer():
     _require_equal(FORWARD)
 
 
-def it_equals_replicas_in_turn_with_instances_of_the_distributed_optimizer() -> None:
+def it_equals_replicas_in_turn_with_instances_of_the_distributed_optimizer():
     _require_equal(SHARDS)
 
 
 @large
-def it_equals_replicas_in_turn_in_every_mode() -> None:
+def it_equals_replicas_in_turn_in_every_mode():
     _require_equal(MORE)
 
 
 @large
-def it_equals_replicas_in_turn_when_copies_are_derived_before_each_forward() -> None:
+def it_equals_replicas_in_turn_when_copies_are_derived_before_each_forward():
     """And the same job whose training waits. No gather of Megatron's is started or on its way when they are written."""
     _require_equal(COPIES)
     cases = [one for case in COPIES.values() for one in (case, case._replace(apply="wait"))]
@@ -246,5 +246,5 @@ def it_equals_replicas_in_turn_when_copies_are_derived_before_each_forward() -> 
 
 
 @large
-def it_equals_replicas_in_turn_when_layers_are_averaged_in_different_iterations() -> None:
+def it_equals_replicas_in_turn_when_layers_are_averaged_in_different_iterations():
     _require_equal(LAYERED)

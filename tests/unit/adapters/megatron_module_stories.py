@@ -1,9 +1,5 @@
 """Stories about the modules of a Megatron job that local SGD synchronises; see `gang_stories`."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from edge_log import EdgeLog, backward, forward
 from megatron_gangs import (
@@ -11,7 +7,6 @@ from megatron_gangs import (
     INTERLEAVED,
     OVERLAPPED,
     SHARDED,
-    GangJob,
     differing,
     gang_job,
     norms_over_sequences,
@@ -26,7 +21,7 @@ from harness.gang import gang
 # ---- modules
 
 
-def _modules(rank: int, world: int, flags: list[str], tied: bool) -> list[str]:
+def _modules(rank, world, flags, tied):
     with gang_job(rank, world, *flags, gpt={"share_embeddings_and_output_weights": tied}) as job:
         host = job.host()
         modules = host.modules()
@@ -36,7 +31,7 @@ def _modules(rank: int, world: int, flags: list[str], tied: bool) -> list[str]:
         return list(dict.fromkeys(modules.values()))
 
 
-def it_names_modules_in_the_order_of_the_forward() -> None:
+def it_names_modules_in_the_order_of_the_forward():
     (alone,) = gang(_modules, 1, ["--bf16"], True, seconds=60.0)
     assert alone == ["embedding", "layer 1", "layer 2", "head"]
     first, last = gang(_modules, 2, INTERLEAVED, True, seconds=60.0)
@@ -51,11 +46,11 @@ def it_names_modules_in_the_order_of_the_forward() -> None:
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _calls(rank: int, world: int, flags: list[str], tied: bool, config: dict[str, Any]) -> list[str]:
+def _calls(rank, world, flags, tied, config):
     """What was called in an iteration of two microbatches. Its first calls change the parameters of their module; the
     gradients are those of a job whose parameters were changed before."""
     flags = [*flags, "--global-batch", str(2 * world // (2 if "--pp" in flags else 1))]
-    model: dict[str, Any] = {"gpt": {"share_embeddings_and_output_weights": tied}, **config}
+    model = {"gpt": {"share_embeddings_and_output_weights": tied}, **config}
     with gang_job(rank, world, *flags, **model) as job:
         with torch.no_grad():
             for parameter in {one for chunk in job.chunks for one in chunk.parameters()}:
@@ -66,7 +61,7 @@ def _calls(rank: int, world: int, flags: list[str], tied: bool, config: dict[str
         tensors, modules = host.tensors(), host.modules()
 
         @torch.no_grad()
-        def call(module: str) -> None:
+        def call(module):
             if module not in calls:
                 for name, one in modules.items():
                     if one == module:
@@ -81,7 +76,7 @@ def _calls(rank: int, world: int, flags: list[str], tied: bool, config: dict[str
         return seen
 
 
-def it_calls_before_the_forward_of_each_module() -> None:
+def it_calls_before_the_forward_of_each_module():
     (alone,) = gang(_calls, 1, [], True, {}, seconds=60.0)
     assert alone == ["embedding", "layer 1", "layer 2", "head"] * 2
     (again,) = gang(_calls, 1, [], True, RECOMPUTED, seconds=60.0)
@@ -96,7 +91,7 @@ def it_calls_before_the_forward_of_each_module() -> None:
         assert [one for one in last if one != "layer 2"] == of_last * 2 and last.count("layer 2") == 2
 
 
-def _refuses_to_follow(rank: int, world: int) -> None:
+def _refuses_to_follow(rank, world):
     with gang_job(rank, world) as job:
         host = job.host()
         job.config.cuda_graph_impl = "local"
@@ -111,14 +106,14 @@ def _refuses_to_follow(rank: int, world: int) -> None:
         assert "the order of the forward is unknown" in message, message
 
 
-def it_refuses_by_name_where_modules_cannot_be_followed() -> None:
+def it_refuses_by_name_where_modules_cannot_be_followed():
     gang(_refuses_to_follow, 2, seconds=60.0)
 
 
 # ---- edges
 
 
-def _followed(rank: int, world: int, flags: list[str], more: dict[str, Any]) -> list[str]:
+def _followed(rank, world, flags, more):
     """The edges of the last of three iterations; its state is that of a job that is not followed."""
     states, words = [], []
     for follows in (False, True):
@@ -137,7 +132,7 @@ def _followed(rank: int, world: int, flags: list[str], more: dict[str, Any]) -> 
     return words
 
 
-def _state(job: GangJob, host: Any) -> dict[str, torch.Tensor]:
+def _state(job, host):
     tensors = {
         f"chunk{index}.{name}": one for index, chunk in enumerate(job.chunks) for name, one in chunk.named_parameters()
     }
@@ -147,7 +142,7 @@ def _state(job: GangJob, host: Any) -> dict[str, torch.Tensor]:
 ALONE = ["embedding", "layer 1", "layer 2", "head"]
 
 
-def it_reports_the_edges_of_each_module_whatever_the_optimizer_holds() -> None:
+def it_reports_the_edges_of_each_module_whatever_the_optimizer_holds():
     """A rank alone, then two replicas, whose two or one microbatches are reduced behind the backward or during it."""
     once = [*forward(*ALONE), *backward(*reversed(ALONE))]
     sharded = [*BF16, *SHARDED, "2"]
@@ -159,7 +154,7 @@ def it_reports_the_edges_of_each_module_whatever_the_optimizer_holds() -> None:
             assert words == once * (2 // world), (flags, words)
 
 
-def it_reports_edges_with_tensor_parallelism() -> None:
+def it_reports_edges_with_tensor_parallelism():
     untied = {"gpt": {"share_embeddings_and_output_weights": False}}
     for more in (untied, {**untied, "sequence_parallel": True}):
         for words in gang(_followed, 2, ["--tp", "2", "--global-batch", "1"], more, seconds=60.0):
@@ -167,7 +162,7 @@ def it_reports_edges_with_tensor_parallelism() -> None:
             assert words == forward(*ALONE, "head") + backward("head", *reversed(ALONE)), words
 
 
-def it_reports_edges_of_stages_and_chunks() -> None:
+def it_reports_edges_of_stages_and_chunks():
     """The first stage has microbatches in flight; the last one runs a backward after each forward."""
     for tied in (True, False):
         more = {"gpt": {"share_embeddings_and_output_weights": tied}}
@@ -185,13 +180,13 @@ def it_reports_edges_of_stages_and_chunks() -> None:
         assert sorted(last) == sorted([*forward(*of_last), *backward(*of_last)] * 2)
 
 
-def it_reports_recomputations_within_the_backward_of_their_layer() -> None:
+def it_reports_recomputations_within_the_backward_of_their_layer():
     (words,) = gang(_followed, 1, ["--global-batch", "1"], RECOMPUTED, seconds=60.0)
     again = [word for name in ("layer 2", "layer 1") for word in (f"b+ {name}", *forward(name), f"b- {name}")]
     assert words == [*forward(*ALONE), *backward("head"), *again, *backward("embedding")], words
 
 
-def _refuses_edges(rank: int, world: int) -> None:
+def _refuses_edges(rank, world):
     with gang_job(rank, world) as job:
         host = job.host()
         job.config.cuda_graph_impl = "local"
@@ -199,5 +194,5 @@ def _refuses_edges(rank: int, world: int) -> None:
         assert message.startswith(f"rank {rank}: modules cannot be followed with CUDA graphs (local)"), message
 
 
-def it_refuses_to_report_edges_of_cuda_graphs() -> None:
+def it_refuses_to_report_edges_of_cuda_graphs():
     gang(_refuses_edges, 1, seconds=60.0)

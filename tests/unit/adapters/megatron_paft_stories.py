@@ -1,21 +1,17 @@
 """Stories about what a Megatron job has between two updates, one rank each; see `gang_stories`."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import torch
 from megatron.core import parallel_state, rerun_state_machine
 from megatron_stories import SHARDED_BF16, job, refused
 
-from ft_plugins.adapters.megatron.core import MegatronCoreHost
 from ft_plugins.errors import ReplicaError, UnsupportedError
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.host import ReplicaOperations
 from ft_plugins.model.inventory import Role
 
-KINDS: tuple[list[str], ...] = (
+KINDS = (
     [], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"], ["--bf16", "--overlap-grad-reduce"],
 )  # fmt: skip
 
@@ -23,12 +19,12 @@ KINDS: tuple[list[str], ...] = (
 class Wrong:
     """Hooks that spoil an iteration's gradients before its update, and have them computed again."""
 
-    def __init__(self, host: MegatronCoreHost, at: int) -> None:
+    def __init__(self, host, at):
         self.host, self.at = host, at
 
-    def after_update(self, step: int) -> None: ...
+    def after_update(self, step): ...
 
-    def before_update(self, step: int) -> None:
+    def before_update(self, step):
         torch.rand(3)  # of the loop's own, which go on behind it
         if step == self.at:
             for gradient in self.host.gradients().values():
@@ -36,7 +32,7 @@ class Wrong:
             self.host.recompute(step)
 
 
-def losses(built: Any, until: int) -> list[tuple[str, str]]:
+def losses(built, until):
     found = []
     for _ in range(until):
         outcome = built.train_step(skip=lambda: None)
@@ -44,7 +40,7 @@ def losses(built: Any, until: int) -> list[tuple[str, str]]:
     return found
 
 
-def it_computes_an_iteration_again_and_ends_as_if_nothing_had_been_wrong() -> None:
+def it_computes_an_iteration_again_and_ends_as_if_nothing_had_been_wrong():
     """Dropout, data and loss scale: nothing is drawn, read or counted twice."""
     for flags in KINDS:
         built = job(*flags)
@@ -62,7 +58,7 @@ def it_computes_an_iteration_again_and_ends_as_if_nothing_had_been_wrong() -> No
             again.close()
 
 
-def it_gives_the_losses_that_the_right_parameters_have() -> None:
+def it_gives_the_losses_that_the_right_parameters_have():
     """Wrong in the forward, right when computed again: what is logged is of the second time."""
     built = job("--bf16")
     host = built.host()
@@ -75,12 +71,12 @@ def it_gives_the_losses_that_the_right_parameters_have() -> None:
     inner = Wrong(host, 3)
     hooks_before = inner.before_update
 
-    def before_update(step: int) -> None:
+    def before_update(step):
         if step == 3:
             host.derive()
         hooks_before(step)
 
-    inner.before_update = before_update  # type: ignore[method-assign]
+    inner.before_update = before_update
     host.install(inner)
     found = losses(again, 2)
     with torch.no_grad():
@@ -89,12 +85,12 @@ def it_gives_the_losses_that_the_right_parameters_have() -> None:
     assert found + losses(again, 1) == clean
 
 
-def it_puts_buffers_and_the_validation_of_results_back_to_where_the_iteration_began() -> None:
+def it_puts_buffers_and_the_validation_of_results_back_to_where_the_iteration_began():
     built = job()
     layer = built.chunks[0].module.decoder.layers[0]
     layer.register_buffer("seen", torch.zeros(1))
 
-    def look(module: Any, args: Any) -> None:
+    def look(module, args):
         module.seen.add_(1)
 
     layer.register_forward_pre_hook(look)
@@ -102,10 +98,10 @@ def it_puts_buffers_and_the_validation_of_results_back_to_where_the_iteration_be
     machine = rerun_state_machine.get_rerun_state_machine()
     original = built._forward_step
 
-    def forward_step(*args: Any) -> Any:
+    def forward_step(*args):
         output, loss = original(*args)
 
-        def validated(given: torch.Tensor) -> Any:
+        def validated(given):
             machine.validate_result(given.mean(), torch.isnan, "loss is no number")
             machine.is_unexpectedly_large(given.mean(), 10, "loss")
             return loss(given)
@@ -125,14 +121,14 @@ def it_puts_buffers_and_the_validation_of_results_back_to_where_the_iteration_be
     assert machine.state is rerun_state_machine.RerunState.NOT_RUNNING_YET
 
 
-def it_asks_the_audit_before_megatrons_check_of_a_result_has_the_job_saved_and_ended() -> None:
+def it_asks_the_audit_before_megatrons_check_of_a_result_has_the_job_saved_and_ended():
     states, modes = rerun_state_machine.RerunState, rerun_state_machine.RerunMode
     nan = torch.tensor(float("nan"))
     for differ in (True, False):
         built = job()
         host, asked = built.host(), []
 
-        def discarded(differ: bool = differ, asked: list[int] = asked) -> bool:
+        def discarded(differ=differ, asked=asked):
             asked.append(1)
             return differ
 
@@ -152,14 +148,14 @@ def it_asks_the_audit_before_megatrons_check_of_a_result_has_the_job_saved_and_e
         built.close()
 
 
-def it_does_not_apply_what_megatrons_check_rejects_after_the_repair_too() -> None:
+def it_does_not_apply_what_megatrons_check_rejects_after_the_repair_too():
     built = job()
     machine = rerun_state_machine.RerunStateMachine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
     machine.state, machine.first_iteration_complete = rerun_state_machine.RerunState.INITIAL_RUN, True
     rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE = machine
     original, wrong = built._forward_step, [True]
 
-    def forward_step(*args: Any) -> Any:
+    def forward_step(*args):
         output, loss = original(*args)
         machine.validate_result(torch.tensor(float("nan") if wrong[0] else 1.0), torch.isnan, "loss is NaN")
         return output, loss
@@ -175,7 +171,7 @@ def it_does_not_apply_what_megatrons_check_rejects_after_the_repair_too() -> Non
     host.recompute(1)
 
 
-def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() -> None:
+def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped():
     built = job("--eval-at", "1", "--iterations-to-skip", "2")
     host = built.host()
     assert "recompute" not in vars(host) and not host.recomputes
@@ -184,7 +180,7 @@ def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() 
     calls = []
 
     class Hooks(Wrong):
-        def before_update(self, step: int) -> None:
+        def before_update(self, step):
             host.recompute(step)
             calls.append((step, host._replay.number))
 
@@ -196,7 +192,7 @@ def it_does_not_compute_an_evaluation_again_nor_an_iteration_that_was_skipped() 
     assert "iteration 9 cannot be recomputed" in refused(UnsupportedError, lambda: host.recompute(9))
 
 
-def it_says_by_name_why_an_iteration_cannot_be_computed_again() -> None:
+def it_says_by_name_why_an_iteration_cannot_be_computed_again():
     built = job()
     built.config.cuda_graph_impl = "local"
     host = built.host()
@@ -204,7 +200,7 @@ def it_says_by_name_why_an_iteration_cannot_be_computed_again() -> None:
     assert not host.recomputes and "CUDA graphs (local)" in host.no_recompute_reason
 
 
-def it_names_what_is_computed_with_beside_what_is_held() -> None:
+def it_names_what_is_computed_with_beside_what_is_held():
     expected = {0: set(), 1: {Role.COPY}, 2: {Role.COPY}, 3: {Role.PARAMETER}, 4: {Role.COPY}}
     for number, flags in enumerate(KINDS):
         built = job(*flags)
@@ -227,7 +223,7 @@ def it_names_what_is_computed_with_beside_what_is_held() -> None:
         built.close()
 
 
-def it_counts_once_in_norms_what_is_alike_on_several_tensor_ranks_or_stages() -> None:
+def it_counts_once_in_norms_what_is_alike_on_several_tensor_ranks_or_stages():
     built = job()
     everything = {one.name for one in built.host().inventory().items}
     parallel_state.set_tensor_model_parallel_rank(1)
@@ -241,7 +237,7 @@ def it_counts_once_in_norms_what_is_alike_on_several_tensor_ranks_or_stages() ->
     assert "chunk0.decoder.final_layernorm.weight" not in counted
 
 
-def it_gives_each_item_that_is_updated_its_gradient_and_the_rate_of_the_next_update() -> None:
+def it_gives_each_item_that_is_updated_its_gradient_and_the_rate_of_the_next_update():
     for flags in KINDS:
         built = job(*flags)
         host = built.host()
@@ -257,10 +253,10 @@ def it_gives_each_item_that_is_updated_its_gradient_and_the_rate_of_the_next_upd
         built.close()
 
 
-def it_shows_own_gradients_before_they_are_reduced_once_an_iteration_or_refuses_by_name() -> None:
+def it_shows_own_gradients_before_they_are_reduced_once_an_iteration_or_refuses_by_name():
     built = job()
     host = built.host()
-    seen: list[Any] = []
+    seen = []
     host.before_reduction(lambda step, own: seen.append((step, len(own), bool(all(g.any() for g in own.values())))))
     built.train_step(skip=lambda: None)
     built.train_step(skip=lambda: None)

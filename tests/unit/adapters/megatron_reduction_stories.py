@@ -1,14 +1,11 @@
 """Stories about gradients that stay inside a replica of a Megatron job, on several gloo ranks; see `gang_stories`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, GangJob, differing, gang_job, large, shards, sum_over
+from megatron_gangs import BF16, INTERLEAVED, OVERLAPPED, SHARDED, differing, gang_job, large, shards, sum_over
 from torch.distributed import get_process_group_ranks
 
 from ft_plugins.base import faults
@@ -20,7 +17,7 @@ from harness.gang import gang
 ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 
 
-def _objects(job: GangJob) -> list[tuple[Any, ...]]:
+def _objects(job):
     """What `reduce_over` replaces."""
     names = ("data_parallel_group", "inter_distributed_optimizer_instance_group")
     return [
@@ -29,7 +26,7 @@ def _objects(job: GangJob) -> list[tuple[Any, ...]]:
     ]
 
 
-def _same(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]]) -> bool:
+def _same(left, right):
     """Whether groups are the same objects, and factors equal."""
     pairs = [pair for one in zip(left, right, strict=True) for pair in zip(*one, strict=True)]
     return all(a == b if isinstance(a, float) else a is b for a, b in pairs)
@@ -38,7 +35,7 @@ def _same(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]]) -> bool:
 # ---- replicas of one rank or of several stages
 
 
-def _keeps_them_local(rank: int, world: int, variants: list[list[str]], ddp: Any = None) -> None:
+def _keeps_them_local(rank, world, variants, ddp=None):
     """Warm-up, two local iterations, warm-up again; no update, so that an ordinary job has the same parameters."""
     for flags in variants:
         with gang_job(rank, world, *flags, ddp=ddp) as job:
@@ -62,25 +59,25 @@ def _keeps_them_local(rank: int, world: int, variants: list[list[str]], ddp: Any
             assert _same(original, _objects(job))
 
 
-def it_keeps_gradients_of_two_replicas_local_and_reduces_them_again() -> None:
+def it_keeps_gradients_of_two_replicas_local_and_reduces_them_again():
     gang(_keeps_them_local, 2, [[], OVERLAPPED, ["--bf16", *OVERLAPPED]], seconds=100.0)
     gang(_keeps_them_local, 2, [["--bf16", *OVERLAPPED]], {"grad_reduce_in_fp32": False}, seconds=60.0)
 
 
 @large
-def it_keeps_gradients_of_every_chunk_local_and_those_of_a_tied_embedding_equal() -> None:
+def it_keeps_gradients_of_every_chunk_local_and_those_of_a_tied_embedding_equal():
     gang(_keeps_them_local, 4, [INTERLEAVED, [*INTERLEAVED, *OVERLAPPED]], seconds=100.0)
 
 
 @large
-def it_keeps_gradients_of_four_replicas_local() -> None:
+def it_keeps_gradients_of_four_replicas_local():
     gang(_keeps_them_local, 4, [[], OVERLAPPED, BF16, ["--tp", "2"], ["--pp", "2"]], seconds=200.0)
 
 
 # ---- an instance of the distributed optimizer
 
 
-def _averages_over_an_instance(rank: int, world: int, variants: list[list[str]]) -> None:
+def _averages_over_an_instance(rank, world, variants):
     for flags in variants:
         with gang_job(rank, world, *flags) as job:
             host = job.host()
@@ -102,14 +99,14 @@ def _averages_over_an_instance(rank: int, world: int, variants: list[list[str]])
 
 
 @large
-def it_averages_over_an_instance_only() -> None:
+def it_averages_over_an_instance_only():
     both = [*SHARDED, "2"]
     variants = [both, ["--bf16", *both, *OVERLAPPED], ["--bf16", *both, *OVERLAPPED, "--overlap-param-gather"]]
     gang(_averages_over_an_instance, 4, variants, seconds=100.0)
 
 
 @large
-def it_averages_over_an_instance_of_every_chunk() -> None:
+def it_averages_over_an_instance_of_every_chunk():
     flags = [*INTERLEAVED, "--bf16", *SHARDED, "2"]
     variants = [flags, [*flags, *OVERLAPPED], [*flags, *OVERLAPPED, "--overlap-param-gather"]]
     gang(_averages_over_an_instance, 8, variants, seconds=250.0)
@@ -118,7 +115,7 @@ def it_averages_over_an_instance_of_every_chunk() -> None:
 # ---- other ways to average
 
 
-def _averages_in_the_collective(rank: int, world: int) -> None:
+def _averages_in_the_collective(rank, world):
     for flags in ([], [*SHARDED, "2"]):
         with gang_job(rank, world, *flags, ddp={"average_in_collective": True}) as job:
             host = job.host()
@@ -131,7 +128,7 @@ def _averages_in_the_collective(rank: int, world: int) -> None:
             assert differing(host.gradients(), shards(host, local)) == [], flags
 
 
-def it_keeps_averages_that_the_collective_makes() -> None:
+def it_keeps_averages_that_the_collective_makes():
     """The collective halves the sum of two; so does the reference, before it: exact either way."""
     gang(_averages_in_the_collective, 4, seconds=60.0)
 
@@ -139,16 +136,16 @@ def it_keeps_averages_that_the_collective_makes() -> None:
 class _Reductions:
     """Edges that count the spans of reductions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+    def begin(self, kind, microbatch=-1, chunk=0):
         self.count += kind is Kind.REDUCE
 
-    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None: ...
+    def end(self, kind, microbatch=-1, chunk=0): ...
 
 
-def _divides_by_its_own_tokens(rank: int, world: int, flags: list[str]) -> None:
+def _divides_by_its_own_tokens(rank, world, flags):
     with gang_job(rank, world, *flags, calculate_per_token_loss=True) as job:
         owns = [(job.own(), job.reduced())[0] for _ in range(4)]
     with gang_job(rank, world, *flags, calculate_per_token_loss=True) as job:
@@ -174,7 +171,7 @@ def _divides_by_its_own_tokens(rank: int, world: int, flags: list[str]) -> None:
             assert differing(host.gradients(), found) == [], (flags, number)
 
 
-def it_divides_by_the_tokens_of_the_replica() -> None:
+def it_divides_by_the_tokens_of_the_replica():
     gang(_divides_by_its_own_tokens, 2, [], seconds=60.0)
     gang(_divides_by_its_own_tokens, 4, ["--bf16", *OVERLAPPED, *SHARDED, "2"], seconds=60.0)
     gang(_divides_by_its_own_tokens, 4, ["--pp", "2"], seconds=60.0)
@@ -183,7 +180,7 @@ def it_divides_by_the_tokens_of_the_replica() -> None:
 # ---- a replica on its own is a job of its own
 
 
-def _trains(job: GangJob, replica: int, replicas: int, local: bool) -> Any:
+def _trains(job, replica, replicas, local):
     """Four iterations, the third with an infinite gradient on the first replica's first rank; then the whole state."""
     for sampler in filter(None, job.train):
         sampler._replica, sampler._replicas = replica, replicas
@@ -206,19 +203,19 @@ def _trains(job: GangJob, replica: int, replicas: int, local: bool) -> Any:
     return norms, skipped, digest, [float(one.double().sum()) for one in parameters]
 
 
-def _as_replicas(rank: int, world: int, flags: list[str]) -> Any:
+def _as_replicas(rank, world, flags):
     with gang_job(rank, world, *flags, "--global-batch", "8") as job:
         return _trains(job, parallel_state.get_data_parallel_rank(), job.dp, True)
 
 
-def _as_one(rank: int, world: int, flags: list[str], first: int, replicas: int) -> Any:
+def _as_one(rank, world, flags, first, replicas):
     with gang_job(
         rank, world, *flags, "--global-batch", str(8 // replicas * (world if "--pp" not in flags else 1))
     ) as job:
         return _trains(job, first + parallel_state.get_data_parallel_rank(), replicas, False)
 
 
-def _require_jobs_of_their_own(flags: list[str], world: int, alone: list[str], stages: int, instance: int) -> None:
+def _require_jobs_of_their_own(flags, world, alone, stages, instance):
     """Ranks of one replica: `stages` x `instance`, with the default order dp, then pp."""
     together = gang(_as_replicas, world, flags, seconds=60.0)
     dp = world // stages
@@ -234,18 +231,18 @@ def _require_jobs_of_their_own(flags: list[str], world: int, alone: list[str], s
 
 
 @large
-def it_trains_a_replica_exactly_as_a_job_of_its_own() -> None:
+def it_trains_a_replica_exactly_as_a_job_of_its_own():
     """Scaling, clipping, the agreement on infinities, the loss scale: all inside the replica."""
     _require_jobs_of_their_own([*BF16, *OVERLAPPED], 2, [*BF16, *OVERLAPPED], 1, 1)
 
 
 @large
-def it_trains_an_instance_exactly_as_a_job_of_its_own() -> None:
+def it_trains_an_instance_exactly_as_a_job_of_its_own():
     flags = [*BF16, *OVERLAPPED, "--overlap-param-gather"]
     _require_jobs_of_their_own([*flags, *SHARDED, "2"], 4, [*flags, *SHARDED, "1"], 1, 2)
 
 
 @large
-def it_trains_the_stages_of_a_replica_exactly_as_a_job_of_its_own() -> None:
+def it_trains_the_stages_of_a_replica_exactly_as_a_job_of_its_own():
     for flags in (["--pp", "2", *BF16], [*INTERLEAVED, *BF16, *OVERLAPPED]):
         _require_jobs_of_their_own(flags, 4, flags, 2, 1)

@@ -13,9 +13,8 @@ float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import gpt_job
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from local_sgd_reference import Reference, mean_of
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron_gangs import GangJob, gang_job
+from megatron_gangs import gang_job
 
 from ft_plugins.adapters.megatron.replay import restore_rng, rng_state
 
@@ -40,7 +39,7 @@ class Part(NamedTuple):
     counts: bool
 
 
-def parts(job: GangJob) -> dict[str, Part]:
+def parts(job):
     """By chunk and name."""
     found = {}
     for parameter, values in _updated(job):
@@ -56,7 +55,7 @@ def parts(job: GangJob) -> dict[str, Part]:
     return found
 
 
-def _updated(job: GangJob) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+def _updated(job):
     """Each parameter of the model with what the optimizer updates: itself, its fp32 master, or a shard of that."""
     for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         if hasattr(one, "shard_fp32_groups"):
@@ -76,7 +75,7 @@ def _updated(job: GangJob) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
                 yield from zip(model, main, strict=True)
 
 
-def _module(chunk: torch.nn.Module, name: str, parameter: Any) -> str:
+def _module(chunk, name, parameter):
     """Layers by Megatron's number; a tied output layer is a copy of the embedding."""
     for path, module in chunk.named_modules():
         if path and name.startswith(f"{path}.") and hasattr(module, "layer_number"):
@@ -84,12 +83,12 @@ def _module(chunk: torch.nn.Module, name: str, parameter: Any) -> str:
     return "embedding" if "embedding." in name or getattr(parameter, "shared_embedding", False) else "head"
 
 
-def copied(job: GangJob) -> Values:
+def copied(job):
     """What this rank updates, as it is now."""
     return {name: part.values.numpy().copy() for name, part in parts(job).items()}
 
 
-def whole(job: GangJob) -> Values:
+def whole(job):
     """The parameters of the model on this rank."""
     with job.gathered():
         return {
@@ -99,7 +98,7 @@ def whole(job: GangJob) -> Values:
         }
 
 
-def _values(job: GangJob) -> dict[str, torch.Tensor]:
+def _values(job):
     return {name: part.values for name, part in parts(job).items()}
 
 
@@ -108,9 +107,9 @@ class Simulated:
     `turns`: the modules that DreamDDP averages in each iteration of a period."""
 
     def __init__(
-        self, rank: int, world: int, flags: list[str], sync: dict[str, Any], members: int,
-        turns: Sequence[Set[str]] = (), **more: Any,
-    ) -> None:  # fmt: skip
+        self, rank, world, flags, sync, members,
+        turns = (), **more,
+    ):  # fmt: skip
         self._sync, self._world, self._open = sync, world, ExitStack()
         self.jobs = [self._open.enter_context(gang_job(rank, world, *flags, **more))]
         with (
@@ -127,12 +126,12 @@ class Simulated:
         self._generators = [rng_state() for _ in self.jobs]
         modules = {name: part.module for name, part in parts(self.jobs[0]).items()}
         self._reference = Reference(sync, _values(self.jobs[0]), modules, self._norms)
-        self._pending: set[int] = set()
+        self._pending = set()
         self._turns, self._averages = turns, False  # whether any rank averages in this iteration
-        self._means: dict[str, torch.Tensor] = {}
+        self._means = {}
 
-    def _late(self, job: GangJob, step: Any) -> Any:
-        def update() -> Any:
+    def _late(self, job, step):
+        def update():
             if self._turns and self._averages:
                 self._put(job, self._means)
             elif not self._turns:
@@ -141,10 +140,10 @@ class Simulated:
 
         return update
 
-    def run(self, steps: int) -> list[dict[str, Any]]:
+    def run(self, steps):
         """By replica: gradient norms, values after each iteration and parameters at the end; what was left out and
         clipped."""
-        found: list[dict[str, Any]] = [{"norms": [], "after": [], "left_out": [], "clipped": []} for _ in self.jobs]
+        found = [{"norms": [], "after": [], "left_out": [], "clipped": []} for _ in self.jobs]
         apply = self._sync.get("apply", "wait")
         for step in range(1, steps + 1):
             self._turn(step)
@@ -171,7 +170,7 @@ class Simulated:
         return found
 
     @torch.no_grad()
-    def _turn(self, step: int) -> None:
+    def _turn(self, step):
         """Take the means of this iteration, before any replica changes."""
         if not self._turns:
             return
@@ -181,19 +180,19 @@ class Simulated:
         due_parts = {name: part.values for name, part in one.items() if part.module in due}
         self._means = {name: mean_of([values, other[name].values]) for name, values in due_parts.items()}
 
-    def _norms(self, changes: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    def _norms(self, changes):
         """By module, over all ranks."""
-        own: dict[str, list[float]] = {}
+        own = {}
         for name, part in parts(self.jobs[0]).items():
             if name in changes and part.counts:
                 own.setdefault(part.module, []).append(float(changes[name].square().sum()))
-        rows: list[Any] = [None] * self._world
+        rows = [None] * self._world
         dist.all_gather_object(rows, own)
         names = {name for row in rows for name in row}
         return {name: math.sqrt(math.fsum(one for row in rows for one in row.get(name, ()))) for name in names}
 
     @torch.no_grad()
-    def _write(self, job: GangJob) -> None:
+    def _write(self, job):
         """The anchors become this replica's parameters, if a synchronisation is still to be applied."""
         replica = self.jobs.index(job)
         if replica not in self._pending:
@@ -202,7 +201,7 @@ class Simulated:
         self._put(job, self._reference.anchors)
 
     @torch.no_grad()
-    def _put(self, job: GangJob, values: Mapping[str, torch.Tensor]) -> None:
+    def _put(self, job, values):
         """Write parameters of this replica, and what forwards read of them."""
         for name, part in parts(job).items():
             if name in values:

@@ -3,13 +3,9 @@
 In: a checkout. Out: names of arguments, of dataclass fields, of what a module defines.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 CONFIGS = (  # where megatron.core declares the options that training also takes as arguments
     *("model_parallel_config.py", "transformer/transformer_config.py", "optimizer/optimizer_config.py"),
@@ -18,22 +14,22 @@ CONFIGS = (  # where megatron.core declares the options that training also takes
 
 
 @functools.cache
-def tree(file: Path) -> ast.Module:
+def tree(file):
     return ast.parse(file.read_text())
 
 
-def version(checkout: Path) -> str:
+def version(checkout):
     """Major and minor, as its package_info says."""
     text = (checkout / "megatron" / "core" / "package_info.py").read_text()
     return ".".join(re.findall(r"^(?:MAJOR|MINOR) = (\d+)", text, re.MULTILINE))
 
 
-def fields(checkout: Path, config: str) -> set[str]:
+def fields(checkout, config):
     """The fields of the dataclasses in a file of megatron.core."""
     return set(_fields(checkout / "megatron" / "core" / config))
 
 
-def _fields(file: Path) -> Iterator[str]:
+def _fields(file):
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.ClassDef):
             yield from (
@@ -43,7 +39,7 @@ def _fields(file: Path) -> Iterator[str]:
             )
 
 
-def arguments(checkout: Path) -> set[str]:
+def arguments(checkout):
     """What a parsed namespace holds: options, what Megatron-LM sets on it, and fields of configurations, from which
     newer versions make options."""
     found = {name for config in CONFIGS for name in fields(checkout, config)}
@@ -58,27 +54,27 @@ def arguments(checkout: Path) -> set[str]:
     return found
 
 
-def _destination(call: ast.Call) -> str:
+def _destination(call):
     given = {word.arg: word.value for word in call.keywords}
     if isinstance(given.get("dest"), ast.Constant):
-        return str(given["dest"].value)  # type: ignore[attr-defined]
+        return str(given["dest"].value)
     words = [str(word.value) for word in call.args if isinstance(word, ast.Constant)]
     long = [word for word in words if word.startswith("--")] or words or [""]
     return long[0].lstrip("-").replace("-", "_")
 
 
-def _name(node: ast.expr) -> str:
+def _name(node):
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
-def file_of(checkout: Path, module: str) -> Path | None:
+def file_of(checkout, module):
     """The file of a module, or the folder of a package without code; None where there is no such module."""
     place = checkout.joinpath(*module.split("."))
     found = (place.with_suffix(".py"), place / "__init__.py", place)
     return next((one for one in found if one.exists()), None)
 
 
-def defined(checkout: Path, module: str) -> set[str]:
+def defined(checkout, module):
     """What can be imported from a module, or taken from it."""
     file = file_of(checkout, module)
     if file is None:
@@ -96,7 +92,7 @@ def defined(checkout: Path, module: str) -> set[str]:
     return found
 
 
-def members(checkout: Path, module: str) -> set[str]:
+def members(checkout, module):
     """What its classes have: methods, fields and attributes that they set."""
     file = file_of(checkout, module)
     found = defined(checkout, module)
@@ -106,10 +102,10 @@ def members(checkout: Path, module: str) -> set[str]:
     return found
 
 
-def source(checkout: Path, module: str, symbol: str) -> tuple[tuple[str, ...], str] | None:
+def source(checkout, module, symbol):
     """Parameters and text of a function, dotted for a method; None for what is none."""
     file = file_of(checkout, module)
-    node: ast.AST | None = tree(file) if file and file.is_file() else None
+    node = tree(file) if file and file.is_file() else None
     for part in symbol.split("."):
         found = (
             one
@@ -124,14 +120,14 @@ def source(checkout: Path, module: str, symbol: str) -> tuple[tuple[str, ...], s
     return parameters, ast.get_source_segment(file.read_text(), node) or ""
 
 
-def imports(file: Path, package: str) -> Iterator[tuple[str, str]]:
+def imports(file, package):
     """(module, name) of everything that one of our files imports from a package."""
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
             yield from ((str(node.module), one.name) for one in node.names)
 
 
-def read(file: Path, owner: str) -> set[str]:
+def read(file, owner):
     """The attributes that one of our files reads of a variable or attribute named `owner`, without a default."""
     return {
         node.attr

@@ -1,7 +1,5 @@
 """Stories about the Megatron host, one rank each; see `gang_stories`."""
 
-from __future__ import annotations
-
 import json
 import random
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ from ft_plugins.adapters.megatron.spans import follow
 from ft_plugins.adapters.megatron.support import require_supported
 from ft_plugins.base import faults
 from ft_plugins.config import launch_context
-from ft_plugins.errors import FtError, InventoryError, ResumeError, TopologyError, UnsupportedError
+from ft_plugins.errors import InventoryError, ResumeError, TopologyError, UnsupportedError
 from ft_plugins.model.digest import state_digest
 from ft_plugins.model.inventory import IterationSpan, Role
 from ft_plugins.model.topology import Topology
@@ -34,27 +32,27 @@ SHARDED_BF16 = ["--bf16", "--distributed-optimizer", "--loss-scale", "4"]
 class Recorded:
     """Hooks that write down what is called."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
+    def __init__(self):
+        self.calls = []
 
-    def before_update(self, step: int) -> None:
+    def before_update(self, step):
         self.calls.append(("before", step))
 
-    def after_update(self, step: int) -> None:
+    def after_update(self, step):
         self.calls.append(("after", step))
 
 
-def job(*flags: str) -> Job:
+def job(*flags):
     return Job(megatron_gpt.parse([*SMALL, *flags]), launch_context())
 
 
-def trained(built: Job, iterations: int) -> Job:
+def trained(built, iterations):
     for _ in range(iterations):
         built.train_step(skip=lambda: None)
     return built
 
 
-def refused(kind: type[FtError], call: Any) -> str:
+def refused(kind, call):
     try:
         call()
     except kind as error:
@@ -62,7 +60,7 @@ def refused(kind: type[FtError], call: Any) -> str:
     raise AssertionError(f"{kind.__name__} was not raised")
 
 
-def it_creates_optimizer_state_eagerly_without_changing_a_number() -> None:
+def it_creates_optimizer_state_eagerly_without_changing_a_number():
     for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
         lazy = trained(job(*flags), 3)
         expected = state_digest(lazy.host())
@@ -74,7 +72,7 @@ def it_creates_optimizer_state_eagerly_without_changing_a_number() -> None:
         eager.close()
 
 
-def it_inventories_twelve_bytes_a_parameter_and_no_derived_copy() -> None:
+def it_inventories_twelve_bytes_a_parameter_and_no_derived_copy():
     for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
         built = job(*flags)
         host = built.host()
@@ -90,7 +88,7 @@ def it_inventories_twelve_bytes_a_parameter_and_no_derived_copy() -> None:
         built.close()
 
 
-def it_inventories_frozen_parameters_and_buffers_as_they_are() -> None:
+def it_inventories_frozen_parameters_and_buffers_as_they_are():
     built = job("--bf16")
     host = built.host()
     layer = built.chunks[0].module.module.decoder.layers[0]
@@ -112,7 +110,7 @@ def it_inventories_frozen_parameters_and_buffers_as_they_are() -> None:
 class Router(torch.nn.Module):
     """Of a script."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config):
         super().__init__()
         self.config, self.rate, self.limits, self.never = config, 1.0, [1, 2], float("nan")
         self.activation = torch.nn.functional.relu
@@ -120,11 +118,11 @@ class Router(torch.nn.Module):
 
 
 class Unreadable(random.Random):
-    def getstate(self) -> Any:
+    def getstate(self):
         raise RuntimeError("no state")
 
 
-def routed() -> tuple[Job, MegatronCoreHost, Any]:
+def routed():
     """A job with a module of the script, and buffers that are made after its host."""
     built = job("--bf16")
     layer = built.chunks[0].module.module.decoder.layers[0]
@@ -138,7 +136,7 @@ def routed() -> tuple[Job, MegatronCoreHost, Any]:
     return built, host, layer
 
 
-def it_names_what_a_script_changes_in_modules_where_a_restart_begins_it_again() -> None:
+def it_names_what_a_script_changes_in_modules_where_a_restart_begins_it_again():
     built, host, layer = routed()
     router, version = layer.router, dict[str, Any]()
     router.broken = Unreadable()
@@ -164,7 +162,7 @@ def it_names_what_a_script_changes_in_modules_where_a_restart_begins_it_again() 
     again.close()
 
 
-def it_continues_bit_for_bit_after_everything_was_overwritten() -> None:
+def it_continues_bit_for_bit_after_everything_was_overwritten():
     for flags in ([], ["--bf16"], SHARDED_BF16, [*SHARDED_BF16, "--overlap-param-gather"], ["--distributed-optimizer"]):
         first = job(*flags)
         host = trained(first, 2).host()
@@ -186,7 +184,7 @@ def it_continues_bit_for_bit_after_everything_was_overwritten() -> None:
         again.close()
 
 
-def it_gives_every_parameter_a_step_tensor_of_its_own() -> None:
+def it_gives_every_parameter_a_step_tensor_of_its_own():
     built = trained(job("--bf16"), 1)
     host = built.host()
     small = codec.decode(codec.encode(host.small_state()))
@@ -200,7 +198,7 @@ def it_gives_every_parameter_a_step_tensor_of_its_own() -> None:
     assert len(steps) > 1 and set(steps) == {2.0}
 
 
-def it_calls_the_hooks_of_an_update_around_it_also_where_it_is_skipped() -> None:
+def it_calls_the_hooks_of_an_update_around_it_also_where_it_is_skipped():
     built = job(*SHARDED_BF16)
     host, hooks = built.host(), Recorded()
     host.install(hooks)
@@ -216,11 +214,11 @@ def it_calls_the_hooks_of_an_update_around_it_also_where_it_is_skipped() -> None
     assert hooks.calls == [(word, step) for step in (1, 2, 3, 4) for word in ("before", "after")]
 
 
-def it_reaches_each_fault_point_of_an_iteration_in_order() -> None:
+def it_reaches_each_fault_point_of_an_iteration_in_order():
     built = job("--eval-at", "1")
     host, seen = built.host(), []
     original = faults.reach
-    faults.reach = lambda point, **facts: seen.append((point, facts["iteration"]))  # type: ignore[func-returns-value]
+    faults.reach = lambda point, **facts: seen.append((point, facts["iteration"]))
     try:
         host.install(Recorded())
         trained(built, 2)
@@ -230,11 +228,11 @@ def it_reaches_each_fault_point_of_an_iteration_in_order() -> None:
     assert seen == [(point, iteration) for iteration in (1, 2) for point in points]
 
 
-def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group() -> None:
+def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group():
     class FusedLike(torch.optim.Optimizer):
         """As apex's FusedAdam: moments per parameter, the step in the group from the first update on."""
 
-        def step(self) -> None:
+        def step(self):
             for group in self.param_groups:
                 group["step"] = group.get("step", 0) + 1
 
@@ -257,7 +255,7 @@ def it_finds_the_state_of_an_optimizer_that_counts_steps_per_group() -> None:
     assert host_parts.groups(wrapped) == [{"lr": 0.5, "betas": (0.9, 0.95)}]
 
 
-def it_refuses_by_name_what_it_cannot_follow() -> None:
+def it_refuses_by_name_what_it_cannot_follow():
     chunk = SimpleNamespace(
         config=SimpleNamespace(
             overlap_moe_expert_parallel_comm=True,
@@ -281,13 +279,13 @@ def it_refuses_by_name_what_it_cannot_follow() -> None:
         assert part in message, (part, message)
 
 
-def it_refuses_a_topology_that_is_not_megatrons() -> None:
+def it_refuses_a_topology_that_is_not_megatrons():
     built = job()
     built.topology = Topology(tp=1, pp=1, dp=2)
     assert "[0, 1]" in refused(TopologyError, built.host)
 
 
-def it_refuses_state_of_other_settings_and_says_what_to_do() -> None:
+def it_refuses_state_of_other_settings_and_says_what_to_do():
     built = job()
     host = built.host()
     host.inventory()
@@ -301,7 +299,7 @@ def it_refuses_state_of_other_settings_and_says_what_to_do() -> None:
     assert "RNG tracker" in refused(ResumeError, lambda: host.restore_position(streams))
 
 
-def it_names_a_parameter_that_another_group_had() -> None:
+def it_names_a_parameter_that_another_group_had():
     for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
         built = job(*flags)
         host = built.host()
@@ -317,14 +315,14 @@ def it_names_a_parameter_that_another_group_had() -> None:
         built.close()
 
 
-def it_goes_on_with_the_micro_batches_of_a_ramp_up_of_the_batch_size() -> None:
-    sizes: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 1}
+def it_goes_on_with_the_micro_batches_of_a_ramp_up_of_the_batch_size():
+    sizes = {"global_batch_size": 8, "micro_batch_size": 2, "data_parallel_size": 1}
     if hasattr(calculator, "RampupBatchsizeNumMicroBatchesCalculator"):
         ramp_up = {**sizes, "rampup_batch_size": [2, 2, 12]}
     else:  # from megatron-core 0.19 on
         ramp_up = {**sizes, "step_batch_size_schedule": "0:2 4:4 8:6 12:8"}
 
-    def at(consumed: int) -> tuple[Job, MegatronCoreHost]:
+    def at(consumed):
         built = job()
         calculator.reconfigure_num_microbatches_calculator(rank=0, **ramp_up)
         built.consumed_samples = consumed
@@ -347,8 +345,8 @@ def it_goes_on_with_the_micro_batches_of_a_ramp_up_of_the_batch_size() -> None:
     assert found == {0: (1, 2), 5: (2, 4), 9: (3, 6), 99: (4, 8)}
 
 
-def it_has_one_fingerprint_for_a_job_and_another_for_another_model() -> None:
-    def fingerprint(*flags: str) -> dict[str, Any]:
+def it_has_one_fingerprint_for_a_job_and_another_for_another_model():
+    def fingerprint(*flags):
         built = job(*flags)
         found = dict(built.host().fingerprint())
         built.close()
@@ -366,7 +364,7 @@ def it_has_one_fingerprint_for_a_job_and_another_for_another_model() -> None:
         assert fingerprint(*flags) != usual, flags
 
 
-def it_takes_experts_for_replicas_over_expert_data_parallelism() -> None:
+def it_takes_experts_for_replicas_over_expert_data_parallelism():
     host = job().host()
     assert isinstance(host, MegatronCoreHost)
     host._topology = Topology(tp=1, pp=1, dp=4, ep=2)

@@ -1,9 +1,6 @@
 """Stories about what the Megatron host says of Megatron's own checkpoints; see `gang_stories`."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import gpt_job
 import torch
@@ -16,17 +13,17 @@ from megatron_stories import SHARDED_BF16, job, trained
 from ft_plugins.adapters.megatron.export import assemble
 from ft_plugins.snapshot.checkpoint.index import Index
 
-FLAGS: tuple[list[str], ...] = ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"])
+FLAGS = ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"])
 
 
-def gated() -> None:
+def gated():
     """From now on jobs have a gated projection, which Megatron saves in two halves."""
     gpt_job.TransformerConfig = functools.partial(
         gpt_job.TransformerConfig, gated_linear_unit=True, activation_func=torch.nn.functional.silu
     )
 
 
-def megatrons_own(built: Any) -> list[Any]:
+def megatrons_own(built):
     """What Megatron would save: every sharded tensor and object of model and optimizer, splits applied."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -40,7 +37,7 @@ def megatrons_own(built: Any) -> list[Any]:
     return [value for value in nested_values(wanted) if isinstance(value, ShardedTensor | ShardedObject)]
 
 
-def it_names_and_cuts_every_tensor_as_megatron_saves_it() -> None:
+def it_names_and_cuts_every_tensor_as_megatron_saves_it():
     gated()
     for flags in FLAGS:
         built = trained(job(*flags), 1)
@@ -64,7 +61,7 @@ def it_names_and_cuts_every_tensor_as_megatron_saves_it() -> None:
         built.close()
 
 
-def it_says_which_part_of_a_parameter_a_shard_is() -> None:
+def it_says_which_part_of_a_parameter_a_shard_is():
     built = job(*SHARDED_BF16)
     sizes = {f"chunk0.{name}": p.numel() for name, p in unwrap_model(built.chunks)[0].named_parameters()}
     for item in built.host().inventory().items:
@@ -75,11 +72,11 @@ def it_says_which_part_of_a_parameter_a_shard_is() -> None:
     assert {item.piece for item in plain.host().inventory().items} == {None}
 
 
-def it_protects_also_what_megatron_cannot_describe() -> None:
+def it_protects_also_what_megatron_cannot_describe():
     built = job()
     model = unwrap_model(built.chunks)[0]
 
-    def broken(**kwargs: Any) -> Any:
+    def broken(**kwargs):
         raise RuntimeError("no such thing\nhere")
 
     model.sharded_state_dict = broken
@@ -88,11 +85,11 @@ def it_protects_also_what_megatron_cannot_describe() -> None:
     assert host.inventory().items
 
 
-def it_refuses_to_describe_what_is_saved_as_a_copy() -> None:
+def it_refuses_to_describe_what_is_saved_as_a_copy():
     gated()
     original = ShardedTensorFactory.build
 
-    def copying(self: ShardedTensorFactory) -> Any:
+    def copying(self):
         built = original(self)
         for part in built:
             part.data = part.data.clone()
@@ -103,14 +100,14 @@ def it_refuses_to_describe_what_is_saved_as_a_copy() -> None:
     assert "linear_fc1" in problem and "as a reordered copy" in problem, problem
 
 
-def it_inventories_a_buffer_as_it_is_once_megatron_was_asked_for_its_state() -> None:
+def it_inventories_a_buffer_as_it_is_once_megatron_was_asked_for_its_state():
     """As with a router's bias, which a bf16 model holds in fp32 from its first forward or save on."""
     built = job("--bf16")
     layer = unwrap_model(built.chunks)[0].decoder.layers[0]
     layer.register_buffer("bias", torch.zeros(4, dtype=torch.bfloat16))
     original = layer._save_to_state_dict
 
-    def converting(*args: Any, **kwargs: Any) -> None:
+    def converting(*args, **kwargs):
         layer.bias.data = layer.bias.data.to(torch.float32)
         original(*args, **kwargs)
 
@@ -122,7 +119,7 @@ def it_inventories_a_buffer_as_it_is_once_megatron_was_asked_for_its_state() -> 
     assert (told["dtype"], told["group"]) == ("float32", host.names()["groups"].index([0]))
 
 
-def it_keeps_what_is_no_tensor() -> None:
+def it_keeps_what_is_no_tensor():
     names = job("--bf16").host().names()
     assert names["optimizers"] == ["float16"]
     assert names["arguments"] is None, "a loop of its own has none"

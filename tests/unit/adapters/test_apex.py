@@ -3,9 +3,6 @@
 And without one: a class with the habits of apex's, which put state into groups, and lists beside them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,27 +21,26 @@ from ft_plugins.snapshot.capture import codec
 from harness import apex_jobs
 
 Node = Any  # the fixture's class lives in tests/unit/conftest.py
-Ranks = Callable[..., list[Any]]
 ITERATIONS = 6
 
 
 class Loop:
     """A model in two groups, the first one with a single parameter, so that lists beside the groups are uneven."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         torch.manual_seed(5)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         first, *others = self.model.parameters()
         groups = [{"params": [first], "weight_decay": 0.0}, {"params": others}]
         made = getattr(apex_jobs.optimizers(), kind)
-        self.optimizer: torch.optim.Optimizer = made(groups, lr=0.05, **apex_jobs.KINDS[kind])
+        self.optimizer = made(groups, lr=0.05, **apex_jobs.KINDS[kind])
 
-    def iterate(self) -> None:
+    def iterate(self):
         self.optimizer.zero_grad()
         self.model(torch.randn(5, 3)).square().mean().backward()
         self.optimizer.step()
 
-    def described(self) -> Any:
+    def described(self):
         return readable(self.model.state_dict()), readable(self.optimizer.state_dict())
 
 
@@ -52,7 +48,7 @@ class Gone(Exception):
     """The process has died."""
 
 
-def _life(rank: int, world: int, run_dir: Any, token: int, left_in: int, kind: str) -> Any:
+def _life(rank, world, run_dir, token, left_in, kind):
     """One incarnation, gone in iteration `left_in` before its update."""
     loop, done = Loop(kind), []
     context, config = LaunchContext(None, run_dir, token, None, 0, 0, 1, 1, 0, 0), {"reft": {}, "node_name": "n"}
@@ -69,7 +65,7 @@ def _life(rank: int, world: int, run_dir: Any, token: int, left_in: int, kind: s
     return done, loop.described()
 
 
-def _plain(rank: int, world: int, kind: str) -> Any:
+def _plain(rank, world, kind):
     loop = Loop(kind)
     for _ in range(ITERATIONS):
         loop.iterate()
@@ -78,7 +74,7 @@ def _plain(rank: int, world: int, kind: str) -> Any:
 
 @pytest.mark.skipif(not apex_jobs.available(), reason="set APEX_PATH")
 @pytest.mark.parametrize("kind", apex_jobs.KINDS)
-def test_a_loop_that_dies_goes_on_as_an_unprotected_one(node: Node, ranks: Ranks, kind: str) -> None:
+def test_a_loop_that_dies_goes_on_as_an_unprotected_one(node, ranks, kind):
     node.start()
     [(first, _)] = ranks(_life, 1, node.run_dir, node.fence(), 4, kind)
     [(second, described)] = ranks(_life, 1, node.run_dir, node.fence(), 0, kind)
@@ -94,13 +90,13 @@ class Grouped(torch.optim.Optimizer):
     """As FusedNovoGrad, with a list of tensors in its groups, and as FusedAdam, with a list that has an entry for each
     group, and in it one for each parameter."""
 
-    def __init__(self, groups: Any) -> None:
+    def __init__(self, groups):
         super().__init__(groups, {"lr": 0.1})
         self.beside = [[None] * len(group["params"]) for group in self.param_groups]
-        self.lamb_coeffs: list[torch.Tensor] = []
+        self.lamb_coeffs = []
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group, beside in zip(self.param_groups, self.beside, strict=True):
             pairs = list(zip(group["params"], beside, strict=False))
             norms = [one.grad.norm() for one, _ in pairs]
@@ -114,13 +110,13 @@ class Grouped(torch.optim.Optimizer):
                 self.lamb_coeffs.append(norm)
 
 
-def made() -> tuple[list[nn.Parameter], Grouped]:
+def made():
     torch.manual_seed(2)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3,), (2, 2), (4,))]
     return parameters, Grouped([{"params": parameters[:1]}, {"params": parameters[1:]}])
 
 
-def moved(parameters: list[nn.Parameter], optimizer: Grouped, steps: int) -> list[bytes]:
+def moved(parameters, optimizer, steps):
     generator = torch.Generator().manual_seed(steps)
     for _ in range(steps):
         for one in parameters:
@@ -129,7 +125,7 @@ def moved(parameters: list[nn.Parameter], optimizer: Grouped, steps: int) -> lis
     return [one.detach().numpy().tobytes() for one in parameters]
 
 
-def test_state_in_groups_is_captured_and_neither_made_nor_moved_early() -> None:
+def test_state_in_groups_is_captured_and_neither_made_nor_moved_early():
     parameters, optimizer = made()
     create_state(optimizer)
     assert optimizer.lamb_coeffs == [] and all("norms" not in group for group in optimizer.param_groups)
@@ -151,18 +147,18 @@ def test_state_in_groups_is_captured_and_neither_made_nor_moved_early() -> None:
     assert moved(again, other, 2) == moved(parameters, optimizer, 2)
 
 
-def test_what_updates_put_into_groups_is_where_the_parameters_are() -> None:
+def test_what_updates_put_into_groups_is_where_the_parameters_are():
     near = torch.empty(2, device="meta")
     found = host_parts._new([torch.ones(2), (torch.ones(()), None)], near)
     assert found[0].device.type == found[1][0].device.type == "meta" and found[1][1] is None
-    between_updates: Any = SimpleNamespace(param_groups=[{"params": []}])  # of ZeRO-3
+    between_updates = SimpleNamespace(param_groups=[{"params": []}])  # of ZeRO-3
     host_parts.restore_groups(between_updates, [{"norms": [torch.ones(2)]}], {0: near})
     assert between_updates.param_groups[0]["norms"][0].device.type == "meta"
 
 
-def test_what_apex_amp_and_its_parallel_module_do_is_refused_by_name() -> None:
+def test_what_apex_amp_and_its_parallel_module_do_is_refused_by_name():
     parameters, optimizer = made()
-    optimizer._amp_stash = object()  # type: ignore[attr-defined]
+    optimizer._amp_stash = object()
     with pytest.raises(UnsupportedError, match="Grouped was initialised by apex.amp"):
         create_state(optimizer)
     wrapper = type("DistributedDataParallel", (nn.Module,), {"__module__": "apex.parallel.distributed"})()

@@ -1,16 +1,12 @@
 """What begins again after a restore is named by its path, from values alone; loops that go on are not."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -34,14 +30,14 @@ class Life:
     restored iteration; a version point for each iteration until it is killed after `until`."""
 
     def __init__(
-        self, done: int = 0, version: Any = None, until: int = 7, modules: Callable[[], Any] = tuple,
-        ignored: Iterable[Any] = ("life", "self"), captured: Iterable[torch.Tensor] = (),
-    ) -> None:  # fmt: skip
+        self, done = 0, version = None, until = 7, modules = tuple,
+        ignored = ("life", "self"), captured = (),
+    ):  # fmt: skip
         self.done, self.until, self._version, self.begun = done, until, version, False
         self.observed = BegunAgain(modules, lambda: captured, lambda: ignored)
-        self.versions: dict[int, Any] = {}
+        self.versions = {}
 
-    def step(self) -> None:
+    def step(self):
         if not self.begun:
             self.begun = True
             self.observed.begin()
@@ -53,14 +49,14 @@ class Life:
             raise Killed
 
 
-def lived(loop: Callable[[Life], None], **given: Any) -> Life:
+def lived(loop, **given):
     life = Life(**given)
     with contextlib.suppress(Killed):
         loop(life)
     return life
 
 
-def said_after(loop: Callable[[Life], None], at: int = 6, **given: Any) -> str:
+def said_after(loop, at=6, **given):
     """What is said when a loop is restored after iteration `at`."""
     first = lived(loop, **given)
     assert first.observed.said() == ""
@@ -70,24 +66,24 @@ def said_after(loop: Callable[[Life], None], at: int = 6, **given: Any) -> str:
 # ---- loops that go on ----
 
 
-def to_the_last(life: Life) -> None:
+def to_the_last(life):
     while life.done < LAST:
         life.step()
 
 
-def over_what_is_left(life: Life) -> None:
+def over_what_is_left(life):
     for _step in range(life.done, LAST):
         life.step()
 
 
-def over_epochs_that_are_left(life: Life) -> None:
+def over_epochs_that_are_left(life):
     begin = life.done
     for epoch in range(begin // 5, 4):
         for _at in range(max(0, begin - 5 * epoch), 5):
             life.step()
 
 
-def with_what_each_step_sets(life: Life) -> None:
+def with_what_each_step_sets(life):
     total = 0
     while life.done < LAST:
         total = sum(range(life.done + 3))
@@ -95,7 +91,7 @@ def with_what_each_step_sets(life: Life) -> None:
     assert total
 
 
-def with_a_setting(life: Life) -> None:
+def with_a_setting(life):
     total, names = LAST, ["loss", "norm"]
     while life.done < total and names:
         life.step()
@@ -106,26 +102,26 @@ def with_a_setting(life: Life) -> None:
     "loop",
     [to_the_last, over_what_is_left, over_epochs_that_are_left, with_what_each_step_sets, with_a_setting],
 )
-def test_a_loop_that_goes_on_is_not_named(loop: Callable[[Life], None], at: int) -> None:
+def test_a_loop_that_goes_on_is_not_named(loop, at):
     assert said_after(loop, at) == ""
 
 
 # ---- loops that begin again ----
 
 
-def over_all_again(life: Life) -> None:
+def over_all_again(life):
     for _number in range(LAST):
         life.step()
 
 
-def by_a_counter(life: Life) -> None:
+def by_a_counter(life):
     count = 0
     while life.done < LAST:
         life.step()
         count += 1
 
 
-def by_an_average(life: Life) -> None:
+def by_an_average(life):
     running = 0.0
     while life.done < LAST:
         life.step()
@@ -138,26 +134,26 @@ class Meter:
     __slots__ = ("count", "history")
     made = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count, self.history = 0, deque[int](maxlen=3)
 
-    def update(self) -> None:
+    def update(self):
         self.count += 1
         self.history.append(self.count)
 
     @property
-    def total(self) -> int:
+    def total(self):
         raise AssertionError("the script's code is run")
 
 
-def by_a_meter(life: Life) -> None:
+def by_a_meter(life):
     meters = {"train": [Meter()]}
     while life.done < LAST:
         life.step()
         meters["train"][0].update()
 
 
-def by_a_class(life: Life) -> None:
+def by_a_class(life):
     meter, Meter.made = Meter(), 0
     while life.done < LAST:
         life.step()
@@ -165,10 +161,10 @@ def by_a_class(life: Life) -> None:
     assert meter
 
 
-def by_a_closure(life: Life) -> None:
+def by_a_closure(life):
     seen = 0
 
-    def see() -> None:
+    def see():
         nonlocal seen
         seen += 1
 
@@ -178,8 +174,8 @@ def by_a_closure(life: Life) -> None:
         by_name()
 
 
-def by_a_generator(life: Life) -> None:
-    def batches() -> Iterator[int]:
+def by_a_generator(life):
+    def batches():
         taken = 0
         while True:
             taken += 1
@@ -191,8 +187,8 @@ def by_a_generator(life: Life) -> None:
         life.step()
 
 
-def by_a_pass(life: Life) -> None:
-    def endless() -> Iterator[Any]:
+def by_a_pass(life):
+    def endless():
         while True:
             yield from zip(DataLoader(list(range(30))), itertools.count(), strict=False)
 
@@ -203,28 +199,28 @@ def by_a_pass(life: Life) -> None:
         next(some)
 
 
-def by_an_iterator_of_python(life: Life) -> None:
+def by_an_iterator_of_python(life):
     numbers = itertools.count()
     while life.done < LAST:
         life.step()
         next(numbers)
 
 
-def by_a_list(life: Life) -> None:
-    losses: list[float] = []
+def by_a_list(life):
+    losses = []
     while life.done < LAST:
         life.step()
         losses.append(0.0)
 
 
-def by_a_set(life: Life) -> None:
-    seen: set[int] = set()
+def by_a_set(life):
+    seen = set()
     while life.done < LAST:
         life.step()
         seen.add(life.done % 3)
 
 
-def by_a_tensor(life: Life) -> None:
+def by_a_tensor(life):
     mean, large = torch.zeros(()), torch.zeros(2000)
     while life.done < LAST:
         life.step()
@@ -232,7 +228,7 @@ def by_a_tensor(life: Life) -> None:
         large.data.add_(1)
 
 
-def by_dice(life: Life) -> None:
+def by_dice(life):
     dice, own = random.Random(3), torch.Generator().manual_seed(4)
     while life.done < LAST:
         life.step()
@@ -258,17 +254,17 @@ NAMED = {
 
 
 @pytest.mark.parametrize("loop", NAMED)
-def test_what_begins_again_is_named_by_its_path_and_value(loop: Callable[[Life], None]) -> None:
+def test_what_begins_again_is_named_by_its_path_and_value(loop):
     words = said_after(loop)
     assert all(part in words for part in NAMED[loop]) and words.count("; ") == len(NAMED[loop]) - 1, words
 
 
-def test_what_the_script_ignores_is_not_named() -> None:
+def test_what_the_script_ignores_is_not_named():
     assert said_after(by_a_meter, ignored=("life", "self", "history")) == "by_a_meter.meters['train'][0].count 0, was 6"
     assert said_after(by_a_meter, ignored=("life", "self", "train")) == ""
 
 
-def test_a_second_restore_knows_what_the_first_process_learnt() -> None:
+def test_a_second_restore_knows_what_the_first_process_learnt():
     first = lived(by_a_counter)
     second = lived(by_a_counter, done=6, version=first.versions[6], until=8)
     assert second.observed.said() == "by_a_counter.count 0, was 6"
@@ -276,9 +272,9 @@ def test_a_second_restore_knows_what_the_first_process_learnt() -> None:
     assert third.observed.said() == "by_a_counter.count 0, was 2"
 
 
-def by_a_callback(life: Life) -> None:
-    handler: Any = type("CallbackHandler", (), {"__module__": "transformers.trainer_callback"})()
-    trainer: Any = type("Trainer", (), {"__module__": "transformers.trainer"})()
+def by_a_callback(life):
+    handler = type("CallbackHandler", (), {"__module__": "transformers.trainer_callback"})()
+    trainer = type("Trainer", (), {"__module__": "transformers.trainer"})()
     trainer.callback_handler, handler.callbacks, callback = handler, [SimpleNamespace(best=None)], trainer
     while life.done < LAST:
         life.step()
@@ -286,7 +282,7 @@ def by_a_callback(life: Life) -> None:
     assert callback
 
 
-def test_what_a_callback_of_a_trainer_keeps_is_named_and_so_is_a_kind_that_is_the_first_one_again() -> None:
+def test_what_a_callback_of_a_trainer_keeps_is_named_and_so_is_a_kind_that_is_the_first_one_again():
     words = said_after(by_a_callback, ignored=("life", "self", "callback", "handler"))
     assert words == "by_a_callback.trainer.callback_handler.callbacks[0].best None, was a dict"
 
@@ -295,18 +291,18 @@ def test_what_a_callback_of_a_trainer_keeps_is_named_and_so_is_a_kind_that_is_th
 
 
 class Layer(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
         self.register_buffer("mean", torch.zeros(2))
-        self.act: Any = torch.nn.functional.relu
+        self.act = torch.nn.functional.relu
         self.memory = [torch.zeros(2)]
         self.cache = SimpleNamespace(hits=0)
         self.helper = torch.nn.Linear(1, 1)
 
 
-def test_what_modules_keep_is_named_but_not_what_is_captured() -> None:
-    def loop(life: Life) -> None:
+def test_what_modules_keep_is_named_but_not_what_is_captured():
+    def loop(life):
         while life.done < LAST:
             life.step()
             with torch.no_grad():
@@ -315,7 +311,7 @@ def test_what_modules_keep_is_named_but_not_what_is_captured() -> None:
             layer.memory[0] = layer.memory[0] + 1
             layer.cache.hits += 1
             if life.done == 1:
-                layer.act, layer.helper = torch.nn.functional.gelu, torch.nn.ReLU()  # type: ignore[assignment]
+                layer.act, layer.helper = torch.nn.functional.gelu, torch.nn.ReLU()
                 layer.register_forward_hook(lambda *_: None)
                 layer.requires_grad_(False)
 
@@ -332,12 +328,12 @@ def test_what_modules_keep_is_named_but_not_what_is_captured() -> None:
 # ---- an iteration that is computed again ----
 
 
-def recomputed(loop: Callable[[Life], None], at: int = 6) -> tuple[str, tuple[str, ...]]:
+def recomputed(loop, at=6):
     """What is said after iteration `at` was computed again from the version before, and what else differs."""
     first = lived(loop)
 
     class Again(Life):
-        def step(self) -> None:
+        def step(self):
             if not self.begun:
                 self.begun = True
                 self.observed.begin()
@@ -353,9 +349,9 @@ def recomputed(loop: Callable[[Life], None], at: int = 6) -> tuple[str, tuple[st
     return life.observed.said(), life.observed.differing
 
 
-def test_what_an_iteration_sets_anew_is_not_named_when_it_was_computed_again() -> None:
-    def loop(life: Life) -> None:
-        loss: Any = None
+def test_what_an_iteration_sets_anew_is_not_named_when_it_was_computed_again():
+    def loop(life):
+        loss = None
         mean = 0.0
         while life.done < LAST:
             life.step()
@@ -368,8 +364,8 @@ def test_what_an_iteration_sets_anew_is_not_named_when_it_was_computed_again() -
     assert said == "loop.mean 0.0, was 7.5" and differing == ("loop.mean",)
 
 
-def test_what_comes_into_being_in_the_iteration_is_compared_there() -> None:
-    def loop(life: Life) -> None:
+def test_what_comes_into_being_in_the_iteration_is_compared_there():
+    def loop(life):
         for number in itertools.count():
             life.step()
             index = number * 2
@@ -380,14 +376,14 @@ def test_what_comes_into_being_in_the_iteration_is_compared_there() -> None:
 
 
 def test_a_tensor_on_a_device_that_was_not_read_is_named_if_it_was_one_at_the_restore(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Versions between examined points have no text of it."""
     read = value_text._tensor
     monkeypatch.setattr(value_text, "_tensor", lambda one, devices: read(one, devices) if devices else ON_DEVICE)
 
-    def loop(life: Life) -> None:
-        loss: Any = None
+    def loop(life):
+        loss = None
         mean = torch.zeros(3)
         while life.done < LAST:
             life.step()
@@ -402,9 +398,9 @@ def test_a_tensor_on_a_device_that_was_not_read_is_named_if_it_was_one_at_the_re
 
 
 def test_a_version_has_room_for_so_many_and_it_is_said_that_others_are_left_out(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def loop(life: Life) -> None:
+    capsys,
+):
+    def loop(life):
         many = [[0] * 60 for _ in range(60)]
         while life.done < LAST:
             life.step()
@@ -419,26 +415,26 @@ def test_a_version_has_room_for_so_many_and_it_is_said_that_others_are_left_out(
     assert again.observed.said().endswith(" more")
 
 
-def test_objects_that_refer_to_each_other_and_fail_when_they_are_read_are_no_error() -> None:
+def test_objects_that_refer_to_each_other_and_fail_when_they_are_read_are_no_error():
     class Odd:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             raise AssertionError("the script's code is run")
 
-        def __len__(self) -> int:
+        def __len__(self):
             raise AssertionError("the script's code is run")
 
     class Broken(random.Random):
-        def getstate(self) -> Any:
+        def getstate(self):
             raise RuntimeError("no state")
 
     class Lazy:
         @property
-        def __class__(self) -> Any:
+        def __class__(self):
             raise AssertionError("the script's code is run")
 
-    def loop(life: Life) -> None:
+    def loop(life):
         odd, broken, lazy, gone, count = Odd(), Broken(), Lazy(), weakref.proxy(Odd()), 0
-        odd.other, odd.me = [odd], odd  # type: ignore[attr-defined]
+        odd.other, odd.me = [odd], odd
         while life.done < LAST:
             life.step()
             count += 1
@@ -457,5 +453,5 @@ def test_objects_that_refer_to_each_other_and_fail_when_they_are_read_are_no_err
         ("a tensor of (3,) (00)", "a tensor of (3,) (01)", ON_DEVICE, False),
     ],
 )  # fmt: skip
-def test_what_has_begun_again(first: Any, was: Any, now: Any, again: bool) -> None:
+def test_what_has_begun_again(first, was, now, again):
     assert has_begun_again(first, was, now) is again

@@ -1,10 +1,5 @@
 """Repeated loaders draw after a restore what they draw without one, at every batch, with torch's own loader."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -17,10 +12,10 @@ BATCHES, LAST = 4, 1  # of a pass; samples that are left out
 class Cyclic:
     """As Megatron's sampler for `cyclic`: a pass goes on where consumed samples say."""
 
-    def __init__(self, consumed: int) -> None:
+    def __init__(self, consumed):
         self.consumed_samples, self.total_samples, self.last_batch_size = consumed, 2 * BATCHES + LAST, LAST
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         for batch in range(self.consumed_samples // 2 % BATCHES, BATCHES):
             self.consumed_samples += 2
             yield [2 * batch, 2 * batch + 1]
@@ -29,19 +24,19 @@ class Cyclic:
 class Whole:
     """As Megatron's for `--full-validation`."""
 
-    def __init__(self, consumed: int) -> None:
+    def __init__(self, consumed):
         self.total_samples = 2 * BATCHES
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         yield from ([2 * batch, 2 * batch + 1] for batch in range(BATCHES))
 
 
-def cycle(loader: Any) -> Iterator[Any]:
+def cycle(loader):
     while True:
         yield from loader
 
 
-def read(passes: Iterator[Any], count: int) -> list[tuple[list[int], bytes]]:
+def read(passes, count):
     """Batches, and the generator of the process after each of them."""
     found = []
     for _ in range(count):
@@ -52,10 +47,10 @@ def read(passes: Iterator[Any], count: int) -> list[tuple[list[int], bytes]]:
 
 @pytest.mark.parametrize("workers", [0, 1], ids=["no-workers", "workers-that-persist"])
 @pytest.mark.parametrize(("sampler", "points"), [(Cyclic, range(2 * BATCHES + 2)), (Whole, (0, BATCHES, 2 * BATCHES))])
-def test_a_loader_that_goes_on_after_a_restore_draws_as_without(workers: int, sampler: Any, points: Any) -> None:
-    def loader(consumed: int) -> Any:
-        given: Any = {"num_workers": workers, "persistent_workers": bool(workers)}
-        return DataLoader(range(100), batch_sampler=sampler(consumed), **given)  # type: ignore[arg-type]
+def test_a_loader_that_goes_on_after_a_restore_draws_as_without(workers, sampler, points):
+    def loader(consumed):
+        given = {"num_workers": workers, "persistent_workers": bool(workers)}
+        return DataLoader(range(100), batch_sampler=sampler(consumed), **given)
 
     torch.manual_seed(1)
     states, expected, made = [torch.get_rng_state()], [], Cycles()
@@ -75,12 +70,12 @@ def test_a_loader_that_goes_on_after_a_restore_draws_as_without(workers: int, sa
 
 
 @pytest.mark.parametrize("workers", [0, 1], ids=["no-workers", "workers-that-persist"])
-def test_one_that_was_not_read_since_a_start_from_megatrons_own_checkpoint_draws(workers: int) -> None:
+def test_one_that_was_not_read_since_a_start_from_megatrons_own_checkpoint_draws(workers):
     """Samples were consumed before that start, in another process."""
 
-    def loader() -> Any:
-        given: Any = {"num_workers": workers, "persistent_workers": bool(workers)}
-        return DataLoader(range(100), batch_sampler=Cyclic(2), **given)  # type: ignore[arg-type]
+    def loader():
+        given = {"num_workers": workers, "persistent_workers": bool(workers)}
+        return DataLoader(range(100), batch_sampler=Cyclic(2), **given)
 
     loaded, restored = Cycles(), Cycles()
     next(loaded.passes(cycle, loader()))  # for training; the second, for evaluation, is not read
@@ -93,11 +88,11 @@ def test_one_that_was_not_read_since_a_start_from_megatrons_own_checkpoint_draws
     assert not torch.equal(torch.get_rng_state(), before)
 
 
-def test_loaders_of_other_kinds_and_those_that_are_never_read_do_no_harm() -> None:
+def test_loaders_of_other_kinds_and_those_that_are_never_read_do_no_harm():
     restored = Cycles()
     restored.write(b"\1" * 16)
-    never = DataLoader(range(3), batch_sampler=Cyclic(0))  # type: ignore[arg-type]
-    never.batch_sampler.total_samples = never.batch_sampler.last_batch_size = 3  # type: ignore[union-attr]
+    never = DataLoader(range(3), batch_sampler=Cyclic(0))
+    never.batch_sampler.total_samples = never.batch_sampler.last_batch_size = 3
     restored.passes(cycle, never)
     for loader, expected in (([1, 2], [1, 2, 1]), (DataLoader(range(2)), [0, 1, 0])):
         passes = restored.passes(cycle, loader)

@@ -3,11 +3,7 @@
 The engine computes nothing; the loop's hooks are the real ones.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
@@ -15,7 +11,7 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from ft_plugins.adapters.deepspeed import core, training  # noqa: E402
-from ft_plugins.adapters.deepspeed.clients import EngineClient, EngineClients, lightning  # noqa: E402
+from ft_plugins.adapters.deepspeed.clients import EngineClients, lightning  # noqa: E402
 from ft_plugins.adapters.deepspeed.position import Positions  # noqa: E402
 from ft_plugins.adapters.deepspeed.training import DeepSpeedLoop  # noqa: E402
 from ft_plugins.adapters.schedulers import SchedulerRestore  # noqa: E402
@@ -28,38 +24,38 @@ class Counting:
 
     name, places_data = "Counter", True
 
-    def __init__(self, at: int | None = 0) -> None:
+    def __init__(self, at=0):
         self.at = at
-        self.begin: Callable[[], None] = lambda: None
+        self.begin = lambda: None
 
-    def follow(self, engine: Any, begin: Callable[[], None]) -> None:
+    def follow(self, engine, begin):
         self.begin = begin
 
-    def iteration(self) -> int | None:
+    def iteration(self):
         return self.at
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"at": self.at}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state):
         self.at = state["at"]
 
 
 class Engine(nn.Module):
     """Counters, and the methods that are hooked."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at):
         super().__init__()
         self.module = nn.Linear(1, 1)
         self.global_steps, self.global_samples, self.micro_steps = at, at, at
 
-    def step(self) -> None: ...
-    def load_checkpoint(self) -> None: ...
+    def step(self): ...
+    def load_checkpoint(self): ...
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    told: list[str] = []
+def events(monkeypatch):
+    told = []
     session = SimpleNamespace(
         iteration_begin=lambda iteration: told.append(f"begin {iteration}"),
         iteration_end=lambda iteration, ends: told.append(f"{'last ' if ends else ''}end {iteration}"),
@@ -76,20 +72,20 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def loop_of(client: EngineClient | None, at: int) -> DeepSpeedLoop:
+def loop_of(client, at):
     config = Config()
-    context: Any = None
+    context = None
     return DeepSpeedLoop(Engine(at), config, context, Positions(), lambda _: None, None, client)
 
 
-def test_a_client_that_is_where_the_engine_was_restored_begins_there(events: list[str]) -> None:
+def test_a_client_that_is_where_the_engine_was_restored_begins_there(events):
     client = Counting(5)
     loop_of(client, 5)
     client.begin()
     assert events == ["begin 6"]
 
 
-def test_a_client_that_begins_at_its_own_start_is_refused_before_the_iteration_begins(events: list[str]) -> None:
+def test_a_client_that_begins_at_its_own_start_is_refused_before_the_iteration_begins(events):
     client = Counting(0)
     loop_of(client, 5)
     with pytest.raises(ResumeError, match="rank 1: the engine has completed iteration 5, but Counter's loop is at 0"):
@@ -97,7 +93,7 @@ def test_a_client_that_begins_at_its_own_start_is_refused_before_the_iteration_b
     assert events == []
 
 
-def test_a_client_that_loses_count_later_is_refused_before_that_iteration_is_captured(events: list[str]) -> None:
+def test_a_client_that_loses_count_later_is_refused_before_that_iteration_is_captured(events):
     client = Counting(5)
     loop = loop_of(client, 5)
     client.begin()
@@ -107,7 +103,7 @@ def test_a_client_that_loses_count_later_is_refused_before_that_iteration_is_cap
     assert events == ["begin 6"]
 
 
-def test_a_client_that_does_not_count_must_read_the_engines_counters(events: list[str]) -> None:
+def test_a_client_that_does_not_count_must_read_the_engines_counters(events):
     silent, reading = Counting(None), Counting(None)
     loop_of(silent, 5)
     with pytest.raises(ResumeError, match="the loop begins at its own start"):
@@ -118,11 +114,11 @@ def test_a_client_that_does_not_count_must_read_the_engines_counters(events: lis
     assert events == ["begin 6"]
 
 
-def test_local_sgd_with_a_client_is_refused_by_its_name_before_its_engine_is_built() -> None:
+def test_local_sgd_with_a_client_is_refused_by_its_name_before_its_engine_is_built():
     hooks = training.EngineHooks()
     block = {"reft": {}, "sync": {"policy": "edit"}}
 
-    def build(model: Any, config: Any) -> Any:
+    def build(model, config):
         raise AssertionError("nothing is built")
 
     refused = pytest.raises(UnsupportedError, match=r"\(Counter\): it is untested with local SGD. Drop")
@@ -132,7 +128,7 @@ def test_local_sgd_with_a_client_is_refused_by_its_name_before_its_engine_is_bui
         hooks.initialize(build, nn.Linear(1, 1), {"train_batch_size": 2})
 
 
-def test_the_last_iteration_ends_where_a_client_says_that_training_has(events: list[str]) -> None:
+def test_the_last_iteration_ends_where_a_client_says_that_training_has(events):
     """What it does with the engine from there on, such as loading its best checkpoint, is in no version."""
     client, other = Counting(5), Counting(5)
     hooks = training.EngineHooks()
@@ -147,8 +143,8 @@ def test_the_last_iteration_ends_where_a_client_says_that_training_has(events: l
 
 
 def test_a_checkpoint_that_is_loaded_amid_training_ends_it_so_the_iteration_before_is_captured_whatever_the_interval(
-    events: list[str],
-) -> None:
+    events,
+):
     client = Counting(5)
     loop = loop_of(client, 5)
     client.begin()
@@ -159,7 +155,7 @@ def test_a_checkpoint_that_is_loaded_amid_training_ends_it_so_the_iteration_befo
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_what_a_client_loads_when_training_has_ended_is_its_own_matter(events: list[str], trains: bool) -> None:
+def test_what_a_client_loads_when_training_has_ended_is_its_own_matter(events, trains):
     """Also after a restart at the end, where nothing is left to train: the best checkpoint stays loaded."""
     client = Counting(5)
     loop = loop_of(client, 5)
@@ -171,8 +167,8 @@ def test_what_a_client_loads_when_training_has_ended_is_its_own_matter(events: l
     assert "restored" not in events and events[-1] == "sealed"
 
 
-def test_of_nested_clients_the_outermost_is_set_up_once() -> None:
-    finished: list[EngineClient] = []
+def test_of_nested_clients_the_outermost_is_set_up_once():
+    finished = []
     clients = EngineClients(finished.append)
     outer, inner = Counting(), Counting()
     with clients.setting_up(outer):
@@ -182,8 +178,8 @@ def test_of_nested_clients_the_outermost_is_set_up_once() -> None:
     assert finished == [outer] and clients.current is None
 
 
-def test_a_client_whose_set_up_failed_is_not_restored() -> None:
-    finished: list[EngineClient] = []
+def test_a_client_whose_set_up_failed_is_not_restored():
+    finished = []
     clients = EngineClients(finished.append)
     with pytest.raises(KeyError), clients.setting_up(Counting()):
         raise KeyError
@@ -193,17 +189,17 @@ def test_a_client_whose_set_up_failed_is_not_restored() -> None:
 class Adding:
     """Adds the loaded number of steps to its own, as Megatron's scheduler does."""
 
-    def __init__(self, adds: bool = True) -> None:
+    def __init__(self, adds=True):
         self.steps, self.adds = 0, adds
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.steps = self.steps + state["steps"] if self.adds else 1
 
 
-def test_a_scheduler_that_adds_is_restored_once_however_often_it_is_loaded() -> None:
+def test_a_scheduler_that_adds_is_restored_once_however_often_it_is_loaded():
     scheduler = Adding()
     restore = SchedulerRestore(scheduler)
     scheduler.load_state_dict({"steps": 40})  # by DeepSpeed
@@ -213,20 +209,20 @@ def test_a_scheduler_that_adds_is_restored_once_however_often_it_is_loaded() -> 
     assert scheduler.steps == 56
 
 
-def test_a_scheduler_that_ends_elsewhere_is_refused() -> None:
+def test_a_scheduler_that_ends_elsewhere_is_refused():
     with pytest.raises(ResumeError, match="rank 2: the learning rate scheduler Adding cannot be restored"):
         SchedulerRestore(Adding(adds=False)).load({"steps": 56}, 2)
 
 
-def test_lightning_is_refused_by_name_as_it_builds_an_engine() -> None:
+def test_lightning_is_refused_by_name_as_it_builds_an_engine():
     clients = EngineClients()
 
     class Trainer:
-        def fit(self, model: str) -> None:
+        def fit(self, model):
             assert clients.current is not None and model == "a model"
             clients.current.follow(object(), lambda: None)  # as when an engine that is built is protected
 
-    lightning.follow(SimpleNamespace(Trainer=Trainer), clients)  # type: ignore[arg-type]
+    lightning.follow(SimpleNamespace(Trainer=Trainer), clients)
     with pytest.raises(UnsupportedError, match="cannot protect this job: a loop .*PyTorch Lightning.: it counts"):
         Trainer().fit("a model")
     assert clients.current is None

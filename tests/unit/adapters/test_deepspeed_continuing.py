@@ -3,10 +3,8 @@
 The engine computes nothing; loaders, data positions and the loop's hooks are the real ones.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from queue import Queue
 from types import SimpleNamespace
@@ -37,25 +35,25 @@ Loop = Callable[[Any, Any], None]
 class Counting(nn.Module):
     """An engine's counters; every `accumulation`th micro-step is an update. Before training it reads none of them."""
 
-    def __init__(self, at: int, accumulation: int = 1) -> None:
+    def __init__(self, at, accumulation=1):
         super().__init__()
         self.module, self.accumulation = nn.Linear(1, 1), accumulation
         self.global_steps = at
         self.global_samples, self.micro_steps = 2 * at, accumulation * at
 
-    def forward(self, batch: torch.Tensor) -> None:
+    def forward(self, batch):
         self.module(batch.float().reshape(-1, 1))
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def is_gradient_accumulation_boundary(self):
         return (self.micro_steps + 1) % self.accumulation == 0
 
-    def step(self) -> None:
+    def step(self):
         if self.is_gradient_accumulation_boundary():
             self.global_steps += 1
             self.global_samples += 2
         self.micro_steps += 1
 
-    def load_checkpoint(self, at: int) -> tuple[str | None, dict[str, int]]:
+    def load_checkpoint(self, at):
         self.global_steps = at
         return (str(at) if at else None), {"iteration": at}
 
@@ -63,55 +61,53 @@ class Counting(nn.Module):
 class Pipelined(Counting):
     """Reads its batches itself."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at):
         super().__init__(at)
-        self.data_iterator: Any = None
+        self.data_iterator = None
 
-    def set_dataiterator(self, iterator: Any) -> None:
+    def set_dataiterator(self, iterator):
         self.data_iterator = iterator
 
-    def _next_batch(self) -> Any:
+    def _next_batch(self):
         return next(self.data_iterator)
 
-    def train_batch(self, data_iter: Any = None) -> None:
+    def train_batch(self, data_iter=None):
         self._next_batch()
         self.step()
 
 
 class Stream(IterableDataset):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from range(2 * EPOCH)
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def start(monkeypatch):
     """Begins to follow an engine; `restored`: the iteration of the version in memory, 0 for none."""
     monkeypatch.setattr(DataLoader, "__iter__", ITERATE)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: None)
 
-    def start(
-        restored: int, engine: Any = None, captured: bool = True, positions: Any = None, versions: Any = None
-    ) -> Any:
+    def start(restored, engine=None, captured=True, positions=None, versions=None):
         monkeypatch.setattr(DataLoader, "__iter__", ITERATE)  # not followed for an engine before
         engine = Counting(restored) if engine is None else engine
-        begun: list[int] = []
+        begun = []
         own = ("ended", "paces", "said", "begun", "batch")  # of this function, which does not restore data
         observed, said = BegunAgain(tuple, tuple, lambda: (*own, *undeclared_search.ignored())), list[str]()
         of_host = {"rank": 0, "restored": False, "silent": False, "pace": None}
         host = SimpleNamespace(**of_host, find_tensors=lambda loaded: None, schedule=SchedulerRestore(None))
-        ended: dict[int, Any] = {}  # what each version has of the loop
-        paces: dict[int, Any] = {}
+        ended = {}  # what each version has of the loop
+        paces = {}
 
-        def resume(loaded: int) -> Any:
+        def resume(loaded):
             host.restored = restored > 0
             engine.global_steps = max(vars(engine)["global_steps"], restored)
             return vars(engine)["global_steps"]
 
-        def iteration_end(iteration: int, ends: bool) -> None:
+        def iteration_end(iteration, ends):
             ended[iteration], paces[iteration] = observed.captured(iteration), host.pace
             said.append(observed.said())
 
-        def iteration_begin(iteration: int) -> None:
+        def iteration_begin(iteration):
             if not begun:
                 observed.begin()
                 observed.restored((versions or {}).get(restored))
@@ -121,19 +117,19 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         session = SimpleNamespace(resume=resume, iteration_begin=iteration_begin, **at_the_end)
         monkeypatch.setattr(core, "DeepSpeedHost", lambda *args: host)
         monkeypatch.setattr(training, "attach", lambda *args: session)
-        config: Any = Config.from_json({"reft": {}} if captured else {"paft": {}})
-        loop = DeepSpeedLoop(engine, config, None, positions or Positions(), lambda in_order: None)  # type: ignore[arg-type]
+        config = Config.from_json({"reft": {}} if captured else {"paft": {}})
+        loop = DeepSpeedLoop(engine, config, None, positions or Positions(), lambda in_order: None)
         loop.resume()
         return SimpleNamespace(engine=engine, begun=begun, loop=loop, versions=ended, paces=paces, said=said)
 
     return start
 
 
-def loader(stream: bool = False) -> Any:
-    return DataLoader(Stream() if stream else list(range(2 * EPOCH)), batch_size=2)  # type: ignore[arg-type]
+def loader(stream=False):
+    return DataLoader(Stream() if stream else list(range(2 * EPOCH)), batch_size=2)
 
 
-def train(engine: Any, batch: Any) -> None:
+def train(engine, batch):
     engine(batch)
     engine.step()
 
@@ -141,7 +137,7 @@ def train(engine: Any, batch: Any) -> None:
 # ---- a checkpoint that the script loads when it has trained ----
 
 
-def test_what_a_script_loads_when_it_has_trained_is_its_own_matter(start: Callable[..., Any]) -> None:
+def test_what_a_script_loads_when_it_has_trained_is_its_own_matter(start):
     """The last iteration has its version point before: what is loaded, and evaluated, is in no version."""
     run = start(0)
     until_the_last_step(run.engine, loader())
@@ -154,7 +150,7 @@ def test_what_a_script_loads_when_it_has_trained_is_its_own_matter(start: Callab
     assert len(run.versions) == STEPS and run.begun == list(range(1, STEPS + 1))
 
 
-def test_a_script_that_trains_on_from_what_it_has_loaded_amid_training_is_refused(start: Callable[..., Any]) -> None:
+def test_a_script_that_trains_on_from_what_it_has_loaded_amid_training_is_refused(start):
     run, batches = start(0), iter(loader())
     assert run.engine.global_steps == 0
     for _ in range(3):
@@ -168,32 +164,32 @@ def test_a_script_that_trains_on_from_what_it_has_loaded_amid_training_is_refuse
 # ---- loops that continue, and loops that begin at their own start ----
 
 
-def until_the_last_step(engine: Any, batches: Any) -> None:
+def until_the_last_step(engine, batches):
     while engine.global_steps < STEPS:
         for batch in batches:
             train(engine, batch)
 
 
-def over_the_steps_that_are_left(engine: Any, batches: Any) -> None:
+def over_the_steps_that_are_left(engine, batches):
     data = iter(batches)
     for _ in range(engine.global_steps, EPOCH):
         train(engine, next(data))
 
 
-def over_the_epochs_that_are_left(engine: Any, batches: Any) -> None:
+def over_the_epochs_that_are_left(engine, batches):
     for _ in range(engine.global_samples // (2 * EPOCH), STEPS // EPOCH):
         for batch in batches:
             train(engine, batch)
 
 
-def over_all_epochs(engine: Any, batches: Any) -> None:
+def over_all_epochs(engine, batches):
     for _ in range(STEPS // EPOCH):
         for batch in batches:
             train(engine, batch)
             assert engine.global_steps  # too late: the first batch was read
 
 
-def from_its_own_state(engine: Any, batches: Any) -> None:
+def from_its_own_state(engine, batches):
     _, state = engine.load_checkpoint(2)
     data = iter(batches)
     for _ in range(state["iteration"], EPOCH):
@@ -202,9 +198,7 @@ def from_its_own_state(engine: Any, batches: Any) -> None:
 
 @pytest.mark.parametrize("loop", [until_the_last_step, over_the_steps_that_are_left, over_the_epochs_that_are_left])
 @pytest.mark.parametrize("restored", [0, 3])
-def test_a_loop_that_reads_where_it_is_goes_on(
-    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop, restored: int
-) -> None:
+def test_a_loop_that_reads_where_it_is_goes_on(start, capsys, loop, restored):
     job = start(restored)
     loop(job.engine, loader())
     assert job.begun[0] == restored + 1
@@ -212,9 +206,7 @@ def test_a_loop_that_reads_where_it_is_goes_on(
 
 
 @pytest.mark.parametrize("loop", [over_all_epochs, from_its_own_state])
-def test_a_loop_that_begins_at_its_own_start_is_warned_first_and_refused_when_restored(
-    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], loop: Loop
-) -> None:
+def test_a_loop_that_begins_at_its_own_start_is_warned_first_and_refused_when_restored(start, capsys, loop):
     first = start(0)
     loop(first.engine, loader())
     said = capsys.readouterr().out
@@ -229,13 +221,13 @@ def test_a_loop_that_begins_at_its_own_start_is_warned_first_and_refused_when_re
     assert job.begun == [], "nothing was computed"
 
 
-def test_a_loop_that_takes_the_restored_iteration_from_its_checkpoint_goes_on(start: Callable[..., Any]) -> None:
+def test_a_loop_that_takes_the_restored_iteration_from_its_checkpoint_goes_on(start):
     job = start(2)
     from_its_own_state(job.engine, loader())
     assert job.begun == [3, 4]
 
 
-def test_a_loop_over_a_pipeline_is_asked_as_well(start: Callable[..., Any]) -> None:
+def test_a_loop_over_a_pipeline_is_asked_as_well(start):
     job = start(3, Pipelined(3))
     with pytest.raises(ResumeError, match="begins at its own start"):
         job.engine.train_batch(iter(loader()))
@@ -245,9 +237,7 @@ def test_a_loop_over_a_pipeline_is_asked_as_well(start: Callable[..., Any]) -> N
     assert job.begun == [4]
 
 
-def test_a_job_without_snapshots_may_begin_where_it_likes(
-    start: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_without_snapshots_may_begin_where_it_likes(start, capsys):
     over_all_epochs(start(0, captured=False).engine, loader())
     assert "will be refused" not in capsys.readouterr().out
 
@@ -256,7 +246,7 @@ def test_a_job_without_snapshots_may_begin_where_it_likes(
     ("module", "script"),
     [("__main__", True), ("deepspeed_gpt", True), ("deepspeed.runtime.engine", False), ("ft_plugins.session", False)],
 )
-def test_deepspeeds_own_reads_are_not_the_scripts(module: str, script: bool) -> None:
+def test_deepspeeds_own_reads_are_not_the_scripts(module, script):
     engine = Counting(5)
     kind = type(engine)
     reads = CounterReads(engine)
@@ -266,7 +256,7 @@ def test_deepspeeds_own_reads_are_not_the_scripts(module: str, script: bool) -> 
     assert type(engine) is kind and engine.global_steps == 5
 
 
-def test_a_counter_that_was_read_before_it_was_set_says_nothing() -> None:
+def test_a_counter_that_was_read_before_it_was_set_says_nothing():
     engine = Counting(0)
     reads = CounterReads(engine)
     assert engine.global_steps == 0
@@ -277,14 +267,14 @@ def test_a_counter_that_was_read_before_it_was_set_says_nothing() -> None:
 # ---- loops that read where the engine is only to print it ----
 
 
-def printed_by_epochs(engine: Any, batches: Any) -> None:
+def printed_by_epochs(engine, batches):
     print(engine.global_steps)
     for _epoch in range(3):
         for batch in batches:
             train(engine, batch)
 
 
-def printed_by_steps(engine: Any, batches: Any) -> None:
+def printed_by_steps(engine, batches):
     print(engine.global_steps)
     data, step = cycle(batches), 0
     while step < STEPS:
@@ -292,7 +282,7 @@ def printed_by_steps(engine: Any, batches: Any) -> None:
         step += 1
 
 
-def printed_by_a_callback(engine: Any, batches: Any) -> None:
+def printed_by_a_callback(engine, batches):
     state = SimpleNamespace(step=0, seen=engine.global_steps)
     while True:
         for batch in batches:
@@ -302,10 +292,10 @@ def printed_by_a_callback(engine: Any, batches: Any) -> None:
                 return
 
 
-def printed_by_a_generator(engine: Any, batches: Any) -> None:
+def printed_by_a_generator(engine, batches):
     print(engine.global_steps)
 
-    def some() -> Iterator[Any]:
+    def some():
         for _taken in range(STEPS):
             yield next(data)
 
@@ -314,17 +304,17 @@ def printed_by_a_generator(engine: Any, batches: Any) -> None:
         train(engine, batch)
 
 
-def cycle(batches: Any) -> Iterator[Any]:
+def cycle(batches):
     while True:
         yield from batches
 
 
-def sliced(engine: Any, batches: Any) -> None:
+def sliced(engine, batches):
     for batch in islice(cycle(batches), STEPS - engine.global_steps):
         train(engine, batch)
 
 
-def from_the_steps_until_a_break(engine: Any, batches: Any) -> None:
+def from_the_steps_until_a_break(engine, batches):
     step = engine.global_steps
     for _ in range(step // EPOCH, 100):
         for batch in batches:
@@ -334,7 +324,7 @@ def from_the_steps_until_a_break(engine: Any, batches: Any) -> None:
                 return
 
 
-def once(engine: Any, batches: Any) -> None:
+def once(engine, batches):
     print(engine.global_steps)
     for number, batch in enumerate(batches):  # ends with the batches, whose position is restored
         train(engine, batch)
@@ -352,9 +342,7 @@ PRINTED = {
 
 @pytest.mark.parametrize("at", [EPOCH, EPOCH + 2])
 @pytest.mark.parametrize("loop", PRINTED)
-def test_a_loop_that_only_prints_where_the_engine_is_is_named_by_what_begins_again(
-    start: Callable[..., Any], loop: Loop, at: int
-) -> None:
+def test_a_loop_that_only_prints_where_the_engine_is_is_named_by_what_begins_again(start, loop, at):
     first = start(0)
     loop(first.engine, loader())
     job = start(at, versions=first.versions)
@@ -368,9 +356,7 @@ def test_a_loop_that_only_prints_where_the_engine_is_is_named_by_what_begins_aga
     "loop",
     [until_the_last_step, over_the_epochs_that_are_left, sliced, from_the_steps_until_a_break, once],
 )
-def test_a_loop_whose_counters_are_where_they_were_goes_on_from_each_iteration_and_twice(
-    start: Callable[..., Any], loop: Loop, at: int
-) -> None:
+def test_a_loop_whose_counters_are_where_they_were_goes_on_from_each_iteration_and_twice(start, loop, at):
     first = start(0)
     loop(first.engine, loader())
     versions = first.versions
@@ -386,7 +372,7 @@ def test_a_loop_whose_counters_are_where_they_were_goes_on_from_each_iteration_a
     assert twice.begun[0] == later + 1 and (named or not any(twice.said))
 
 
-def evaluating_by_own_steps(engine: Any, batches: Any) -> None:
+def evaluating_by_own_steps(engine, batches):
     step = 0
     for _ in range(engine.global_steps // EPOCH, STEPS // EPOCH):
         for batch in batches:
@@ -399,9 +385,7 @@ def evaluating_by_own_steps(engine: Any, batches: Any) -> None:
 
 @pytest.mark.parametrize("loop", [evaluating_by_own_steps])
 @pytest.mark.parametrize("at", [EPOCH - 1, EPOCH + 2])
-def test_what_a_loop_decides_by_counters_that_are_not_restored_is_named(
-    start: Callable[..., Any], loop: Loop, at: int
-) -> None:
+def test_what_a_loop_decides_by_counters_that_are_not_restored_is_named(start, loop, at):
     first = start(0)
     loop(first.engine, loader())
     job = start(at, versions=first.versions)
@@ -410,7 +394,7 @@ def test_what_a_loop_decides_by_counters_that_are_not_restored_is_named(
     assert f"{loop.__name__}.step 0, was" in job.said[0]
 
 
-def test_plain_epochs_that_are_restored_in_their_first_one_are_right(start: Callable[..., Any]) -> None:
+def test_plain_epochs_that_are_restored_in_their_first_one_are_right(start):
     first = start(0)
     printed_by_epochs(first.engine, loader())
     job = start(2, versions=first.versions)
@@ -418,8 +402,8 @@ def test_plain_epochs_that_are_restored_in_their_first_one_are_right(start: Call
     assert job.begun[0] == 3
 
 
-def test_a_longer_run_may_be_asked_for_at_a_restart(start: Callable[..., Any]) -> None:
-    def until(engine: Any, total: int) -> None:
+def test_a_longer_run_may_be_asked_for_at_a_restart(start):
+    def until(engine, total):
         step = engine.global_steps
         while step < total:
             train(engine, torch.ones(2))
@@ -432,9 +416,7 @@ def test_a_longer_run_may_be_asked_for_at_a_restart(start: Callable[..., Any]) -
     assert job.begun[-1] == 2 * STEPS
 
 
-def test_a_counter_that_need_not_continue_is_passed_over_by_name(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_counter_that_need_not_continue_is_passed_over_by_name(start, monkeypatch):
     monkeypatch.setattr(undeclared_search, "_ignored", [])
     first = start(0)
     printed_by_steps(first.engine, loader())
@@ -447,12 +429,12 @@ def test_a_counter_that_need_not_continue_is_passed_over_by_name(
 # ---- batches that are read ahead ----
 
 
-def drawn_by_the_script(engine: Any, batches: Any) -> None:
+def drawn_by_the_script(engine, batches):
     while engine.global_steps < EPOCH:
         train(engine, torch.rand(2))
 
 
-def one_ahead(engine: Any, batches: Any) -> None:
+def one_ahead(engine, batches):
     data = iter(batches)
     held = next(data)
     for batch in data:
@@ -461,7 +443,7 @@ def one_ahead(engine: Any, batches: Any) -> None:
     train(engine, held)
 
 
-def before_the_update(engine: Any, batches: Any) -> None:
+def before_the_update(engine, batches):
     data = iter(batches)
     batch = next(data)
     while engine.global_steps < EPOCH:
@@ -470,14 +452,14 @@ def before_the_update(engine: Any, batches: Any) -> None:
         engine.step()
 
 
-def twice_each(engine: Any, batches: Any) -> None:
+def twice_each(engine, batches):
     for batch in batches:
         train(engine, batch)
         train(engine, batch)
 
 
-def by_a_thread(engine: Any, batches: Any) -> None:
-    queue: Queue[Any] = Queue()
+def by_a_thread(engine, batches):
+    queue = Queue()
     reader = threading.Thread(target=lambda: [queue.put(batch) for batch in batches])
     reader.start()
     reader.join()
@@ -485,7 +467,7 @@ def by_a_thread(engine: Any, batches: Any) -> None:
         train(engine, queue.get(timeout=300))
 
 
-def only_some(engine: Any, batches: Any) -> None:
+def only_some(engine, batches):
     for number, batch in enumerate(batches):
         if number % 3 != 1:
             train(engine, batch)
@@ -502,9 +484,7 @@ def only_some(engine: Any, batches: Any) -> None:
         (drawn_by_the_script, 2, "random numbers were drawn after the last update, but no batch was read"),
     ],
 )
-def test_a_loop_whose_data_position_is_not_that_of_training_is_refused_when_it_shows(
-    start: Callable[..., Any], loop: Loop, at: int, why: str
-) -> None:
+def test_a_loop_whose_data_position_is_not_that_of_training_is_refused_when_it_shows(start, loop, at, why):
     job = start(0)
     with pytest.raises(UnsupportedError, match=f"rank 0: iteration {at} cannot be followed: .*{why}") as refused:
         loop(job.engine, loader())
@@ -512,14 +492,14 @@ def test_a_loop_whose_data_position_is_not_that_of_training_is_refused_when_it_s
     assert advised in str(refused.value)
 
 
-def a_look_first(engine: Any, batches: Any) -> None:
+def a_look_first(engine, batches):
     print(engine.global_steps)
     next(iter(batches))
     for batch in batches:
         train(engine, batch)
 
 
-def ended_before_training(engine: Any, batches: Any) -> None:
+def ended_before_training(engine, batches):
     for _ in range(engine.global_steps // 3, 3):
         for number, batch in enumerate(batches):
             if number >= 3:
@@ -527,11 +507,11 @@ def ended_before_training(engine: Any, batches: Any) -> None:
             train(engine, batch)
 
 
-def is_enough(number: int) -> bool:
+def is_enough(number):
     return number >= 3
 
 
-def ended_by_a_function(engine: Any, batches: Any) -> None:
+def ended_by_a_function(engine, batches):
     for _ in range(engine.global_steps // 3, 3):
         for number, batch in enumerate(batches):
             if is_enough(number):
@@ -539,7 +519,7 @@ def ended_by_a_function(engine: Any, batches: Any) -> None:
             train(engine, batch)
 
 
-def ended_by_the_engine(engine: Any, batches: Any) -> None:
+def ended_by_the_engine(engine, batches):
     for _ in range(engine.global_steps // 3, 3):
         for batch in batches:
             train(engine, batch)
@@ -548,14 +528,14 @@ def ended_by_the_engine(engine: Any, batches: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", [a_look_first, ended_before_training, ended_by_a_function])
-def test_a_pass_that_is_left_with_a_batch_ends_no_job(start: Callable[..., Any], loop: Loop) -> None:
+def test_a_pass_that_is_left_with_a_batch_ends_no_job(start, loop):
     job = start(0)
     loop(job.engine, loader())
     assert job.begun[:9] == list(range(1, job.engine.global_steps + 1))
 
 
 @pytest.mark.parametrize("at", [1, 3, 4])
-def test_a_pass_that_is_ended_where_the_engine_is_goes_on(start: Callable[..., Any], at: int) -> None:
+def test_a_pass_that_is_ended_where_the_engine_is_goes_on(start, at):
     first = start(0)
     ended_by_the_engine(first.engine, loader())
     job = start(at, versions=first.versions)
@@ -563,48 +543,46 @@ def test_a_pass_that_is_ended_where_the_engine_is_goes_on(start: Callable[..., A
     assert first.begun == list(range(1, 10)) and job.begun == list(range(at + 1, 10))
 
 
-def test_a_loader_of_accelerate_reads_ahead(start: Callable[..., Any]) -> None:
+def test_a_loader_of_accelerate_reads_ahead(start):
     shard = pytest.importorskip("accelerate.data_loader").DataLoaderShard
     job = start(0)
     with pytest.raises(UnsupportedError, match="iteration 2 cannot be followed: it read 1 batches"):
         over_all_epochs(job.engine, shard(list(range(2 * EPOCH)), batch_size=2))
 
 
-def all_of_an_iteration(engine: Any, batches: Any) -> None:
+def all_of_an_iteration(engine, batches):
     data = iter(batches)
     while engine.global_steps < EPOCH // 2:
         for batch in [next(data) for _ in range(2)]:
             train(engine, batch)
 
 
-def in_halves(engine: Any, batches: Any) -> None:
+def in_halves(engine, batches):
     for batch in batches:
         for half in batch.split(1):
             train(engine, half)
 
 
-def two_loaders(engine: Any, batches: Any) -> None:
+def two_loaders(engine, batches):
     for left, right in zip(batches, loader(), strict=True):
         for batch in (left, right):
             train(engine, batch)
 
 
 @pytest.mark.parametrize("loop", [all_of_an_iteration, in_halves, two_loaders])
-def test_a_loop_that_reads_what_it_trains_on_is_followed(start: Callable[..., Any], loop: Loop) -> None:
+def test_a_loop_that_reads_what_it_trains_on_is_followed(start, loop):
     job = start(0, Counting(0, accumulation=2))
     loop(job.engine, loader())
     assert job.begun and job.begun == list(range(1, job.engine.global_steps + 1))
 
 
-def test_epochs_of_a_loader_without_length_are_followed(start: Callable[..., Any]) -> None:
+def test_epochs_of_a_loader_without_length_are_followed(start):
     job = start(0)
     until_the_last_step(job.engine, loader(stream=True))
     assert job.engine.global_steps == STEPS
 
 
-def test_an_iterator_that_is_made_before_the_engine_is_followed_unless_it_was_read(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iterator_that_is_made_before_the_engine_is_followed_unless_it_was_read(start, monkeypatch):
     for early in (0, 1):
         monkeypatch.setattr(DataLoader, "__iter__", ITERATE)
         positions = Positions()
@@ -621,9 +599,7 @@ def test_an_iterator_that_is_made_before_the_engine_is_followed_unless_it_was_re
 
 
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_batches_from_elsewhere_are_followed_unless_the_script_draws_them(
-    start: Callable[..., Any], capsys: pytest.CaptureFixture[str], evaluates: bool
-) -> None:
+def test_batches_from_elsewhere_are_followed_unless_the_script_draws_them(start, capsys, evaluates):
     job = start(0)
     while job.engine.global_steps < EPOCH:
         train(job.engine, torch.ones(2))
@@ -635,7 +611,7 @@ def test_batches_from_elsewhere_are_followed_unless_the_script_draws_them(
     assert capsys.readouterr().out.count("the data position is not tracked") == 1
 
 
-def test_evaluations_are_not_counted(start: Callable[..., Any]) -> None:
+def test_evaluations_are_not_counted(start):
     job = start(0)
     for batch in loader():
         train(job.engine, batch)

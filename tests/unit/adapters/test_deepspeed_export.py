@@ -1,7 +1,5 @@
 """Exporting to DeepSpeed, one rank: what is exported equals what DeepSpeed saves at the same moment, value by value."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -15,7 +13,7 @@ pytest.importorskip("deepspeed")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def found(tmp_path_factory):
     """The differences, by mode."""
     command = [sys.executable, "-W", "ignore", str(STORIES), str(tmp_path_factory.mktemp("exported"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -31,10 +29,10 @@ MODES = [
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_export_is_what_deepspeed_would_have_saved(found: dict[str, list[str]], mode: str) -> None:
+def test_an_export_is_what_deepspeed_would_have_saved(found, mode):
     assert found[mode] == []
 
 
-def test_what_deepspeed_itself_cannot_load_is_not_told(found: dict[str, list[str]]) -> None:
+def test_what_deepspeed_itself_cannot_load_is_not_told(found):
     (problem,) = found["pipeline bf16 zero0"]
     assert "cannot load its own checkpoints of bf16 without ZeRO" in problem

@@ -1,9 +1,6 @@
 """Groups of parameters with real DeepSpeed engines, which keep learning rates and steps by number."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from torch import nn
@@ -17,7 +14,7 @@ SECONDS = 280
 MODES = {"zero0": (0, False), "zero1": (1, False), "zero3": (3, False), "bf16": (0, True), "bf16-zero2": (2, True)}
 
 
-def _members(rank: int, world: int, stage: int, bf16: bool, order: list[list[str]]) -> Any:
+def _members(rank, world, stage, bf16, order):
     """Of a host whose groups have the parameters of these names."""
     deepspeed = engines.start(rank, world)
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
@@ -34,7 +31,7 @@ def _members(rank: int, world: int, stage: int, bf16: bool, order: list[list[str
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_parameters_of_each_group_are_compared_by_name_and_place(mode: str) -> None:
+def test_the_parameters_of_each_group_are_compared_by_name_and_place(mode):
     """The same on all ranks, also where each has shards of other parameters."""
     order = [["1.weight", "1.bias"], ["0.bias", "0.weight"]]
     for members, same, moved in gang(_members, 2, *MODES[mode], order, seconds=SECONDS):

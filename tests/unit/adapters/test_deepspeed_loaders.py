@@ -3,11 +3,7 @@
 A process is played by `Script`: its loaders, its positions, its generators; the second one has been restored.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +25,13 @@ BATCHES = 5  # of an epoch
 class Numbers(torch.utils.data.Dataset):
     """0 to 19, that count how often they were loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.loaded = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4 * BATCHES
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         self.loaded += 1
         return index
 
@@ -43,21 +39,21 @@ class Numbers(torch.utils.data.Dataset):
 class Stream(IterableDataset):
     """0 to 19, drawn by lot."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from torch.randperm(4 * BATCHES).tolist()
 
 
 class Lots(Sampler):
     """Draws from generators of its own."""
 
-    def __init__(self, data: Numbers) -> None:
+    def __init__(self, data):
         self.lots, self.numbers = random.Random(3), np.random.default_rng(4)
         self._size = len(data)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self._size
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         found = list(range(self._size))
         self.lots.shuffle(found)
         yield from np.roll(found, int(self.numbers.integers(20))).tolist()
@@ -66,10 +62,10 @@ class Lots(Sampler):
 class Later(Lots):
     """Makes its generator when its first pass begins; with `again`, in each one."""
 
-    def __init__(self, data: Numbers, again: bool) -> None:
+    def __init__(self, data, again):
         self._size, self._again = len(data), again
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         if self._again or not hasattr(self, "lots"):
             self.lots = random.Random(5)
         yield from self.lots.sample(range(self._size), self._size)
@@ -80,23 +76,23 @@ class Stateful(DataLoader):
 
     at, resumed = 0, 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for self.at, batch in enumerate(super().__iter__(), 1):
             if self.at > self.resumed:
                 yield batch
         self.resumed = 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.resumed = state["at"]
 
 
 class Drawn(Numbers):
     """Augmented with random numbers of the process that loads it."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return index + random.random() + float(torch.rand(())) + float(np.random.rand())
 
 
@@ -106,20 +102,18 @@ ORIGINAL = {kind: kind.__iter__ for kind in (DataLoader, Stateful)}
 class Script:
     """What a process has; `seed` is what it begins with."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int = 0, seed: int = 1, data: type = Numbers
-    ) -> None:
+    def __init__(self, monkeypatch, kind, workers=0, seed=1, data=Numbers):
         for each, original in ORIGINAL.items():
             monkeypatch.setattr(each, "__iter__", original)  # as in a new process
         self.positions, self.data, self.versions = Positions(), data(), []
         self.positions.follow_torch()
         self.positions.before_read = self._before_read
-        self.pending: Any = None
+        self.pending = None
         torch.manual_seed(seed)
         self.loader = self._loader(kind, workers)
 
-    def _loader(self, kind: str, workers: int) -> DataLoader:
-        more: dict[str, Any] = {"num_workers": workers, "persistent_workers": kind == "persistent"}
+    def _loader(self, kind, workers):
+        more = {"num_workers": workers, "persistent_workers": kind == "persistent"}
         match kind:
             case "shuffled" | "persistent":
                 return DataLoader(self.data, 4, shuffle=True, **more)
@@ -137,7 +131,7 @@ class Script:
                 return DataLoader(Stream(), 4, **more)
         return Stateful(self.data, 4, **more)
 
-    def _before_read(self, source: Any) -> None:
+    def _before_read(self, source):
         self.positions.expect("train", source)
         if self.pending is not None:
             position, generators = codec.decode(codec.encode(self.pending))
@@ -148,9 +142,9 @@ class Script:
         self.versions.append((self.positions.read(), generator_states()))
         self.positions.reading("train", source)
 
-    def train(self, count: int, done: int = 0) -> list[Any]:
+    def train(self, count, done=0):
         """`count` batches after `done` of them, in epochs, as scripts have them, with dropout in between."""
-        found: list[Any] = []
+        found = []
         epoch = done // BATCHES
         while True:
             if isinstance(self.loader.sampler, DistributedSampler):
@@ -169,14 +163,14 @@ KINDS = ["shuffled", "generator", "sampler", "later", "made again", "distributed
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("done", [0, 3, 5, 7, 12])
-def test_the_batch_that_would_have_come_next_comes_next(monkeypatch: pytest.MonkeyPatch, kind: str, done: int) -> None:
+def test_the_batch_that_would_have_come_next_comes_next(monkeypatch, kind, done):
     one = Script(monkeypatch, kind)
     wanted = one.train(done + 8)
     other = Script(monkeypatch, kind, seed=2)
     ends = max(0, done - 1) // BATCHES if kind == "stream" else 0  # reads that gave nothing, which is not known before
     other.pending = one.versions[done + ends]
     torch.rand(5)
-    loaded: list[int] = []
+    loaded = []
     reading = other.positions.restart_unplaced
     monkeypatch.setattr(other.positions, "restart_unplaced", lambda: (reading(), loaded.append(other.data.loaded)))
     assert other.train(8, done) == wanted[done:]
@@ -185,7 +179,7 @@ def test_the_batch_that_would_have_come_next_comes_next(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("done", [2, 7])
 @pytest.mark.parametrize("kind", ["shuffled", "persistent", "generator"])
-def test_worker_processes_read_ahead_but_are_not_ahead(monkeypatch: pytest.MonkeyPatch, kind: str, done: int) -> None:
+def test_worker_processes_read_ahead_but_are_not_ahead(monkeypatch, kind, done):
     one = Script(monkeypatch, kind, workers=2)
     wanted = one.train(done + 8)
     other = Script(monkeypatch, kind, workers=2, seed=2)
@@ -195,9 +189,7 @@ def test_worker_processes_read_ahead_but_are_not_ahead(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("done", [2, 7])
 @pytest.mark.parametrize("kind", ["shuffled", "generator"])
-def test_what_workers_draw_is_drawn_again(
-    monkeypatch: pytest.MonkeyPatch, kind: str, done: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_workers_draw_is_drawn_again(monkeypatch, kind, done, capsys):
     one = Script(monkeypatch, kind, workers=2, data=Drawn)
     wanted = one.train(done + 8)
     other = Script(monkeypatch, kind, workers=2, seed=2, data=Drawn)
@@ -207,9 +199,7 @@ def test_what_workers_draw_is_drawn_again(
 
 
 @pytest.mark.parametrize(("kind", "words"), [("persistent", "outlive a pass"), ("stateful", "a state_dict of")])
-def test_what_workers_draw_that_cannot_be_brought_there_is_named_and_refused(
-    monkeypatch: pytest.MonkeyPatch, kind: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_workers_draw_that_cannot_be_brought_there_is_named_and_refused(monkeypatch, kind, words, capsys):
     one = Script(monkeypatch, kind, workers=2, data=Drawn)
     one.train(9)
     said = capsys.readouterr().err
@@ -220,7 +210,7 @@ def test_what_workers_draw_that_cannot_be_brought_there_is_named_and_refused(
         other.train(1)
 
 
-def test_a_script_that_begins_with_another_epoch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_begins_with_another_epoch_is_refused(monkeypatch):
     one = Script(monkeypatch, "distributed")
     one.train(8)
     other = Script(monkeypatch, "distributed")
@@ -229,7 +219,7 @@ def test_a_script_that_begins_with_another_epoch_is_refused(monkeypatch: pytest.
         other.train(8)
 
 
-def test_a_loader_with_other_generators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_with_other_generators_is_refused(monkeypatch):
     one = Script(monkeypatch, "generator")
     one.train(3)
     other = Script(monkeypatch, "shuffled")
@@ -238,7 +228,7 @@ def test_a_loader_with_other_generators_is_refused(monkeypatch: pytest.MonkeyPat
         other.train(1)
 
 
-def test_what_is_read_again_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_read_again_is_said(monkeypatch, capsys):
     one = Script(monkeypatch, "stream")
     one.train(4)
     other = Script(monkeypatch, "stream", seed=2)
@@ -247,8 +237,8 @@ def test_what_is_read_again_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "3 batches were read again and dropped" in capsys.readouterr().out
 
 
-def test_two_loaders_that_are_read_at_the_same_time_have_a_position_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pairs(script: Script, second: DataLoader, count: int) -> list[Any]:
+def test_two_loaders_that_are_read_at_the_same_time_have_a_position_each(monkeypatch):
+    def pairs(script, second, count):
         return [[a.tolist(), b.tolist()] for (a, b), _ in zip(zip(script.loader, second, strict=False), range(count))]  # noqa: B905
 
     one = Script(monkeypatch, "shuffled")
@@ -259,10 +249,8 @@ def test_two_loaders_that_are_read_at_the_same_time_have_a_position_each(monkeyp
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_an_evaluation_that_was_broken_off_begins_anew_unless_somebody_holds_it(
-    monkeypatch: pytest.MonkeyPatch, kept: bool
-) -> None:
-    def evaluated(script: Script, held: Iterator[Any] | None) -> list[Any]:
+def test_an_evaluation_that_was_broken_off_begins_anew_unless_somebody_holds_it(monkeypatch, kept):
+    def evaluated(script, held):
         source = held or iter(script.loader)
         script.positions.reading("eval", source)
         return [next(source).tolist(), next(source).tolist()]
@@ -282,7 +270,7 @@ def test_an_evaluation_that_was_broken_off_begins_anew_unless_somebody_holds_it(
     assert evaluated(other, held) == wanted
 
 
-def test_a_pass_is_what_torch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_is_what_torch_gives(monkeypatch):
     script = Script(monkeypatch, "shuffled")
     script.positions.before_read = lambda source: None
     found = iter(script.loader)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -46,21 +46,21 @@ class Case(NamedTuple):
     turns: Sequence[Set[str]] = ()
 
     @property
-    def sync(self) -> dict[str, Any]:
+    def sync(self):
         """The block of keys."""
         block = {"tau": TAU, **self.keys, "shard_ranks": self.mode.inner}
         return {**block, "apply": self.apply} if self.apply else block
 
-    def due(self, step: int) -> bool:
+    def due(self, step):
         """Whether all modules are synchronised after the update of an iteration."""
         return bool(step % self.sync["tau"] == 0)
 
-    def turn(self, step: int) -> Set[str]:
+    def turn(self, step):
         """The modules that are averaged before the update of an iteration."""
         return self.turns[(step - 1) % len(self.turns)] if self.turns and not self.due(step) else set()
 
     @property
-    def mode(self) -> Any:
+    def mode(self):
         inner = WORLD // REPLICAS // max(self.pp, 1)
         return reduced.Mode(self.stage, self.dtype, inner, True, self.accumulate, pp=self.pp)
 
@@ -104,14 +104,14 @@ SETS = (CASES, MORE, LAYERED)
 # ---- the job ----
 
 
-def trained(rank: int, world: int, cases: list[Case], folder: str) -> list[Any]:
+def trained(rank, world, cases, folder):
     """Parameters after each iteration, and at the end, of a session whose keys are in DeepSpeed's configuration alone:
     a dictionary, or a file where the engine is built over `shard_ranks`."""
     reduced.start(rank, world)
     return [_trained(rank, world, case, folder) for case in cases]
 
 
-def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
+def _trained(rank, world, case, folder):
     import deepspeed
 
     from ft_plugins.adapters.deepspeed.training import EngineHooks
@@ -119,7 +119,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
     mode = case.mode
     stage, place = divmod(rank, world // max(mode.pp, 1))
     model, optimizer = _seeded(mode, stage, place)
-    config: Any = {**reduced.configuration(mode), "ft_plugins": {"sync": case.sync}}
+    config = {**reduced.configuration(mode), "ft_plugins": {"sync": case.sync}}
     if case.stage or case.dtype != "fp32":
         path = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
         path.write_text(json.dumps(config))
@@ -135,7 +135,7 @@ def _trained(rank: int, world: int, case: Case, folder: str) -> Any:
     return after, reduced.parameters(engine)
 
 
-def _seeded(mode: Any, stage: int, place: int) -> tuple[Any, torch.optim.Optimizer]:
+def _seeded(mode, stage, place):
     torch.manual_seed(7 + stage + 100 * place)
     model = reduced.layers(mode.pp)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -144,7 +144,7 @@ def _seeded(mode: Any, stage: int, place: int) -> tuple[Any, torch.optim.Optimiz
 # ---- the reference ----
 
 
-def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
+def simulated(rank, world, cases):
     """The same for every replica, by the ranks of one replica."""
     reduced.start(rank, world)
     return [Simulated(rank, world, case).run() for case in cases]
@@ -153,7 +153,7 @@ def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
 class Simulated:
     """This rank's part of all replicas."""
 
-    def __init__(self, rank: int, world: int, case: Case) -> None:
+    def __init__(self, rank, world, case):
         import deepspeed
 
         from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
@@ -170,10 +170,10 @@ class Simulated:
             self._engines.append(engine)
             self._hosts.append(host)
         self._reference = Reference(case.keys, self._synchronised(0), {})
-        self._pending: set[int] = set()
+        self._pending = set()
         self._averages, self._means = False, dict[str, torch.Tensor]()  # before the update of each replica
 
-    def _before_update(self, host: Any, step: int) -> None:
+    def _before_update(self, host, step):
         if self._case.apply == "update":
             self._write(host)
         own = self._synchronised(self._hosts.index(host))
@@ -182,13 +182,13 @@ class Simulated:
         if self._averages:  # a collective: another rank may have what is averaged
             host.derive()
 
-    def _synchronised(self, replica: int) -> dict[str, torch.Tensor]:
+    def _synchronised(self, replica):
         host = self._hosts[replica]
         roles = {item.name: item.role.value for item in host.inventory().items}
         return {name: one for name, one in host.tensors().items() if roles[name] in ("parameter", "main_parameter")}
 
-    def run(self) -> Any:
-        after: list[list[Any]] = [[] for _ in self._engines]
+    def run(self):
+        after = [[] for _ in self._engines]
         for step in range(1, STEPS + 1):
             reduced.weight[0] = reduced.WEIGHTS[step % 2]
             due = self._case.turn(step)
@@ -210,10 +210,10 @@ class Simulated:
             self._write(host)
         return [(one, reduced.parameters(engine)) for one, engine in zip(after, self._engines, strict=True)]
 
-    def _mean(self, name: str) -> torch.Tensor:
+    def _mean(self, name):
         return mean_of([self._synchronised(replica)[name] for replica in range(REPLICAS)])
 
-    def _write(self, host: Any) -> None:
+    def _write(self, host):
         replica = self._hosts.index(host)
         if replica in self._pending:
             self._pending.remove(replica)
@@ -222,31 +222,28 @@ class Simulated:
             host.derive()
 
 
-def module_of(parameter: str) -> str:
+def module_of(parameter):
     """The layer that has it; of a tied layer the first place."""
     return "0" if parameter.startswith("tied_modules") else parameter.split(".")[0]
 
 
-def by_case(function: Any, world: int, cases: dict[str, Case], *more: Any) -> dict[str, list[Any]]:
+def by_case(function, world, cases, *more):
     """The results of all ranks. After a pipeline, DeepSpeed cannot build a plain engine in the same process."""
     results = {}
     for pp in {case.pp for case in cases.values()}:
         own = {name: case for name, case in cases.items() if case.pp == pp}
         results |= dict(zip(own, zip(*gang(function, world, list(own.values()), *more), strict=True), strict=True))
-    return results  # type: ignore[return-value]
-
-
-Results = dict[str, tuple[list[Any], list[Any]]]
+    return results
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
+def results(tmp_path_factory):
     """By case of the set to which a name belongs: the results of all ranks of the job, and by rank of one replica
     those of all replicas. Each set is run once."""
     folder = str(tmp_path_factory.mktemp("ds"))
 
     @functools.cache
-    def run(number: int) -> Results:
+    def run(number):
         cases = SETS[number]
         found = by_case(trained, WORLD, cases, folder)
         expected = by_case(simulated, WORLD // REPLICAS, cases)
@@ -255,14 +252,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results
     return lambda name: run(next(number for number, cases in enumerate(SETS) if name in cases))
 
 
-def of_rank(expected: list[Any], rank: int, case: Case) -> Any:
+def of_rank(expected, rank, case):
     """What a rank of the job should have."""
     stage, place = divmod(rank, WORLD // max(case.pp, 1))
     replica, at = divmod(place, case.mode.inner)
     return expected[stage * case.mode.inner + at][replica]
 
 
-def first_difference(found: list[Any], expected: list[Any], case: Case) -> tuple[int, int] | None:
+def first_difference(found, expected, case):
     """The iteration and rank of the first parameter that differs in any bit; the end counts as an iteration."""
     for step in range(STEPS + 1):
         for rank in range(WORLD):
@@ -277,7 +274,7 @@ def first_difference(found: list[Any], expected: list[Any], case: Case) -> tuple
 @pytest.mark.parametrize(
     "name", [*CASES, *(pytest.param(name, marks=pytest.mark.all_configurations) for name in MORE | LAYERED)]
 )
-def test_a_job_equals_its_replicas_simulated_one_after_another(results: Callable[[str], Results], name: str) -> None:
+def test_a_job_equals_its_replicas_simulated_one_after_another(results, name):
     case, (found, expected) = (CASES | MORE | LAYERED)[name], results(name)[name]
     assert first_difference(found, expected, case) is None
     local = [after[TAU - 2] for after, _ in found]  # after the first iteration

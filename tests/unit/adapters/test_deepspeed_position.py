@@ -1,11 +1,7 @@
 """Data positions of loaders and iterators: the next batch after a restore is the one that would have come."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from tests.unit.adapters.test_deepspeed_loaders import ORIGINAL, Drawn, Numbers 
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_in_a_new_process(monkeypatch):
     for kind, original in ORIGINAL.items():
         monkeypatch.setattr(kind, "__iter__", original)
 
@@ -32,29 +28,29 @@ def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 class Followed:
     """DeepSpeed's loaders of one 'process', followed by positions of its own."""
 
-    def __init__(self, data: type = Numbers) -> None:
+    def __init__(self, data=Numbers):
         self.positions = Positions()
         self.positions.follow_torch()
         self.data = data()
-        self.module: Any = SimpleNamespace(
+        self.module = SimpleNamespace(
             DeepSpeedDataLoader=type("Own", (dataloader.DeepSpeedDataLoader,), {}),
             RepeatingLoader=type("Repeating", (dataloader.RepeatingLoader,), {}),
         )
         self.positions.follow(self.module)
         torch.manual_seed(1)
 
-    def of_deepspeed(self, workers: int) -> Any:
+    def of_deepspeed(self, workers):
         """Shuffled by torch's default generator, repeated."""
         own = self.module.DeepSpeedDataLoader(
             self.data, 4, False, 0, None, data_sampler=RandomSampler(self.data), num_local_io_workers=workers
         )
         return self.module.RepeatingLoader(own)
 
-    def of_torch(self, workers: int) -> Any:
+    def of_torch(self, workers):
         """Likewise, around torch's own loader."""
         return self.module.RepeatingLoader(DataLoader(self.data, 4, shuffle=True, num_workers=workers))
 
-    def read(self, source: Any, count: int) -> list[list[int]]:
+    def read(self, source, count):
         """As an engine reads, with dropout in between."""
         found = []
         for _ in range(count):
@@ -67,7 +63,7 @@ class Followed:
 @pytest.mark.parametrize("kind", ["of_deepspeed", "of_torch"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("before", [0, 3, 5, 7])  # an epoch has five batches
-def test_a_loader_with_a_sampler_goes_on_in_any_epoch_without_loading(kind: str, workers: int, before: int) -> None:
+def test_a_loader_with_a_sampler_goes_on_in_any_epoch_without_loading(kind, workers, before):
     one = Followed()
     source = getattr(one, kind)(workers)
     one.positions.expect("train", source)
@@ -87,7 +83,7 @@ def test_a_loader_with_a_sampler_goes_on_in_any_epoch_without_loading(kind: str,
 
 @pytest.mark.parametrize("kind", ["of_deepspeed", "of_torch"])
 @pytest.mark.parametrize("before", [3, 5, 7])
-def test_what_workers_draw_is_drawn_again(kind: str, before: int) -> None:
+def test_what_workers_draw_is_drawn_again(kind, before):
     one = Followed(Drawn)
     source = getattr(one, kind)(2)
     one.positions.expect("train", source)
@@ -106,24 +102,24 @@ def test_what_workers_draw_is_drawn_again(kind: str, before: int) -> None:
 class Stateful:
     """An iterator that knows where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.at = 0
 
-    def __iter__(self) -> Stateful:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> torch.Tensor:
+    def __next__(self):
         self.at += 1
         return torch.tensor([self.at])
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
-def test_an_iterator_with_a_state_of_its_own_is_asked_for_it() -> None:
+def test_an_iterator_with_a_state_of_its_own_is_asked_for_it():
     one, other = Followed(), Followed()
     source, again = Stateful(), Stateful()
     one.read(source, 3)
@@ -132,8 +128,8 @@ def test_an_iterator_with_a_state_of_its_own_is_asked_for_it() -> None:
     assert other.read(again, 1) == one.read(source, 1) == [[4]]
 
 
-def test_of_anything_else_as_much_is_read_again_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    def numbers() -> Iterator[torch.Tensor]:
+def test_of_anything_else_as_much_is_read_again_and_that_is_said(capsys):
+    def numbers():
         yield from (torch.tensor([number]) for number in range(10))
 
     one, other = Followed(), Followed()
@@ -146,7 +142,7 @@ def test_of_anything_else_as_much_is_read_again_and_that_is_said(capsys: pytest.
     assert other.positions.read()["train"]["read"] == 5
 
 
-def test_the_position_of_evaluation_waits_for_the_first_evaluation() -> None:
+def test_the_position_of_evaluation_waits_for_the_first_evaluation():
     one, other = Followed(), Followed()
     source, again = Stateful(), Stateful()
     one.positions.reading("eval", source)
@@ -162,11 +158,11 @@ def test_the_position_of_evaluation_waits_for_the_first_evaluation() -> None:
 
 @pytest.mark.parametrize("order", [("train", "eval"), ("eval", "train")])
 @pytest.mark.parametrize("first", ["train", "eval"])
-def test_what_training_and_evaluation_both_read_has_one_position(order: tuple[str, str], first: str) -> None:
-    def numbers() -> Iterator[torch.Tensor]:
+def test_what_training_and_evaluation_both_read_has_one_position(order, first):
+    def numbers():
         yield from (torch.tensor([number]) for number in range(20))
 
-    def read(one: Followed, source: Iterator[torch.Tensor], *roles: str) -> list[int]:
+    def read(one, source, *roles):
         found = []
         for role in roles:
             one.positions.reading(role, source)
@@ -184,7 +180,7 @@ def test_what_training_and_evaluation_both_read_has_one_position(order: tuple[st
     assert {role: state["read"] for role, state in other.positions.read().items()} == {"train": 8}
 
 
-def test_a_loader_that_evaluation_reads_too_is_not_put_back_when_it_does() -> None:
+def test_a_loader_that_evaluation_reads_too_is_not_put_back_when_it_does():
     one, other = Followed(), Followed()
     for each in (one, other):
         each.loader = each.of_torch(0)
@@ -203,13 +199,11 @@ def test_a_loader_that_evaluation_reads_too_is_not_put_back_when_it_does() -> No
 
 @pytest.mark.parametrize("kind", ["shuffled", "sequential", "generator of its own", "repeating"])
 @pytest.mark.parametrize("read", [5, 6])  # an epoch has five batches
-def test_an_iterator_around_a_loader_that_is_shuffled_again_is_refused(
-    kind: str, read: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def source(followed: Followed) -> Iterator[torch.Tensor]:
+def test_an_iterator_around_a_loader_that_is_shuffled_again_is_refused(kind, read, capsys):
+    def source(followed):
         own = torch.Generator().manual_seed(3) if kind == "generator of its own" else None
         iterating = around(followed.positions._passes._iterating)(DataLoader.__iter__)
-        loader: Any = type("Own", (DataLoader,), {"__iter__": iterating})(
+        loader = type("Own", (DataLoader,), {"__iter__": iterating})(
             followed.data, 4, shuffle=kind != "sequential", generator=own
         )
         if kind == "repeating":
@@ -217,7 +211,7 @@ def test_an_iterator_around_a_loader_that_is_shuffled_again_is_refused(
         while True:
             yield from loader
 
-    def batches(followed: Followed, it: Iterator[torch.Tensor], count: int) -> list[list[int]]:
+    def batches(followed, it, count):
         found = []
         for _ in range(count):
             with followed.positions.around("train", it):
@@ -241,7 +235,7 @@ def test_an_iterator_around_a_loader_that_is_shuffled_again_is_refused(
         assert batches(other, again, 3) == batches(one, it, 3)
 
 
-def test_a_sampler_of_data_efficiency_that_a_second_pass_goes_on_with_is_refused() -> None:
+def test_a_sampler_of_data_efficiency_that_a_second_pass_goes_on_with_is_refused():
     """Its state belongs to no pass: what a pass drops of a batch, the next one begins with."""
     followed = Followed()
     source = followed.module.DeepSpeedDataLoader(
@@ -259,14 +253,12 @@ def test_a_sampler_of_data_efficiency_that_a_second_pass_goes_on_with_is_refused
 
 
 @pytest.mark.parametrize(("taken", "again", "named"), [(2, 4, True), (2, 2, False), (None, None, False)])
-def test_a_restored_pass_that_gets_longer_than_those_that_the_loop_leaves_is_named_once(
-    taken: int | None, again: int | None, named: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_restored_pass_that_gets_longer_than_those_that_the_loop_leaves_is_named_once(taken, again, named, capsys):
     """As where the loop counts each pass from its begin. `taken`: batches of a pass; None: all. The job is restored
     after one batch of its third pass, of which it takes `again`, the first one included."""
 
-    def passes(followed: Followed, counts: list[int | None]) -> Any:
-        source: Any = None
+    def passes(followed, counts):
+        source = None
         for count in counts:
             source = iter(loader)
             for _ in itertools.islice(itertools.count(), count):
@@ -276,7 +268,7 @@ def test_a_restored_pass_that_gets_longer_than_those_that_the_loop_leaves_is_nam
         return source
 
     first = Followed()
-    loader: Any = DataLoader(list(range(24)), 4)
+    loader = DataLoader(list(range(24)), 4)
     under_way = passes(first, [taken, taken, 1])
     saved = codec.decode(codec.encode(first.positions.read()))
     second = Followed()

@@ -4,14 +4,12 @@ r: it reads a batch; R: the first one of another pass, whose last one it has lef
 and so the next iteration.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ft_plugins.adapters.deepspeed.read_ahead import IterationReads, ReadPace, unproven
 
 
-def refused(story: str, usual: ReadPace | None = None) -> int:
+def refused(story, usual=None):
     """The iteration that is refused; 0 if none is."""
     reads = IterationReads(usual)
     for number, iteration in enumerate(story.split(), 1):
@@ -42,7 +40,7 @@ def refused(story: str, usual: ReadPace | None = None) -> int:
         "rrss rRss",  # all batches of an iteration first, of two passes
     ],
 )
-def test_a_loop_that_reads_what_it_trains_on_is_followed(story: str) -> None:
+def test_a_loop_that_reads_what_it_trains_on_is_followed(story):
     assert refused(story) == 0
 
 
@@ -58,23 +56,23 @@ def test_a_loop_that_reads_what_it_trains_on_is_followed(story: str) -> None:
         ("rsss sr", 2),  # a batch whose parts belong to two updates
     ],
 )
-def test_a_loop_that_holds_batches_back_is_refused_when_it_shows(story: str, at: int) -> None:
+def test_a_loop_that_holds_batches_back_is_refused_when_it_shows(story, at):
     assert refused(story) == at
 
 
-def test_the_message_names_both_counts() -> None:
+def test_the_message_names_both_counts():
     reads = IterationReads(ReadPace(1, 1, True))
     reads.reading(3)
     reads.computing()
     assert "it read 3 batches for 1 micro-steps, but an earlier one 1 for 1" in str(reads.problem())
 
 
-def test_after_a_restore_the_pace_is_that_of_the_captured_iteration() -> None:
+def test_after_a_restore_the_pace_is_that_of_the_captured_iteration():
     assert refused("rs rs", ReadPace(1, 1, True)) == 0
     assert refused("rrrs", ReadPace(1, 1, True)) == 1, "the script skips batches, and the restored loader did so too"
 
 
-def test_the_end_of_a_loader_without_length_is_no_batch() -> None:
+def test_the_end_of_a_loader_without_length_is_no_batch():
     reads = IterationReads(ReadPace(1, 1, True))
     for batches in (1, -1, 1):
         reads.reading(batches)
@@ -82,7 +80,7 @@ def test_the_end_of_a_loader_without_length_is_no_batch() -> None:
     assert reads.problem() is None
 
 
-def test_a_first_iteration_that_read_more_is_restored_only_if_the_second_did_so_too() -> None:
+def test_a_first_iteration_that_read_more_is_restored_only_if_the_second_did_so_too():
     for read, proven in ((1, True), (2, False), (0, True)):
         reads = IterationReads()
         for later in (False, True):
@@ -94,7 +92,7 @@ def test_a_first_iteration_that_read_more_is_restored_only_if_the_second_did_so_
                 assert "read 2 batches for 1 micro-steps" in str(unproven(pace))
 
 
-def test_an_iteration_whose_reads_are_not_counted_has_no_pace() -> None:
+def test_an_iteration_whose_reads_are_not_counted_has_no_pace():
     reads = IterationReads()
     reads.computing()
     assert reads.updated(silent=True) is None and reads.usual is None

@@ -8,10 +8,9 @@ of its own if DeepSpeed did not broadcast those of the first one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -73,8 +72,8 @@ MODES = PLAIN | PIPELINES | WIDE
 # ---- jobs ----
 
 
-def configuration(mode: Mode) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def configuration(mode):
+    found = {
         "train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": ACCUMULATED,
         "bf16": {"enabled": mode.dtype == "bf16"},
         "fp16": {  # without ZeRO this version does not scale the loss, but divides gradients by the scale
@@ -86,7 +85,7 @@ def configuration(mode: Mode) -> dict[str, Any]:
     return found | ({"data_types": {"grad_accum_dtype": mode.accumulate}} if mode.accumulate else {})
 
 
-def layers(pp: int) -> Any:
+def layers(pp):
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     if not pp:
@@ -103,11 +102,11 @@ def layers(pp: int) -> Any:
 weight = [1.0]
 
 
-def weighted(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def weighted(outputs, labels):
     return (outputs.float() - labels).square().mean() * weight[0]
 
 
-def batches(place: int, step: int, dtype: torch.dtype) -> Iterator[Any]:
+def batches(place, step, dtype):
     """Those that the data-parallel rank at `place` reads in an iteration."""
     generator = torch.Generator().manual_seed(1000 * place + step)
     for _ in range(ACCUMULATED):
@@ -116,19 +115,19 @@ def batches(place: int, step: int, dtype: torch.dtype) -> Iterator[Any]:
         yield inputs.to(dtype), labels * (1e9 if overflows else 1.0)
 
 
-def start(rank: int, world: int) -> None:
+def start(rank, world):
     """DeepSpeed on this rank, with fp16: slow on a CPU, but the same code."""
     engines.start(rank, world).accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
-def jobs(rank: int, world: int, runs: list[tuple[str, ReducedOver | None, int]]) -> list[Any]:
+def jobs(rank, world, runs):
     """Train each (mode, over, replica) from the start: an ordinary job without `over`. `replica`: whose data are read,
     if the job is a single replica."""
     start(rank, world)
     return [job(rank, world, MODES[name], over, replica) for name, over, replica in runs]
 
 
-def job(rank: int, world: int, mode: Mode, over: ReducedOver | None, replica: int) -> Any:
+def job(rank, world, mode, over, replica):
     import deepspeed
 
     dp = world // (mode.pp or 1)
@@ -175,7 +174,7 @@ def job(rank: int, world: int, mode: Mode, over: ReducedOver | None, replica: in
     }  # fmt: skip
 
 
-def train_once(engine: Any, read: Iterator[Any]) -> None:
+def train_once(engine, read):
     if hasattr(engine, "train_batch"):
         engine.train_batch(read)
         return
@@ -184,7 +183,7 @@ def train_once(engine: Any, read: Iterator[Any]) -> None:
         engine.step()
 
 
-def evaluate_once(engine: Any, read: Iterator[Any]) -> None:
+def evaluate_once(engine, read):
     if hasattr(engine, "eval_batch"):
         engine.eval_batch(read)
         return
@@ -193,7 +192,7 @@ def evaluate_once(engine: Any, read: Iterator[Any]) -> None:
         engine(inputs)
 
 
-def parameters(engine: Any) -> dict[str, Any]:
+def parameters(engine):
     import deepspeed
 
     own = list(engine.module.parameters())
@@ -204,22 +203,22 @@ def parameters(engine: Any) -> dict[str, Any]:
 class Jobs:
     """All jobs of some modes on some ranks, each group of ranks forked once."""
 
-    def __init__(self, modes: dict[str, Mode], world: int) -> None:
+    def __init__(self, modes, world):
         self._modes = modes
         runs = [(name, over, 0) for name in modes for over in (None, ALL, LOCAL)]
         self._found = dict(zip(runs, zip(*gang(jobs, world, runs), strict=True), strict=True))
-        self._alone: dict[Any, Any] = {}
+        self._alone = {}
         for inner in {mode.inner for mode in modes.values()}:
             own = {name: mode for name, mode in modes.items() if mode.inner == inner}
             stages = max(next(iter(own.values())).pp, 1)
             runs = [(name, None, replica) for name in own for replica in range(world // stages // inner)]
             self._alone |= dict(zip(runs, zip(*gang(jobs, inner * stages, runs), strict=True), strict=True))
 
-    def of(self, name: str, over: ReducedOver | None) -> Any:
+    def of(self, name, over):
         """By rank."""
         return self._found[name, over, 0]
 
-    def alone(self, name: str, rank: int) -> Any:
+    def alone(self, name, rank):
         """The rank of a job of one replica that does what `rank` does."""
         mode, world = self._modes[name], len(self.of(name, None))
         stage, place = divmod(rank, world // max(mode.pp, 1))
@@ -228,13 +227,13 @@ class Jobs:
 
 
 @functools.cache
-def ran(number: int) -> Jobs:
+def ran(number):
     """The jobs of all modes of a set, each run once."""
     return Jobs(SETS[number], 4 if number < 2 else 8)
 
 
 @pytest.fixture
-def trained(name: str) -> Jobs:
+def trained(name):
     return ran(next(number for number, modes in enumerate(SETS) if name in modes))
 
 
@@ -244,7 +243,7 @@ every = pytest.mark.parametrize(
 )
 
 
-def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def equal(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
@@ -252,7 +251,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @every
-def test_over_one_replica_it_is_a_job_of_that_replica_alone(trained: Jobs, name: str) -> None:
+def test_over_one_replica_it_is_a_job_of_that_replica_alone(trained, name):
     """Bit for bit: the sums have the same terms in the same order."""
     found = trained.of(name, LOCAL)
     for rank, one in enumerate(found):
@@ -262,7 +261,7 @@ def test_over_one_replica_it_is_a_job_of_that_replica_alone(trained: Jobs, name:
 
 
 @every
-def test_over_all_replicas_it_is_an_ordinary_job(trained: Jobs, name: str) -> None:
+def test_over_all_replicas_it_is_an_ordinary_job(trained, name):
     """Bit for bit where DeepSpeed sums over all replicas. With ZeRO sums are in another order; in low precision they
     are also rounded in between: to 2 ** -8 of the gradient, whose norm is CLIP at most, times learning rate and
     iterations, before the parameter itself is rounded."""
@@ -280,7 +279,7 @@ def test_over_all_replicas_it_is_an_ordinary_job(trained: Jobs, name: str) -> No
 
 
 @every
-def test_gradients_were_clipped_in_some_iterations_only(trained: Jobs, name: str) -> None:
+def test_gradients_were_clipped_in_some_iterations_only(trained, name):
     for over in (ALL, LOCAL):
         norms = trained.of(name, over)[0]["norms"]
         if any(norms):  # fp32 without ZeRO reports none
@@ -288,7 +287,7 @@ def test_gradients_were_clipped_in_some_iterations_only(trained: Jobs, name: str
 
 
 @pytest.mark.parametrize("name", ["fp16 masters everywhere", "fp16 zero2"])
-def test_a_replica_alone_skips_an_update_that_overflows(trained: Jobs, name: str) -> None:
+def test_a_replica_alone_skips_an_update_that_overflows(trained, name):
     assert [one["skipped"] for one in trained.of(name, LOCAL)] == [0, 0, 1, 1]
     assert [one["skipped"] for one in trained.of(name, ALL)] == [1, 1, 1, 1]
 
@@ -297,7 +296,7 @@ def test_a_replica_alone_skips_an_update_that_overflows(trained: Jobs, name: str
 
 
 @every
-def test_shards_are_held_by_the_same_place_of_all_replicas(trained: Jobs, name: str) -> None:
+def test_shards_are_held_by_the_same_place_of_all_replicas(trained, name):
     mode = MODES[name]
     found = trained.of(name, LOCAL)
     dp = len(found) // max(mode.pp, 1)
@@ -311,7 +310,7 @@ def test_shards_are_held_by_the_same_place_of_all_replicas(trained: Jobs, name: 
         if mode.stage == 0 and mode.dtype == "fp32" or name == "bf16 masters everywhere":
             assert all(piece is None for _, _, piece in one["items"].values())
     for replica in range(0, dp, mode.inner):  # every element once
-        pieces: dict[str, list[Any]] = {}
+        pieces = {}
         for one in found[replica : replica + mode.inner]:
             for item, (_, _, piece) in one["items"].items():
                 pieces.setdefault(item, []).extend([piece] if piece else [])
@@ -321,12 +320,12 @@ def test_shards_are_held_by_the_same_place_of_all_replicas(trained: Jobs, name: 
 
 
 @every
-def test_derived_parameters_are_gathered_within_a_replica(trained: Jobs, name: str) -> None:
+def test_derived_parameters_are_gathered_within_a_replica(trained, name):
     assert all(equal(one["derived"], one["trained"]) for one in trained.of(name, LOCAL))
 
 
 @every
-def test_no_two_ranks_write_one_file_of_deepspeeds_own_checkpoints(trained: Jobs, name: str) -> None:
+def test_no_two_ranks_write_one_file_of_deepspeeds_own_checkpoints(trained, name):
     mode, found = MODES[name], trained.of(name, LOCAL)
     files = [file for one in found for file in one["files"]]
     assert len(files) == len(set(files))
@@ -336,7 +335,7 @@ def test_no_two_ranks_write_one_file_of_deepspeeds_own_checkpoints(trained: Jobs
 
 
 @every
-def test_deepspeed_counts_batches_as_without_replicas(trained: Jobs, name: str) -> None:
+def test_deepspeed_counts_batches_as_without_replicas(trained, name):
     for over in (ALL, LOCAL):
         for one, ordinary in zip(trained.of(name, over), trained.of(name, None), strict=True):
             dp = len(trained.of(name, over)) // max(MODES[name].pp, 1)
@@ -347,7 +346,7 @@ def test_deepspeed_counts_batches_as_without_replicas(trained: Jobs, name: str) 
 
 
 @every
-def test_modules_are_layers_in_the_order_of_the_forward(trained: Jobs, name: str) -> None:
+def test_modules_are_layers_in_the_order_of_the_forward(trained, name):
     """A rank names the modules of which it has a part; a tied layer has one name on both stages."""
     mode, found = MODES[name], trained.of(name, LOCAL)
     stages = [("0", "1"), ("3", "0", "5")] if mode.pp else [("0", "2", "4")]
@@ -362,14 +361,14 @@ def test_modules_are_layers_in_the_order_of_the_forward(trained: Jobs, name: str
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32, replicas of 2", "pipeline"])
-def test_each_module_is_announced_before_its_forward(trained: Jobs, name: str) -> None:
+def test_each_module_is_announced_before_its_forward(trained, name):
     for rank, one in enumerate(trained.of(name, LOCAL)):
         expected = ["0", "2", "4"] if name in PLAIN else ["0", "1"] if rank < 2 else ["3", "0", "5"]
         assert one["calls"] == one["evaluated"] == expected * ACCUMULATED
 
 
 @every
-def test_edges_are_those_of_the_modules_of_a_rank(trained: Jobs, name: str) -> None:
+def test_edges_are_those_of_the_modules_of_a_rank(trained, name):
     """Also where an optimizer holds masters or shards; the first stage of a pipeline has two batches in flight."""
     mode = MODES[name]
     for over in (ALL, LOCAL):
@@ -383,7 +382,7 @@ def test_edges_are_those_of_the_modules_of_a_rank(trained: Jobs, name: str) -> N
             assert one["edges"] == expected
 
 
-def _recomputed(rank: int, world: int) -> list[str]:
+def _recomputed(rank, world):
     """The edges of the last iteration of a pipeline that computes every two layers again; the parameters are those of
     one that is not followed."""
     start(rank, world)
@@ -410,7 +409,7 @@ def _recomputed(rank: int, world: int) -> list[str]:
     return words
 
 
-def test_recomputations_are_within_the_backward_of_what_is_computed_again() -> None:
+def test_recomputations_are_within_the_backward_of_what_is_computed_again():
     (words,) = gang(_recomputed, 1)
     head = ["b+ 0", *forward("0", "5"), *backward("5"), "b- 0"]  # the tied layer, and the last one
     middle = ["b+ 3", *forward("3"), "b- 3"]  # a function, and a layer
@@ -418,7 +417,7 @@ def test_recomputations_are_within_the_backward_of_what_is_computed_again() -> N
     assert words == [*forward("0", "1", "3", "0", "5"), *head, *middle, *first] * ACCUMULATED
 
 
-def test_a_job_can_be_resized_to_whole_replicas_alone() -> None:
+def test_a_job_can_be_resized_to_whole_replicas_alone():
     """Else the resized job would be refused when it starts: two ranks form a replica."""
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
 
@@ -427,5 +426,5 @@ def test_a_job_can_be_resized_to_whole_replicas_alone() -> None:
         train_micro_batch_size_per_gpu=lambda: 2, train_batch_size=lambda: 24,
     )  # fmt: skip
     for shards, expected in ((None, [1, 2, 3, 4, 6]), (SimpleNamespace(inner=(0, 1)), [2, 4, 6])):
-        host: Any = SimpleNamespace(engine=engine, _shards=shards)
+        host = SimpleNamespace(engine=engine, _shards=shards)
         assert [ranks for ranks in range(1, 8) if DeepSpeedHost.admits(host, ranks)] == expected

@@ -1,10 +1,6 @@
 """A scheduler that adds what it loads, as Megatron-DeepSpeed's does, is restored once, whoever else loads it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,33 +28,33 @@ from ft_plugins.snapshot.capture import codec  # noqa: E402
 class Adding:
     """`load_state_dict` takes so many steps more."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_steps, self.rates = 0, [0.0]
 
-    def step(self, increment: int = 1) -> None:
+    def step(self, increment=1):
         self.num_steps += increment
         self.rates = [0.1 * self.num_steps]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"num_steps": self.num_steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.step(increment=state["num_steps"])
 
 
 class Engine:
     """An engine of one update per step, whose own checkpoint is of iteration `stored`, None for none."""
 
-    def __init__(self, stored: int | None) -> None:
+    def __init__(self, stored):
         self.module, self.lr_scheduler, self.stored = torch.nn.Linear(1, 1), Adding(), stored
         self.global_steps = self.global_samples = self.micro_steps = 0
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch):
         return self.module(batch)
 
-    def step(self) -> None: ...
+    def step(self): ...
 
-    def load_checkpoint(self) -> tuple[str | None, dict[str, int]]:
+    def load_checkpoint(self):
         if self.stored is None:
             return None, {}
         self.lr_scheduler.load_state_dict({"num_steps": self.stored})
@@ -67,17 +63,17 @@ class Engine:
 
 
 @pytest.fixture
-def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def restarted(monkeypatch):
     """A restarted job with a version of iteration `memory`, 0 for none, and a checkpoint of iteration `stored`."""
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: None)
 
-    def restart(memory: int, stored: int | None) -> Any:
+    def restart(memory, stored):
         engine = Engine(stored)
         schedule = SchedulerRestore(engine.lr_scheduler)
         host = SimpleNamespace(rank=3, restored=False, silent=False, pace=None)
         host.schedule, host.find_tensors = schedule, lambda loaded: setattr(host, "restored", False)
 
-        def resume(loaded: int) -> int:
+        def resume(loaded):
             if not memory or memory < loaded:
                 return loaded
             host.restored, engine.global_steps = True, memory
@@ -88,8 +84,8 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setattr(core, "DeepSpeedHost", lambda *args: host)
         monkeypatch.setattr(training, "attach", lambda *args: session)
         monkeypatch.setattr(Positions, "follow_torch", lambda self: None)  # torch's loaders, for good
-        config: Any = Config.from_json({"reft": {}})
-        loop = DeepSpeedLoop(engine, config, None, Positions(), lambda in_order: None)  # type: ignore[arg-type]
+        config = Config.from_json({"reft": {}})
+        loop = DeepSpeedLoop(engine, config, None, Positions(), lambda in_order: None)
         loop.resume()
         return engine
 
@@ -99,9 +95,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 @pytest.mark.parametrize("memory", [0, 5, 7])
 @pytest.mark.parametrize("stored", [None, 5, 9])
 @pytest.mark.parametrize("loads", [0, 1, 2])
-def test_the_larger_iteration_wins_and_is_restored_once(
-    restarted: Callable[..., Any], memory: int, stored: int | None, loads: int
-) -> None:
+def test_the_larger_iteration_wins_and_is_restored_once(restarted, memory, stored, loads):
     engine = restarted(memory, stored)
     for _ in range(loads):
         engine.load_checkpoint()
@@ -114,9 +108,7 @@ def test_the_larger_iteration_wins_and_is_restored_once(
 
 
 @pytest.mark.parametrize("change", ["load_state_dict", "step"])
-def test_a_script_that_loads_or_steps_it_after_the_restore_is_refused(
-    restarted: Callable[..., Any], change: str
-) -> None:
+def test_a_script_that_loads_or_steps_it_after_the_restore_is_refused(restarted, change):
     engine = restarted(7, 5)
     engine.load_checkpoint()
     assert engine.global_steps == 7
@@ -132,20 +124,20 @@ def test_a_script_that_loads_or_steps_it_after_the_restore_is_refused(
     assert f"{{'num_steps': 7}} became {{'num_steps': {became}}}" in str(error.value)
 
 
-def test_a_scheduler_that_does_not_take_its_state_is_refused() -> None:
+def test_a_scheduler_that_does_not_take_its_state_is_refused():
     class Deaf(Adding):
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+        def load_state_dict(self, state): ...
 
     with pytest.raises(ResumeError, match="rank 0: the learning rate scheduler Deaf cannot be restored"):
         SchedulerRestore(Deaf()).load({"num_steps": 3}, 0)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "plateau", "sequence", "warmup"])
-def test_schedulers_of_torch_and_deepspeed_are_restored_as_often_as_one_likes(kind: str) -> None:
+def test_schedulers_of_torch_and_deepspeed_are_restored_as_often_as_one_likes(kind):
     from deepspeed.runtime.lr_schedules import WarmupDecayLR
     from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, ExponentialLR, ReduceLROnPlateau, SequentialLR
 
-    def built() -> tuple[Any, Any]:
+    def built():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
         optimizer.step()
         match kind:
@@ -157,7 +149,7 @@ def test_schedulers_of_torch_and_deepspeed_are_restored_as_often_as_one_likes(ki
                 return optimizer, SequentialLR(optimizer, [ConstantLR(optimizer), ExponentialLR(optimizer, 0.5)], [2])
         return optimizer, WarmupDecayLR(optimizer, 9)
 
-    def step(scheduler: Any) -> None:
+    def step(scheduler):
         scheduler.step(1.0) if kind == "plateau" else scheduler.step()
 
     trained, lost = built()
@@ -175,8 +167,8 @@ def test_schedulers_of_torch_and_deepspeed_are_restored_as_often_as_one_likes(ki
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in trained.param_groups]
 
 
-def test_a_scheduler_that_the_script_steps_itself_is_found_and_restored() -> None:
-    def built() -> tuple[Any, Any]:
+def test_a_scheduler_that_the_script_steps_itself_is_found_and_restored():
+    def built():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
 
@@ -193,7 +185,7 @@ def test_a_scheduler_that_the_script_steps_itself_is_found_and_restored() -> Non
         restore_own(optimizer, {"CosineAnnealingLR": lost.state_dict()}, 4)
 
 
-def stepped(kind: str, steps: int) -> tuple[Any, list[Any]]:
+def stepped(kind, steps):
     """An optimizer, and two schedulers of one class over it, as the script has them."""
     from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 
@@ -209,8 +201,8 @@ def stepped(kind: str, steps: int) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["list", "inside"])
-def test_several_of_one_class_are_told_apart_by_the_names_that_the_script_has_for_them(kind: str) -> None:
-    def captured(optimizer: Any, schedules: list[Any], restored: Any = None) -> Any:
+def test_several_of_one_class_are_told_apart_by_the_names_that_the_script_has_for_them(kind):
+    def captured(optimizer, schedules, restored=None):
         if restored is not None:
             restore_own(optimizer, restored, 0)
         return schedules, {name: one.state_dict() for name, one in own_schedulers(optimizer, 0).items()}
@@ -223,7 +215,7 @@ def test_several_of_one_class_are_told_apart_by_the_names_that_the_script_has_fo
         assert {*again} == {f"ExponentialLR 'schedules[{at}]' (a variable of captured())" for at in range(2)}
 
 
-def test_several_of_one_class_that_no_variable_holds_are_refused_by_name() -> None:
+def test_several_of_one_class_that_no_variable_holds_are_refused_by_name():
     optimizer, schedules = stepped("list", 1)
     holder = iter(schedules)  # does not show what it holds
     del schedules
@@ -232,9 +224,9 @@ def test_several_of_one_class_that_no_variable_holds_are_refused_by_name() -> No
     assert "keep each in a variable" in str(error.value) and holder
 
 
-def test_one_whose_state_cannot_be_captured_is_refused_by_name() -> None:
+def test_one_whose_state_cannot_be_captured_is_refused_by_name():
     class Odd(torch.optim.lr_scheduler.ConstantLR):
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             return {"seen": {1, 2}}
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
@@ -244,10 +236,10 @@ def test_one_whose_state_cannot_be_captured_is_refused_by_name() -> None:
     assert odd
 
 
-def test_an_engines_own_schedules_are_where_they_were() -> None:
+def test_an_engines_own_schedules_are_where_they_were():
     """A curriculum up to DeepSpeed 0.18, the length of random-LTD, and the rate of a progressive layer drop."""
 
-    def built() -> Any:
+    def built():
         length = {"min_value": 8, "max_value": 64, "schedule_type": "fixed_linear"}
         length["schedule_config"] = {"require_steps": 10, "seq_per_step": 8}
         config = {"total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_schedule": length}

@@ -3,11 +3,8 @@
 And what scales the loss: it goes on as it would have.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -34,9 +31,7 @@ from ft_plugins.snapshot.capture import codec  # noqa: E402
     paddings=st.lists(st.integers(0, 5), min_size=6, max_size=6),
     ranks=st.integers(1, 7),
 )
-def test_the_fragments_of_all_ranks_make_up_every_parameter(
-    sizes: list[int], paddings: list[int], ranks: int
-) -> None:
+def test_the_fragments_of_all_ranks_make_up_every_parameter(sizes, paddings, ranks):
     parameters, offsets, at = [], [], 0
     for index, (size, padding) in enumerate(zip(sizes, paddings, strict=False)):
         parameters.append(torch.nn.Parameter(torch.arange(size, dtype=torch.float32) + 100 * (index + 1)))
@@ -45,7 +40,7 @@ def test_the_fragments_of_all_ranks_make_up_every_parameter(
     whole = torch.zeros(-(-at // ranks) * ranks)
     for parameter, offset in zip(parameters, offsets, strict=True):
         whole[offset : offset + parameter.numel()] = parameter.detach()
-    found: dict[int, list[tuple[int, int, int]]] = {}
+    found = {}
     for rank, flat in enumerate(whole.chunk(ranks)):
         for one in _of_flat(parameters, offsets, flat, rank):
             index = next(i for i, parameter in enumerate(parameters) if parameter is one.parameter)
@@ -61,13 +56,13 @@ def test_the_fragments_of_all_ranks_make_up_every_parameter(
 # ---- what DeepSpeed's own optimizers keep ----
 
 
-def without_kernel(monkeypatch: pytest.MonkeyPatch, name: str) -> type[torch.optim.Optimizer]:
+def without_kernel(monkeypatch, name):
     """DeepSpeed's optimizer of that name, whose compiled part does nothing."""
     module = import_module(OWN[name])
     builders = [each for each in vars(module) if each.endswith("Builder")]
     for each in builders:
         monkeypatch.setattr(module, each, lambda: SimpleNamespace(load=MagicMock))
-    found: type[torch.optim.Optimizer] = getattr(module, name)
+    found = getattr(module, name)
     return found
 
 
@@ -84,9 +79,7 @@ OWN = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("settings", [{}, {"fp32_optimizer_states": False}], ids=["", "low"])
 @pytest.mark.parametrize("name", OWN)
-def test_deepspeeds_own_optimizers_have_early_what_their_first_update_makes(
-    monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_deepspeeds_own_optimizers_have_early_what_their_first_update_makes(monkeypatch, name, settings, dtype):
     kind = without_kernel(monkeypatch, name)
     own = settings if name.startswith("DeepSpeedCPU") else {}
     parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
@@ -110,14 +103,14 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
     __module__ = "deepspeed.ops.adam.cpu_adam"
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0})
         self.opt_id, self.ds_opt_adam = 0, self
         self.counted, self.power = 0, np.float32(1.0)
         for group in self.param_groups:
             group["bias_correction"] = True
 
-    def adam_update(self, which: int, step: int, *settings: Any) -> None:
+    def adam_update(self, which, step, *settings):
         beta = np.float32(settings[1])
         if step == self.counted + 1:
             self.power *= beta
@@ -127,8 +120,8 @@ class DeepSpeedCPUAdam(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("steps", [1, 5, 17])
-def test_powers_that_an_optimizer_counts_out_of_reach_are_counted_up_again(steps: int) -> None:
-    def built() -> DeepSpeedCPUAdam:
+def test_powers_that_an_optimizer_counts_out_of_reach_are_counted_up_again(steps):
+    def built():
         optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(3)) for _ in range(2)])
         state.create_optimizer_state(optimizer)
         return optimizer
@@ -147,7 +140,7 @@ def test_powers_that_an_optimizer_counts_out_of_reach_are_counted_up_again(steps
         state.restore_scalars(built(), saved)
 
 
-def test_powers_that_began_with_a_loaded_checkpoint_are_counted_up_from_there() -> None:
+def test_powers_that_began_with_a_loaded_checkpoint_are_counted_up_from_there():
     """Its optimizer computes the first one from the number of steps, and multiplies it up from there."""
     parameters = [torch.nn.Parameter(torch.ones(3))]
     whole, resumed = DeepSpeedCPUAdam(parameters), DeepSpeedCPUAdam(parameters)
@@ -168,16 +161,16 @@ def test_powers_that_began_with_a_loaded_checkpoint_are_counted_up_from_there() 
 # ---- what scales the loss ----
 
 
-def dynamic() -> Any:
+def dynamic():
     return SimpleNamespace(loss_scaler=DynamicLossScaler(2.0**16, 3, 1.0, 2, False), overflow=False)
 
 
-def of_zero(optimizer: Any, overflow: bool) -> None:
+def of_zero(optimizer, overflow):
     optimizer.overflow = overflow
     optimizer.loss_scaler.update_scale(overflow)
 
 
-def fp16() -> Any:
+def fp16():
     """The real one, over one parameter; what fp16 is refused for on a CPU is the engine's matter."""
     updating = torch.optim.Adam([torch.nn.Parameter(torch.ones(4, dtype=torch.float16))], lr=0.1)
     arguments = {"init_scale": 2**16, "scale_window": 3, "min_scale": 1, "delayed_shift": 1}
@@ -186,7 +179,7 @@ def fp16() -> Any:
     )
 
 
-def of_fp16(optimizer: Any, overflow: bool) -> None:
+def of_fp16(optimizer, overflow):
     (parameter,) = optimizer.fp16_groups[0]
     optimizer.zero_grad()
     (parameter.float().sum() * (float("inf") if overflow else 1.0)).backward()
@@ -194,7 +187,7 @@ def of_fp16(optimizer: Any, overflow: bool) -> None:
 
 
 @pytest.mark.parametrize(("made", "update"), [(dynamic, of_zero), (fp16, of_fp16)], ids=["zero", "fp16"])
-def test_a_loss_scale_goes_on_as_it_would_have(monkeypatch: pytest.MonkeyPatch, made: Any, update: Any) -> None:
+def test_a_loss_scale_goes_on_as_it_would_have(monkeypatch, made, update):
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # which only prints
     one, other = made(), made()
     for overflow in (True, True, False, False, True, False):
@@ -208,13 +201,13 @@ def test_a_loss_scale_goes_on_as_it_would_have(monkeypatch: pytest.MonkeyPatch, 
         assert state.scaler(other) == state.scaler(one)
 
 
-def test_the_scale_that_an_older_optimizer_keeps_itself_is_its_state_and_nothing_else_of_it() -> None:
+def test_the_scale_that_an_older_optimizer_keeps_itself_is_its_state_and_nothing_else_of_it():
     one = SimpleNamespace(cur_scale=8.0, cur_iter=4, last_overflow_iter=2, clip_grad=1.0, overflow=True)
     other = SimpleNamespace(cur_scale=2.0, cur_iter=0, last_overflow_iter=-1, clip_grad=0.5, overflow=False)
     state.restore_scaler(other, state.scaler(one))
     assert vars(other) == {**vars(one), "clip_grad": 0.5}
 
 
-def test_another_kind_of_scaling_is_refused() -> None:
+def test_another_kind_of_scaling_is_refused():
     with pytest.raises(ResumeError, match="captured job's precision and loss scale settings"):
         state.restore_scaler(SimpleNamespace(loss_scaler=LossScaler(1.0)), state.scaler(dynamic()))

@@ -1,10 +1,6 @@
 """What replicas of a real DeepSpeed engine have between two updates: gradients, copies, and gradients once more."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +12,8 @@ from ft_plugins.adapters.deepspeed.stepping import DeepSpeedStepping  # noqa: E4
 from ft_plugins.errors import UnsupportedError  # noqa: E402
 from tests.unit.adapters import deepspeed_engines as engines  # noqa: E402
 
-Ranks = Callable[..., list[Any]]
-
 FP32 = {"stage": 0, "bf16": False}
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
+MODES = {
     "fp32": (1, FP32),
     "fp32, two stages": (2, FP32),
     "fp32 zero1": (1, {"stage": 1, "bf16": False}),
@@ -30,7 +24,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16 zero1 accumulated in bf16": (1, {"stage": 1, "bf16": True, "accumulate": "bf16"}),
     "bf16 zero1, two stages": (2, {"stage": 1, "bf16": True, "accumulate": "bf16"}),
 }
-PLAIN: dict[str, dict[str, Any]] = {
+PLAIN = {
     "fp32": FP32,
     "bf16 masters everywhere": {"stage": 0, "bf16": True, "accumulate": "bf16"},
     "bf16 zero1": {"stage": 1, "bf16": True},
@@ -42,7 +36,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_iteration_computed_once_more_behind_a_repair_is_the_clean_one_bit_for_bit(ranks: Ranks, mode: str) -> None:
+def test_an_iteration_computed_once_more_behind_a_repair_is_the_clean_one_bit_for_bit(ranks, mode):
     """One rank computes the third from wrong parameters. Its gradients are then the clean ones, and so is all that
     follows: losses, running statistics, generators, counters, data."""
     for clean, again, gradients, wrong in ranks(_once_more, 2, *MODES[mode]):
@@ -50,24 +44,24 @@ def test_an_iteration_computed_once_more_behind_a_repair_is_the_clean_one_bit_fo
         assert again == clean
 
 
-def _once_more(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+def _once_more(rank, world, pp, told):
     gradients, wrong, right = [], [], []
 
-    def seen(host: Any) -> Any:
+    def seen(host):
         return engines.plain(dict(host.gradients()))
 
-    def clean(host: Any, step: int) -> None:
+    def clean(host, step):
         torch.rand(step)  # behind the forward: this is not drawn again
         if step == 3:
             gradients.append(seen(host))
 
-    def spoil(host: Any, step: int) -> None:
+    def spoil(host, step):
         if step == 3 and rank == world - 1:
             for parameter in host.engine.module.parameters():
                 right.append(parameter.detach().clone())
                 parameter.data.add_(0.5)
 
-    def repair(host: Any, step: int) -> None:
+    def repair(host, step):
         torch.rand(step)
         if step == 3:
             wrong.append(seen(host))
@@ -84,10 +78,8 @@ def _once_more(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     ("on", "clipping", "together"),
     [("", 1.0, True), ("", 0.0, False), ("fp16", 1.0, False), ("bfloat16", 1.0, False), ("zero", 1.0, False)],
 )
-def test_gradients_of_all_replicas_are_clipped_together_in_float32_without_zero(
-    on: str, clipping: float, together: bool
-) -> None:
-    host: Any = DeepSpeedStepping.__new__(DeepSpeedStepping)
+def test_gradients_of_all_replicas_are_clipped_together_in_float32_without_zero(on, clipping, together):
+    host = DeepSpeedStepping.__new__(DeepSpeedStepping)
     host.engine = SimpleNamespace(
         fp16_enabled=lambda: on == "fp16", bfloat16_enabled=lambda: on == "bfloat16",
         zero_optimization=lambda: on == "zero", gradient_clipping=lambda: clipping,
@@ -102,7 +94,7 @@ ALL = {f"pipeline, {name}": mode for name, mode in MODES.items()} | {name: (0, t
 
 
 @pytest.mark.parametrize("mode", SOME)
-def test_gradients_are_those_that_the_update_is_made_of(ranks: Ranks, mode: str) -> None:
+def test_gradients_are_those_that_the_update_is_made_of(ranks, mode):
     """By the item of their parameter, in its type of layout: set to 0, the moments of Adam decay and nothing else."""
     found = ranks(_zeroed, 2, *ALL[mode])
     for told, applied, items, gradients, before, after in found:
@@ -112,24 +104,24 @@ def test_gradients_are_those_that_the_update_is_made_of(ranks: Ranks, mode: str)
     assert {name.removesuffix(":main") for one in found for name in one[3]} == _parameters()
 
 
-def _parameters() -> set[str]:
+def _parameters():
     return {f"{layer}.{kind}" for layer in (0, 1, 3, 5) for kind in ("weight", "bias")}
 
 
-def _zeroed(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+def _zeroed(rank, world, pp, told):
     engine = engines.built(rank, world, pp, **told)
     from ft_plugins.adapters.deepspeed import state
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
 
     host = DeepSpeedHost(engine)
     items = {item.name: item.shape for item in host.inventory().items}
-    seen: dict[str, Any] = {}
+    seen = {}
     told_rates, applied = [], []
 
-    def moments() -> dict[str, torch.Tensor]:
+    def moments():
         return {name: one.clone().numpy() for name, one in host.tensors().items() if name.endswith("exp_avg")}
 
-    def around(host: Any, step: int) -> None:
+    def around(host, step):
         told_rates.append(host.learning_rate())
         if step == 4:
             gradients = host.gradients()
@@ -148,7 +140,7 @@ def _zeroed(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["pipeline, bf16", "pipeline, fp32 zero1", "fp32"])
-def test_before_the_reduction_there_are_this_ranks_own_gradients(ranks: Ranks, mode: str) -> None:
+def test_before_the_reduction_there_are_this_ranks_own_gradients(ranks, mode):
     """Altered on one rank by as much as there are ranks, the mean of all is altered by 1."""
     for steps, names, plain, altered in ranks(_before_reduction, 2, *ALL[mode]):
         assert steps == [1, 2] and names == _parameters()
@@ -156,7 +148,7 @@ def test_before_the_reduction_there_are_this_ranks_own_gradients(ranks: Ranks, m
             assert np.allclose(altered[name], gradient + 1, atol=0.02)
 
 
-def _before_reduction(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+def _before_reduction(rank, world, pp, told):
     found, steps, names = [], [], set()
     for altering in (False, True):
         engine = engines.built(rank, world, pp, **told)
@@ -164,7 +156,7 @@ def _before_reduction(rank: int, world: int, pp: int, told: dict[str, Any]) -> A
 
         host = DeepSpeedHost(engine)
 
-        def alter(step: int, gradients: Any) -> None:
+        def alter(step, gradients):
             steps.append(step)
             names.update(gradients)
             for gradient in gradients.values() if rank == 0 and step == 2 else ():
@@ -172,9 +164,9 @@ def _before_reduction(rank: int, world: int, pp: int, told: dict[str, Any]) -> A
 
         if altering:
             host.before_reduction(alter)
-        seen: dict[str, Any] = {}
+        seen = {}
 
-        def around(host: Any, step: int, seen: Any = seen) -> None:
+        def around(host, step, seen=seen):
             if step == 2:
                 seen.update({name: one.float().clone().numpy() for name, one in host.gradients().items()})
 
@@ -188,7 +180,7 @@ def _before_reduction(rank: int, world: int, pp: int, told: dict[str, Any]) -> A
 
 
 @pytest.mark.parametrize("mode", SOME)
-def test_copies_are_made_anew_from_what_the_optimizers_hold(ranks: Ranks, mode: str) -> None:
+def test_copies_are_made_anew_from_what_the_optimizers_hold(ranks, mode):
     """Gathered or cast parameters; where parameters are items themselves there are none, and none are written."""
     for (told, copies), items, computed, before, wrong, after in ranks(_copies, 2, *ALL[mode]):
         if told:
@@ -201,7 +193,7 @@ def test_copies_are_made_anew_from_what_the_optimizers_hold(ranks: Ranks, mode: 
             assert computed <= items and wrong == after != before
 
 
-def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+def _copies(rank, world, pp, told):
     engine = engines.built(rank, world, pp, **told)
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
 
@@ -209,7 +201,7 @@ def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     items = {item.name for item in host.inventory().items}
     engines.train(engine, 2)
 
-    def now() -> Any:
+    def now():
         return engines.plain(dict(engine.module.named_parameters()))
 
     before = now()
@@ -222,7 +214,7 @@ def _copies(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
     return (inventory, list(host.copy_tensors())), items, computed, before, wrong, now()
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {  # by a part of the message
+REFUSED = {  # by a part of the message
     "recomputed: the script may compute anything between engine(...) and engine.backward(...); with --paft-audit-at": (
         FP32, lambda host: (host.keep_iterations(), host.recompute(1)),
     ),
@@ -238,12 +230,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {  # by a part
 }  # fmt: skip
 
 
-def test_what_an_engine_cannot_do_is_refused_by_name(ranks: Ranks) -> None:
+def test_what_an_engine_cannot_do_is_refused_by_name(ranks):
     for found in ranks(_refused, 2):
         assert all(message in said for message, said in found.items()), found
 
 
-def _refused(rank: int, world: int) -> dict[str, str]:
+def _refused(rank, world):
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
 
     said = {}
@@ -258,7 +250,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16 masters everywhere", "bf16 zero1"])
-def test_a_replica_that_has_skipped_an_update_alone_goes_on_as_one_that_has_not(ranks: Ranks, mode: str) -> None:
+def test_a_replica_that_has_skipped_an_update_alone_goes_on_as_one_that_has_not(ranks, mode):
     """Rank 1 has counted a step less, and its schedule stands one behind; masters that are sharded follow nobody."""
     right, wrong = ranks(_skipped, 2, *ALL[mode])
     if mode == "bf16 zero1":
@@ -268,7 +260,7 @@ def test_a_replica_that_has_skipped_an_update_alone_goes_on_as_one_that_has_not(
     assert wrong["rate"] == right["rate"] and wrong["counters"] == right["counters"]
 
 
-def _skipped(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
+def _skipped(rank, world, pp, told):
     engine = engines.built(rank, world, pp, **told)
     from ft_plugins.adapters.deepspeed import state
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
@@ -282,7 +274,7 @@ def _skipped(rank: int, world: int, pp: int, told: dict[str, Any]) -> Any:
         for values in state.inner(engine.optimizer).state.values():
             values["step"] -= 1
     own = host.scalars()
-    gathered: list[Any] = [None] * world
+    gathered = [None] * world
     torch.distributed.all_gather_object(gathered, own)
     host.restore_scalars(gathered[0])
     counters = {name: getattr(engine, name) for name in ("global_steps", "skipped_steps", "micro_steps")}

@@ -1,9 +1,6 @@
 """What of DeepSpeed cannot be followed is refused by name, all of it at once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +16,9 @@ class OnebitAdam(torch.optim.Adam):
 
 
 def engine(
-    kind: str = "DeepSpeedEngine", optimizer: Any = None, zero: dict[str, Any] | None = None,
-    has_moe_layers: bool = False, expert_parallel: bool = False, **answers: Any,
-) -> Any:  # fmt: skip
+    kind = "DeepSpeedEngine", optimizer = None, zero = None,
+    has_moe_layers = False, expert_parallel = False, **answers,
+):  # fmt: skip
     """An engine of class `kind`, whose methods answer `answers`."""
     methods = {name: (lambda self, value=value: value) for name, value in answers.items()}
     found = type(kind, (), methods)()
@@ -33,7 +30,7 @@ def engine(
     return found
 
 
-def test_what_is_followed_passes() -> None:
+def test_what_is_followed_passes():
     for kind in ("DeepSpeedEngine", "PipelineEngine"):
         offload = {"offload_optimizer": SimpleNamespace(device="cpu", ratio=1.0, super_offload=False)}
         offload["offload_param"] = SimpleNamespace(device="cpu")
@@ -63,13 +60,13 @@ def test_what_is_followed_passes() -> None:
         ({"optimizer": lambda one: OnebitAdam([one])}, "1-bit optimizer (optimizer.type OnebitAdam)"),
     ],
 )
-def test_what_cannot_be_followed_is_named(refused: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_followed_is_named(refused, words):
     with pytest.raises(UnsupportedError, match="rank 3: cannot protect this job: ") as told:
         require_supported(engine(**refused), 3)
     assert words in str(told.value) and "Drop the option" in str(told.value)
 
 
-def test_compression_is_refused_where_it_is_on() -> None:
+def test_compression_is_refused_where_it_is_on():
     found = engine()
     methods = {"sparse_pruning": {"enabled": False}, "row_pruning": {"enabled": False}}
     found.compression_scheduler = SimpleNamespace(different_compression_methods=methods, training_steps=0)
@@ -85,18 +82,18 @@ def test_compression_is_refused_where_it_is_on() -> None:
         require_supported(found, 0)
 
 
-def test_all_of_it_is_named_at_once() -> None:
+def test_all_of_it_is_named_at_once():
     with pytest.raises(UnsupportedError, match="hpZ.*DualPipeV"):
         require_supported(engine("DualPipeVEngine", zero_hpz_partition_size=2), 0)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD"])
-def test_optimizers_that_are_followed_pass_by_their_settings(kind: str) -> None:
+def test_optimizers_that_are_followed_pass_by_their_settings(kind):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     require_supported_settings({"optimizer": {"type": kind}, "zero_optimization": zero}, None)
 
 
-def test_an_engine_that_was_told_to_sum_gradients_is_refused_with_local_sgd() -> None:
+def test_an_engine_that_was_told_to_sum_gradients_is_refused_with_local_sgd():
     summing = engine()
     summing.gradient_average = False
     require_supported(summing, 0)

@@ -1,12 +1,8 @@
 """How a rank leaves: once, and with whether training ended in order."""
 
-from __future__ import annotations
-
 import re
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +15,13 @@ from ft_plugins.config import Config  # noqa: E402
 from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 
 
-def test_a_rank_leaves_once_with_whether_it_ended_in_order() -> None:
-    left: list[bool] = []
+def test_a_rank_leaves_once_with_whether_it_ended_in_order():
+    left = []
     for fails in (False, True):
-        one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
+        one = DeepSpeedLoop.__new__(DeepSpeedLoop)
         one._leave, one._updated = left.append, None
 
-        def shutdown(fails: bool = fails) -> None:
+        def shutdown(fails=fails):
             if fails:
                 raise ResumeError("at the end")
 
@@ -39,15 +35,13 @@ def test_a_rank_leaves_once_with_whether_it_ended_in_order() -> None:
 
 
 @pytest.mark.parametrize("code", [0, None, 3])
-def test_a_stop_after_the_scripts_last_iteration_is_an_orderly_end(
-    code: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_after_the_scripts_last_iteration_is_an_orderly_end(code, monkeypatch):
     """The version point of that iteration is in the orderly end, at destroy_process_group, which is done then."""
-    done: list[Any] = []
-    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
+    done = []
+    one = DeepSpeedLoop.__new__(DeepSpeedLoop)
     one._leave, one._updated = done.append, 7
 
-    def iteration_end(step: int, ends: bool) -> None:
+    def iteration_end(step, ends):
         raise SystemExit(code)
 
     one._session = SimpleNamespace(iteration_end=iteration_end, shutdown=lambda: None)
@@ -62,10 +56,10 @@ def test_a_stop_after_the_scripts_last_iteration_is_an_orderly_end(
         assert done == [True, "destroyed"]
 
 
-def _amid_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+def _amid_an_evaluation(monkeypatch):
     """A loop whose iteration 7 is not captured yet, and what is done at its end."""
-    done: list[Any] = []
-    one: Any = DeepSpeedLoop.__new__(DeepSpeedLoop)
+    done = []
+    one = DeepSpeedLoop.__new__(DeepSpeedLoop)
     one._leave, one._updated = done.append, 7
     one._session = SimpleNamespace(
         iteration_end=lambda step, ends: done.append(step), shutdown=lambda: done.append("over")
@@ -80,8 +74,8 @@ def _amid_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]
                            (SystemExit(0), True), (SystemExit(), True)],
 )  # fmt: skip
 def test_a_script_that_destroys_the_group_because_it_failed_is_not_captured_and_leaves_its_snapshots(
-    error: BaseException, orderly: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    error, orderly, monkeypatch
+):
     """As in `try: train() finally: dist.destroy_process_group()`, amid an evaluation."""
     one, done = _amid_an_evaluation(monkeypatch)
     with pytest.raises(type(error)):
@@ -95,8 +89,8 @@ def test_a_script_that_destroys_the_group_because_it_failed_is_not_captured_and_
 
 
 def test_a_group_that_is_destroyed_at_exit_after_an_error_is_left_as_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """As with `atexit.register(dist.destroy_process_group)`: no exception is under way then."""
     one, done = _amid_an_evaluation(monkeypatch)
     monkeypatch.setattr(sys, "last_type", LookupError, raising=False)
@@ -105,13 +99,13 @@ def test_a_group_that_is_destroyed_at_exit_after_an_error_is_left_as_after_a_fai
 
 
 @pytest.mark.parametrize("where", ["__init__", "resume"])
-def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[bool] = []
+def test_a_rank_that_joined_leaves_if_protection_does_not_start(where, monkeypatch):
+    left = []
 
-    def fail(*args: Any) -> None:
+    def fail(*args):
         raise ResumeError("at the start")
 
-    def join(config: Config, context: Any) -> tuple[Any, Callable[[bool], None]]:
+    def join(config, context):
         return context, left.append
 
     made = type("Loop", (), {"__init__": lambda *args: None, "resume": lambda self: None, where: fail})
@@ -140,12 +134,12 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where: str, monk
     ],
 )
 def test_settings_that_cannot_be_protected_are_refused_before_an_engine_is_built(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], optimizer: Any, named: str
-) -> None:
-    built: list[str] = []
+    monkeypatch, settings, optimizer, named
+):
+    built = []
     monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
 
-    def initialize(config: Any = None, optimizer: Any = None) -> None:
+    def initialize(config=None, optimizer=None):
         built.append("engine")
 
     with pytest.raises(UnsupportedError, match=re.escape(named) + ".*Drop the option.*, or remove the block"):

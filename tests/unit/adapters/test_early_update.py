@@ -1,7 +1,5 @@
 """Modules that are updated in the backward get the bits of one step of all; what contradicts it is refused."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 
@@ -22,7 +20,7 @@ OPTIMIZERS = {
 }
 
 
-def model() -> torch.nn.Sequential:
+def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
 
@@ -30,7 +28,7 @@ def model() -> torch.nn.Sequential:
 class Loop:
     """A loop with early updates, as TorchHost does."""
 
-    def __init__(self, kind: str, wanted: set[str]) -> None:
+    def __init__(self, kind, wanted):
         self.model, self.calls = model(), []
         layers = [self.model[0], self.model[2], self.model[3]]
         self.optimizer = OPTIMIZERS[kind](
@@ -44,11 +42,11 @@ class Loop:
         self.optimizer.register_step_pre_hook(lambda *_: self.early.before_step() if self.early.begun else None)
         self.optimizer.register_step_post_hook(lambda *_: self.early.after_step())
 
-    def backward(self, seed: int) -> None:
+    def backward(self, seed):
         torch.manual_seed(seed)
         self.model(torch.randn(5, 4)).square().sum().backward()
 
-    def train(self, iterations: int) -> None:
+    def train(self, iterations):
         for step in range(iterations):
             self.backward(step)
             self.optimizer.step()
@@ -91,29 +89,29 @@ def test_the_layers_of_a_model_may_lie_on_two_devices_and_so_may_the_parameters_
     assert (within.shape, within.device.index) == ((2,), 0) and (apart.shape, apart.device.index) == ((2, 2), 0)
 
 
-def _clip(loop: Loop) -> None:
+def _clip(loop):
     torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
 
 
-def _clamp_data(loop: Loop) -> None:
+def _clamp_data(loop):
     for parameter in loop.model.parameters():
         parameter.grad.data.clamp_(-1e-3, 1e-3)
 
 
-def _replace_gradient(loop: Loop) -> None:
+def _replace_gradient(loop):
     loop.model[3].bias.grad = loop.model[3].bias.grad * 2
 
 
-def _set_rate(loop: Loop) -> None:
+def _set_rate(loop):
     loop.optimizer.param_groups[1]["lr"] = 0.2
 
 
-def _decay(loop: Loop) -> None:
+def _decay(loop):
     with torch.no_grad():
         loop.model[3].weight.mul_(0.9)
 
 
-def _unscale(loop: Loop) -> None:
+def _unscale(loop):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
     scaler.unscale_(loop.optimizer)

@@ -1,10 +1,7 @@
 """Which ends of a script are orderly: only those that are known to be."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +31,7 @@ def follow():
     ],
 )
 @pytest.mark.parametrize("module", [False, True])
-def test_an_end_is_orderly_where_nothing_was_raised(
-    tmp_path: Path, module: bool, script: str, status: int, orderly: bool
-) -> None:
+def test_an_end_is_orderly_where_nothing_was_raised(tmp_path, module, script, status, orderly):
     (tmp_path / "line.py").write_text(_FOLLOW)
     (tmp_path / "script.py").write_text(f"import sys\nimport line\nline.follow()\n{script}\n")
     words = [sys.executable, *(("-m", "script") if module else ("script.py",))]

@@ -1,15 +1,12 @@
 """Exporting, the parts that need no job: which blocks make a checkpoint, arguments and back, files of bounded size."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path, PosixPath
-from typing import Any
+from pathlib import PosixPath
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from ft_plugins.snapshot.checkpoint.index import Index
 # ---- assembly ----
 
 
-def told(rank: int, *tensors: tuple[Any, ...], objects: list[Any] | None = None) -> Index:
+def told(rank, *tensors, objects=None):
     """Each tensor: source, replica id, blocks (key, shape, offset, size)."""
     entries = [
         {"source": source, "dtype": "float32", "group": 0, "replica": replica, "shape": [2, 4],
@@ -33,15 +30,15 @@ def told(rank: int, *tensors: tuple[Any, ...], objects: list[Any] | None = None)
     return Index(rank, 1, {}, names)
 
 
-def block(offset: int) -> list[Any]:
+def block(offset):
     return ["w", [4, 4], [offset, 0], [2, 4]]
 
 
-def anywhere(source: str, ranks: tuple[int, ...]) -> int:
+def anywhere(source, ranks):
     return 0
 
 
-def test_a_block_is_taken_from_the_replica_that_megatron_saves() -> None:
+def test_a_block_is_taken_from_the_replica_that_megatron_saves():
     stages = [told(3, ("tied", [1, 0, 0], [block(0)])), told(0, ("first", [0, 0, 1], [block(0)]))]
     other = told(1, ("first", [0, 0, 0], [block(2)]))
     made = assemble([*stages, other], anywhere)
@@ -51,7 +48,7 @@ def test_a_block_is_taken_from_the_replica_that_megatron_saves() -> None:
     ]
 
 
-def test_a_tensor_with_a_gap_is_refused() -> None:
+def test_a_tensor_with_a_gap_is_refused():
     with pytest.raises(StorageError, match="'w' has 16 elements, but the blocks of all ranks cover 8: .* incomplete"):
         assemble([told(0, ("first", [0, 0, 0], [block(0)]))], anywhere)
 
@@ -64,24 +61,24 @@ def test_a_tensor_with_a_gap_is_refused() -> None:
         ([([0, 0], [2, 4]), ([3, 0], [2, 4])], "beyond it"),
     ],
 )
-def test_a_gap_and_an_overlap_of_the_same_size_are_refused(blocks: list[Any], problem: str) -> None:
+def test_a_gap_and_an_overlap_of_the_same_size_are_refused(blocks, problem):
     with pytest.raises(StorageError, match=f"'w' .*{problem}"):
         assemble([told(0, *(("first", [0], [["w", [4, 4], *each]]) for each in blocks))], anywhere)
 
 
-def test_blocks_in_any_order_and_of_no_element_cover_a_tensor() -> None:
+def test_blocks_in_any_order_and_of_no_element_cover_a_tensor():
     blocks = [([2, 1], [2, 3]), ([0, 0], [2, 4]), ([2, 0], [2, 1]), ([2, 2], [0, 2])]
     made = assemble([told(0, *(("first", [0], [["w", [4, 4], *each]]) for each in blocks))], anywhere)
     assert len(made.blocks) == 4
 
 
-def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
+def test_ranks_that_disagree_about_a_tensor_are_refused():
     other = ["w", [8, 4], [2, 0], [2, 4]]
     with pytest.raises(StorageError, match="on rank 1 .* on rank 0"):
         assemble([told(0, ("a", [0], [block(0)])), told(1, ("a", [0], [other]))], anywhere)
 
 
-def test_objects_are_those_of_the_smallest_replica() -> None:
+def test_objects_are_those_of_the_smallest_replica():
     first, second = ({"key": "k", "replica": [0, 0, n], "value": ["value", str(n)]} for n in (0, 1))
     assert assemble([told(0, objects=[second]), told(1, objects=[first])], anywhere).objects == {"k": ["value", "0"]}
 
@@ -89,7 +86,7 @@ def test_objects_are_those_of_the_smallest_replica() -> None:
 # ---- arguments ----
 
 
-def test_arguments_come_back_with_their_types() -> None:
+def test_arguments_come_back_with_their_types():
     given = argparse.Namespace(
         lr=1e-3, none=None, flag=True, name="x", sizes=[1, 2], betas=(0.9, 0.95), params_dtype=torch.bfloat16,
         folder=PosixPath("/a"), mapping={"a": (1,)}, exit_signal=signal.SIGTERM, model=torch.nn.Linear(1, 1),
@@ -107,7 +104,7 @@ def test_arguments_come_back_with_their_types() -> None:
     ("module", "kind", "name"),
     [("os", "system", "x"), ("signal", "signal", "x"), ("signal", "Signals", "SIGNONE"), ("megatron", "x", "y")],
 )
-def test_only_enums_of_megatron_are_looked_up(module: str, kind: str, name: str) -> None:
+def test_only_enums_of_megatron_are_looked_up(module, kind, name):
     value = {"ftp": "enum", "module": module, "class": kind, "name": name}
     with pytest.raises(StorageError, match=f"{module}.{kind}.{name} does not exist in the installed version"):
         arguments_from_plain({"values": {"a": value}}, {})
@@ -148,7 +145,7 @@ print(json.dumps({"peak": peak[0], "same": same, "object": found["extra/shard_0_
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra [megatron]")
-def test_tensors_are_held_no_longer_than_their_file(tmp_path: Path) -> None:
+def test_tensors_are_held_no_longer_than_their_file(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", WRITE, str(tmp_path / "made")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -172,7 +169,7 @@ except UnsupportedError as error:
 
 
 @pytest.mark.parametrize(("extra", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed")])
-def test_where_the_framework_is_not_installed_that_is_said(extra: str, package: str) -> None:
+def test_where_the_framework_is_not_installed_that_is_said(extra, package):
     done = subprocess.run([sys.executable, "-c", WITHOUT, extra], capture_output=True, text=True, timeout=120)
     assert f"{package} is not installed here: pip install 'ft_plugins[{extra}]'" in done.stdout, done.stderr
 
@@ -180,7 +177,7 @@ def test_where_the_framework_is_not_installed_that_is_said(extra: str, package: 
 # ---- the target ----
 
 
-def test_a_target_in_use_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_target_in_use_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")

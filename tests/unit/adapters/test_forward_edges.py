@@ -1,12 +1,9 @@
 """Forwards of a model, and what saves checkpoints, as phases of progress."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,24 +19,24 @@ INPUT = torch.ones(1, 2)
 class Recorded:
     """Records the edges."""
 
-    def __init__(self) -> None:
-        self.phases: list[WorkPhase] = []
+    def __init__(self):
+        self.phases = []
         self.words = threading.Lock()  # can be neither copied nor pickled
 
-    def edge(self, phase: WorkPhase) -> None:
+    def edge(self, phase):
         self.phases.append(phase)
 
-    def shares_forward(self) -> None:
+    def shares_forward(self):
         pass
 
 
-def followed(progress: Recorded, **more: bool) -> torch.nn.Module:
+def followed(progress, **more):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     follow_forwards([model], progress, **more)
     return model
 
 
-def test_a_forward_in_training_has_two_edges_and_one_without_gradients_is_an_evaluation() -> None:
+def test_a_forward_in_training_has_two_edges_and_one_without_gradients_is_an_evaluation():
     progress = Recorded()
     model = followed(progress)
     model(INPUT)
@@ -49,7 +46,7 @@ def test_a_forward_in_training_has_two_edges_and_one_without_gradients_is_an_eva
     assert progress.phases[2:] == [WorkPhase.EVALUATION], "which lasts"
 
 
-def test_where_spans_are_followed_only_evaluations_are_reported() -> None:
+def test_where_spans_are_followed_only_evaluations_are_reported():
     progress = Recorded()
     model = followed(progress, evaluations_only=True)
     model(INPUT)
@@ -58,7 +55,7 @@ def test_where_spans_are_followed_only_evaluations_are_reported() -> None:
     assert progress.phases == [WorkPhase.EVALUATION]
 
 
-def test_copies_of_a_model_report_nothing() -> None:
+def test_copies_of_a_model_report_nothing():
     progress = Recorded()
     model = followed(progress)
     copy.deepcopy(model)(INPUT)
@@ -66,14 +63,14 @@ def test_copies_of_a_model_report_nothing() -> None:
     assert progress.phases == []
 
 
-def test_what_torch_compile_traces_is_one_graph_and_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_compile_traces_is_one_graph_and_not_seen(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     progress = Recorded()
     followed(progress)(INPUT)
     assert progress.phases == []
 
 
-def test_a_scripted_module_is_left_alone() -> None:
+def test_a_scripted_module_is_left_alone():
     progress = Recorded()
     scripted = torch.jit.script(torch.nn.Linear(2, 2))
     follow_forwards([scripted], progress)
@@ -81,9 +78,9 @@ def test_a_scripted_module_is_left_alone() -> None:
     assert progress.phases == []
 
 
-def test_saving_is_a_phase_of_the_training_thread_alone() -> None:
+def test_saving_is_a_phase_of_the_training_thread_alone():
     progress = Recorded()
-    called: list[object] = []
+    called = []
     owner = SimpleNamespace(save=lambda *args, **kwargs: called.append((args, kwargs)) or "saved", other=1)
     saving = Saving(progress)
     saving.follow(owner, ("save", "other", "absent"))
@@ -96,7 +93,7 @@ def test_saving_is_a_phase_of_the_training_thread_alone() -> None:
     saving.follow(None, ("save",))
 
 
-def test_saving_that_saves_by_another_followed_function_ends_with_the_outer_one() -> None:
+def test_saving_that_saves_by_another_followed_function_ends_with_the_outer_one():
     """torch.distributed.checkpoint.save calls torch.save for each tensor, and then waits for the disk."""
     progress = Recorded()
     inner = SimpleNamespace(save=lambda: None)
@@ -111,14 +108,12 @@ def test_saving_that_saves_by_another_followed_function_ends_with_the_outer_one(
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["followed", "imported-by-name"])
-def test_a_checkpoint_of_torch_is_a_save_until_it_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
+def test_a_checkpoint_of_torch_is_a_save_until_it_is_on_the_disk(tmp_path, monkeypatch, known):
     """Its files are synchronised after the last tensor, which takes minutes where storage is slow."""
     for owner in (torch, checkpoint):
         monkeypatch.setattr(owner, "save", owner.save)
     progress, save = Recorded(), checkpoint.save
-    during: list[WorkPhase] = []
+    during = []
     saving = Saving(progress)
     saving.follow(torch, ("save",))
     if known:
@@ -130,10 +125,10 @@ def test_a_checkpoint_of_torch_is_a_save_until_it_is_on_the_disk(
     assert (progress.phases[-1] is WorkPhase.AFTER_UPDATE) == known
 
 
-def test_an_error_while_saving_ends_the_phase_and_passes() -> None:
+def test_an_error_while_saving_ends_the_phase_and_passes():
     progress = Recorded()
 
-    def save() -> None:
+    def save():
         raise OSError("full")
 
     owner = SimpleNamespace(save=save)

@@ -3,18 +3,14 @@
 Four ranks are two replicas of two shards. Sizes do not divide: shards are uneven, and some are empty.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ft_plugins
@@ -31,7 +27,7 @@ from tests.unit.adapters.torch_small import handed_over, take_over
 
 SECONDS = 280.0  # a bound; some seconds on idle cores
 ITERATIONS, DONE = 7, 5
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01, amsgrad=True),
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
 }
@@ -41,7 +37,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class Net(torch.nn.Module):
     """An embedding tied to the head, uneven layers, a frozen one, a parameter of the root, smaller than the shards."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(7, 5)
         self.shift = torch.nn.Parameter(torch.ones(1))
@@ -53,7 +49,7 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(5, 7)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         self.seen += tokens.sum()
         numbers = self.embedding(tokens) + self.shift
         for layer in self.layers:
@@ -61,7 +57,7 @@ class Net(torch.nn.Module):
         return self.head(self.dropout(self.norm(self.frozen(numbers))))
 
 
-def sharded(mesh: DeviceMesh | None, seed: int = 3, policy: MixedPrecisionPolicy | None = None) -> Net:
+def sharded(mesh, seed=3, policy=None):
     """The same values on all ranks; each layer a unit, the rest the root's."""
     torch.manual_seed(seed)
     model, settings = Net(), {} if policy is None else {"mp_policy": policy}
@@ -71,7 +67,7 @@ def sharded(mesh: DeviceMesh | None, seed: int = 3, policy: MixedPrecisionPolicy
     return model
 
 
-def meshes(kind: str) -> tuple[DeviceMesh, DeviceMesh]:
+def meshes(kind):
     """The whole mesh, and the one for fully_shard."""
     if kind == "one replica":
         whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
@@ -83,9 +79,7 @@ def meshes(kind: str) -> tuple[DeviceMesh, DeviceMesh]:
 class Loop:
     """A model, its optimizer and scheduler; each rank draws its own batches and dropout."""
 
-    def __init__(
-        self, rank: int, kind: str = "replicas", optimizer: str = "adamw", seed: int = 3, **given: Any
-    ) -> None:
+    def __init__(self, rank, kind="replicas", optimizer="adamw", seed=3, **given):
         self.rank = rank
         self.mesh, mesh = meshes(kind)
         self.model = sharded(mesh, seed, **given)
@@ -93,10 +87,10 @@ class Loop:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         torch.manual_seed(70 + rank)
 
-    def host(self) -> FsdpHost:
+    def host(self):
         return FsdpHost(self.model, self.optimizer, self.scheduler, mesh=self.mesh)
 
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         self.model(torch.randint(7, (6,))).square().mean().backward()
         if step % 2:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -109,9 +103,9 @@ class Loop:
                 self.model(torch.randint(7, (6,)))
             self.model.train()
 
-    def described(self) -> Any:
+    def described(self):
         for module in (*self.model.layers, self.model):
-            module.reshard()  # type: ignore[operator]
+            module.reshard()
         state = {name: one.detach() for name, one in self.model.state_dict().items()}
         tensors = {name: getattr(one, "_local_tensor", one) for name, one in state.items()}
         for name, one in self.model.named_parameters():
@@ -120,17 +114,17 @@ class Loop:
         return readable(tensors), readable(self.scheduler.state_dict()), readable(torch.get_rng_state())
 
 
-def iterations(host: TorchHost, rank: int, world: int, until: int, done: int = 0) -> Iterator[int]:
+def iterations(host, rank, world, until, done=0):
     """Under a session that captures nothing, but takes the small state at each version point."""
     session = attach(host, Config(), LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0))
-    session.iteration_end = lambda step, ends: host.small_state()  # type: ignore[method-assign]
+    session.iteration_end = lambda step, ends: host.small_state()
     yield from session.iterations(until, done)
 
 
 # ---- the layout, purely ----
 
 
-def test_shards_and_replicas_are_read_off_the_mesh() -> None:
+def test_shards_and_replicas_are_read_off_the_mesh():
     grid = np.array([[0, 1, 2], [3, 4, 5]])
     found = placed(grid, [3, 4, 5], 4, hybrid=False)
     assert found == ShardLayout((2, 3), (3, 4, 5), (1, 4), 1, 0, False)
@@ -141,7 +135,7 @@ def test_shards_and_replicas_are_read_off_the_mesh() -> None:
 
 
 @pytest.mark.parametrize("rows", range(1, 12))
-def test_pieces_are_those_of_torch(rows: int) -> None:
+def test_pieces_are_those_of_torch(rows):
     whole = torch.arange(rows * 3).reshape(rows, 3)
     chunks = list(torch.chunk(whole, 4))
     for index in range(4):
@@ -153,7 +147,7 @@ def test_pieces_are_those_of_torch(rows: int) -> None:
 # ---- items ----
 
 
-def _items(rank: int, world: int, kind: str) -> Any:
+def _items(rank, world, kind):
     loop = Loop(rank, kind)
     whole = {name: one.full_tensor().reshape(-1) for name, one in loop.model.named_parameters()}
     host = loop.host()
@@ -166,13 +160,13 @@ def _items(rank: int, world: int, kind: str) -> Any:
             assert item.nbytes == 4 * math.prod(item.shape) and item.piece[1] - item.piece[0] == math.prod(item.shape)
             assert item.background and item.role is (Role.PARAMETER if item.name == name else Role.MOMENT)
     for name, flat in whole.items():
-        start, stop, total = items[name].piece  # type: ignore[misc]
+        start, stop, total = items[name].piece
         assert total == flat.numel() and torch.equal(flat[start:stop], tensors[name].reshape(-1)), name
     return {name: item.replicas for name, item in items.items()}, host.fingerprint()
 
 
 @pytest.mark.parametrize("kind", ["replicas", "hybrid", "one replica"])
-def test_items_are_local_shards_and_replicas_have_the_same_shard(kind: str) -> None:
+def test_items_are_local_shards_and_replicas_have_the_same_shard(kind):
     found = gang(_items, 4, kind, seconds=SECONDS)
     for rank, (replicas, fingerprint) in enumerate(found):
         same = (rank,) if kind == "one replica" else (rank % 2, rank % 2 + 2)
@@ -185,7 +179,7 @@ def test_items_are_local_shards_and_replicas_have_the_same_shard(kind: str) -> N
 # ---- a round trip ----
 
 
-def _golden(rank: int, kind: str, optimizer: str, policy: Any) -> Any:
+def _golden(rank, kind, optimizer, policy):
     """The end of a loop without the package."""
     loop = Loop(rank, kind, optimizer, policy=policy)
     for step in range(1, ITERATIONS + 1):
@@ -193,7 +187,7 @@ def _golden(rank: int, kind: str, optimizer: str, policy: Any) -> Any:
     return loop.described()
 
 
-def _round_trip(rank: int, world: int, kind: str, optimizer: str, policy: Any) -> None:
+def _round_trip(rank, world, kind, optimizer, policy):
     expected = _golden(rank, kind, optimizer, policy)
     gc.freeze()  # hooks keep it alive: it is trained state that no host has
 
@@ -225,14 +219,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind, optimizer, policy", CASES)
-def test_what_is_handed_over_is_gone_on_from_bit_for_bit(kind: str, optimizer: str, policy: Any) -> None:
+def test_what_is_handed_over_is_gone_on_from_bit_for_bit(kind, optimizer, policy):
     gang(_round_trip, 4, kind, optimizer, policy, seconds=SECONDS)
 
 
 class Gan:
     """Two sharded networks with an optimizer each; the generator learns in every second iteration."""
 
-    def __init__(self, rank: int, seed: int = 3) -> None:
+    def __init__(self, rank, seed=3):
         torch.manual_seed(seed)
         self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
         self.g = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 4))
@@ -244,10 +238,10 @@ class Gan:
         self.opt_d = torch.optim.SGD(self.d.parameters(), 0.05, momentum=0.9)
         torch.manual_seed(70 + rank)
 
-    def host(self) -> FsdpHost:
+    def host(self):
         return FsdpHost(self.model, {"g": self.opt_g, "d": self.opt_d}, mesh=self.mesh)
 
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         with torch.no_grad():
             fake = self.g(torch.randn(5, 3))
         self.opt_d.zero_grad()
@@ -258,7 +252,7 @@ class Gan:
             (-self.d(self.g(torch.randn(5, 3))).mean()).backward()
             self.opt_g.step()
 
-    def described(self) -> Any:
+    def described(self):
         tensors = {name: one._local_tensor for name, one in self.model.state_dict().items()}
         for key, one in (("g", self.opt_g), ("d", self.opt_d)):
             for place, state in enumerate(one.state.values()):
@@ -266,7 +260,7 @@ class Gan:
         return readable(tensors), readable(torch.get_rng_state())
 
 
-def _two_optimizers(rank: int, world: int) -> None:
+def _two_optimizers(rank, world):
     golden = _unprotected_gan(rank)
     saved = _left_gan(rank, world)
     second = Gan(rank, seed=8)
@@ -277,14 +271,14 @@ def _two_optimizers(rank: int, world: int) -> None:
     assert second.described() == golden
 
 
-def _unprotected_gan(rank: int) -> Any:
+def _unprotected_gan(rank):
     gan = Gan(rank)
     for step in range(1, ITERATIONS + 1):
         gan.iterate(step)
     return copy.deepcopy(gan.described())
 
 
-def _left_gan(rank: int, world: int) -> Any:
+def _left_gan(rank, world):
     """What a job hands over that ends after DONE iterations. Its networks are gone then: they would be undeclared."""
     gan = Gan(rank)
     host = gan.host()
@@ -293,11 +287,11 @@ def _left_gan(rank: int, world: int) -> Any:
     return handed_over(host)
 
 
-def test_two_optimizers_over_sharded_networks_go_on_bit_for_bit() -> None:
+def test_two_optimizers_over_sharded_networks_go_on_bit_for_bit():
     gang(_two_optimizers, 2, seconds=SECONDS)
 
 
-def _restored_in_place(rank: int, world: int) -> None:
+def _restored_in_place(rank, world):
     """Also where the root's parameters are still gathered, from values that are no longer its own."""
     loop = Loop(rank)
     host = loop.host()
@@ -327,32 +321,32 @@ def _restored_in_place(rank: int, world: int) -> None:
     assert not torch.equal(loop.model(torch.arange(7)), scores)
 
 
-def test_shards_are_restored_in_place_and_gathered_again() -> None:
+def test_shards_are_restored_in_place_and_gathered_again():
     gang(_restored_in_place, 4, seconds=SECONDS)
 
 
 # ---- changes between a version point and the update ----
 
 
-def _shift(loop: Loop) -> None:
+def _shift(loop):
     with torch.no_grad():
-        loop.model.layers[1].weight.add_(1.0)  # type: ignore[operator, union-attr]
+        loop.model.layers[1].weight.add_(1.0)
 
 
-def _shift_shard(loop: Loop) -> None:
-    loop.model.layers[1].weight._local_tensor.add_(1.0)  # type: ignore[operator, union-attr]
+def _shift_shard(loop):
+    loop.model.layers[1].weight._local_tensor.add_(1.0)
 
 
-def _replace(loop: Loop) -> None:
+def _replace(loop):
     state = loop.optimizer.state[loop.model.shift]
     state["exp_avg"] = state["exp_avg"].clone()
 
 
-CHANGES: dict[str, Callable[[Loop], None]] = {"parameter": _shift, "shard": _shift_shard, "moment": _replace}
+CHANGES = {"parameter": _shift, "shard": _shift_shard, "moment": _replace}
 ZEROED = ("none", "zeros", "first", "never", "accumulated", "clipped", "gathered")
 
 
-def _watched(rank: int, world: int) -> dict[str, str]:
+def _watched(rank, world):
     """What the host says to each change, and to each way to zero gradients."""
     words = {}
     for case in (*CHANGES, *ZEROED):
@@ -373,14 +367,14 @@ def _watched(rank: int, world: int) -> dict[str, str]:
                     loop.optimizer.zero_grad(set_to_none=case != "zeros")
                 loop.scheduler.step()
                 if case == "gathered":
-                    loop.model.unshard()  # type: ignore[operator]
+                    loop.model.unshard()
             words[case] = ""
         except FtError as error:
             words[case] = f"{type(error).__name__}: {error}"
     return words
 
 
-def test_changes_that_a_snapshot_would_not_hold_are_errors() -> None:
+def test_changes_that_a_snapshot_would_not_hold_are_errors():
     for rank, words in enumerate(gang(_watched, 4, seconds=SECONDS)):
         changed = f"StateChangedError: rank {rank}: iteration 2: 'layers.1.weight' was changed after the version point"
         assert words["parameter"].startswith(changed) and words["shard"].startswith(changed)
@@ -396,16 +390,16 @@ def test_changes_that_a_snapshot_would_not_hold_are_errors() -> None:
 # ---- what is refused ----
 
 
-def _refused(rank: int, world: int) -> dict[str, str]:
+def _refused(rank, world):
     whole, mesh = meshes("replicas")
     words = {}
 
-    def refuse(name: str, build: Callable[[], object]) -> None:
+    def refuse(name, build):
         with pytest.raises(FtError) as caught:
             build()
         words[name] = f"{type(caught.value).__name__}: {caught.value}"
 
-    def host(model: torch.nn.Module, kind: Any = FsdpHost, **given: Any) -> object:
+    def host(model, kind=FsdpHost, **given):
         return kind(model, torch.optim.SGD(model.parameters(), 0.1), **given)
 
     refuse("TorchHost", lambda: host(sharded(mesh), TorchHost))
@@ -433,7 +427,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     return words
 
 
-def test_what_cannot_be_captured_is_refused_by_name() -> None:
+def test_what_cannot_be_captured_is_refused_by_name():
     for rank, words in enumerate(gang(_refused, 4, seconds=SECONDS)):
         assert (
             "parameters are sharded (shift)" in words["TorchHost"] and "use ft_plugins.FsdpHost" in words["TorchHost"]
@@ -457,7 +451,7 @@ def test_what_cannot_be_captured_is_refused_by_name() -> None:
         assert "on the meta device" in words["meta"]
 
 
-def test_the_host_is_exported() -> None:
+def test_the_host_is_exported():
     assert ft_plugins.FsdpHost is FsdpHost and issubclass(FsdpHost, TorchHost)
     assert {ConfigError, InventoryError, StateChangedError, UnsupportedError} <= set(FtError.__subclasses__()) | {
         StateChangedError

@@ -12,8 +12,7 @@ Sizes do not divide: shards are uneven, and one is empty.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from pathlib import Path
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,6 @@ from tests.unit.adapters.local_sgd_reference import Reference, mean_of
 WORLD, TAU, STEPS = 4, 2, 7  # three synchronisations, and an iteration behind the last one
 SECONDS = 280.0  # a bound; some seconds on idle cores
 WORDS = 7
-Arrays = dict[str, np.ndarray]
 Verdict = tuple[int, str, str, int]  # iteration, what happened, module, replica (0 for all)
 
 POST = {"policy": "post_local_sgd"}
@@ -60,16 +58,16 @@ class Case(NamedTuple):
     turns: Sequence[Set[str]] = ()
 
     @property
-    def sync(self) -> dict[str, Any]:
+    def sync(self):
         """The block of keys."""
         block = {**self.keys, "tau": self.tau, "warmup": self.warmup, "shard_ranks": self.mesh[1]}
         return {**block, "apply": self.apply} if self.apply else block
 
-    def due(self, step: int) -> bool:
+    def due(self, step):
         """Whether all modules are synchronised after the update of an iteration."""
         return step > self.warmup and step % self.tau == 0
 
-    def turn(self, step: int) -> Set[str]:
+    def turn(self, step):
         """The modules that are averaged before the update of an iteration."""
         if not self.turns or step <= self.warmup or self.due(step):
             return set()
@@ -110,18 +108,18 @@ LAYERED = {
 class Scale(torch.nn.Module):
     """A layer of which only the first shard holds a part."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * self.weight
 
 
 class Net(torch.nn.Module):
     """An embedding, uneven layers, a head that may be tied to it, a parameter of the root that is one shard alone."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied):
         super().__init__()
         torch.manual_seed(3)
         self.embedding = torch.nn.Embedding(WORDS, 5)
@@ -132,20 +130,20 @@ class Net(torch.nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens) + self.shift
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return self.head(self.norm(x))
 
 
-def optimizer_of(model: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
+def optimizer_of(model, kind):
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), 0.01)
     return torch.optim.SGD(model.parameters(), 0.05)
 
 
-def backward(model: torch.nn.Module, case: Case, rank: int, step: int) -> None:
+def backward(model, case, rank, step):
     """On the batch of a rank in an iteration."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens, labels = torch.randint(WORDS, (2, 6), generator=generator)
@@ -154,28 +152,28 @@ def backward(model: torch.nn.Module, case: Case, rank: int, step: int) -> None:
     (loss * (25.0 if garbage else 1.0)).backward()
 
 
-def module_of(name: str) -> str:
+def module_of(name):
     return ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
 
 
 # ---- the job ----
 
 
-def trained(rank: int, world: int, cases: list[tuple[Case, dict[str, Any]]]) -> list[Any]:
+def trained(rank, world, cases):
     """For each case, with further keys: the rank's shards in each iteration and at the end, and its events."""
     return [_trained(rank, world, case, more) for case, more in cases]
 
 
-def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tuple[list[Arrays], list[dict[str, Any]]]:
+def _trained(rank, world, case, more):
     mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("sync", "shard"))
-    model: Any = Net(case.tied)
+    model = Net(case.tied)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"], reshard_after_forward=True if case.eager else None)
     if case.eager:
         model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
     optimizer = optimizer_of(model, case.optimizer)
-    events: list[Any] = []
+    events = []
     with pytest.MonkeyPatch.context() as patch:
         if more.get("offload"):  # tensors are in host memory anyway: copies of them stand for those on a device
             patch.setattr(synchronisation, "_on_device", lambda tensor, device: tensor.clone())
@@ -192,11 +190,11 @@ def _trained(rank: int, world: int, case: Case, more: Mapping[str, Any]) -> tupl
     return used, [event.fields for event in events if event.name == "replicas.synchronised"]
 
 
-def context(rank: int, world: int) -> LaunchContext:
+def context(rank, world):
     return LaunchContext(None, None, 0, None, rank, rank, world, world, 0, 0)
 
 
-def shards_of(model: Any) -> Arrays:
+def shards_of(model):
     for module in (*model.layers, model):
         module.reshard()
     return {name: local_part(one).detach().numpy().copy() for name, one in model.named_parameters()}
@@ -205,7 +203,7 @@ def shards_of(model: Any) -> Arrays:
 # ---- the reference ----
 
 
-def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
+def simulated(rank, world, cases):
     """For each case, by replica: its parameters in each iteration and at the end. And what was judged."""
     return [Simulation(case).run() for case in cases]
 
@@ -213,27 +211,27 @@ def simulated(rank: int, world: int, cases: list[Case]) -> list[Any]:
 class Simulation:
     """All replicas in one process."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         replicas, self.shards = case.mesh
         self.case = case
         self.models = [Net(case.tied) for _ in range(replicas)]
         self.optimizers = [optimizer_of(model, case.optimizer) for model in self.models]
-        self.used: list[list[Arrays]] = [[] for _ in self.models]
-        self.judged: list[Verdict] = []
+        self.used = [[] for _ in self.models]
+        self.judged = []
         self.remember()
 
-    def parameters(self, replica: int) -> dict[str, torch.nn.Parameter]:
+    def parameters(self, replica):
         return dict(self.models[replica].named_parameters())
 
-    def arrays(self, replica: int) -> Arrays:
+    def arrays(self, replica):
         return {name: one.detach().numpy().copy() for name, one in self.parameters(replica).items()}
 
-    def remember(self) -> None:
+    def remember(self):
         """The anchors, and the outer optimizer over them."""
         start = self.parameters(0)
         self.reference = Reference(self.case.keys, start, {name: module_of(name) for name in start})
 
-    def run(self) -> Any:
+    def run(self):
         case, pending = self.case, False
         for step in range(1, STEPS + 1):
             if pending and case.apply != "update":
@@ -263,13 +261,13 @@ class Simulation:
             used.append(self.arrays(replica))
         return self.used, self.judged
 
-    def reduce(self) -> None:
+    def reduce(self):
         for same in zip(*(model.parameters() for model in self.models), strict=True):
             mean = sum(one.grad for one in same) / len(same)
             for one in same:
                 one.grad.copy_(mean)
 
-    def average(self, modules: Set[str]) -> None:
+    def average(self, modules):
         """All replicas get the means of these modules; no gradient changes."""
         for name in [name for name in self.reference.anchors if module_of(name) in modules]:
             same = [self.parameters(replica)[name] for replica in range(self.size)]
@@ -277,7 +275,7 @@ class Simulation:
             for one in same:
                 one.data.copy_(mean)
 
-    def combine(self, step: int) -> None:
+    def combine(self, step):
         left_out, clipped = self.reference.combine([self.parameters(replica) for replica in range(self.size)])
         for module, those in left_out.items():
             self.judged += [(step, "left out", module, replica) for replica in those]
@@ -285,10 +283,10 @@ class Simulation:
         self.judged += [(step, "clipped", module, 0) for module in clipped]
 
     @property
-    def size(self) -> int:
+    def size(self):
         return len(self.models)
 
-    def write(self) -> None:
+    def write(self):
         for replica in range(self.size):
             for name, one in self.parameters(replica).items():
                 one.data.copy_(self.reference.anchors[name].data)
@@ -298,30 +296,28 @@ class Simulation:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Any]]:
+def found():
     """By case, the results of all ranks."""
-    cases: dict[str, tuple[Case, dict[str, Any]]] = {name: (case, {}) for name, case in CASES.items()}
+    cases = {name: (case, {}) for name, case in CASES.items()}
     cases |= {name: (CASES[SAME], more) for name, more in CHANGES_NOTHING.items()}
     ranks = gang(trained, WORLD, list(cases.values()), seconds=SECONDS)
     return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
+def expected():
     """By case, what the reference has."""
     (results,) = gang(simulated, 1, list(CASES.values()), seconds=SECONDS)
     return dict(zip(CASES, results, strict=True))
 
 
-def shard(whole: Arrays, index: int, shards: int) -> Arrays:
+def shard(whole, index, shards):
     """The rows of one shard of each parameter."""
     parts = {name: torch.chunk(torch.from_numpy(one), shards) for name, one in whole.items()}
     return {name: (each[index] if index < len(each) else each[0][:0]).numpy() for name, each in parts.items()}
 
 
-def first_difference(
-    found: list[Any], expected: Any, case: Case, equal: Callable[[np.ndarray, np.ndarray], bool]
-) -> tuple[int, int, str] | None:
+def first_difference(found, expected, case, equal):
     """The iteration, rank and name of the first parameter that differs; the end counts as an iteration."""
     for step in range(STEPS + 1):
         for rank, (used, _) in enumerate(found):
@@ -334,19 +330,17 @@ def first_difference(
     return None
 
 
-def close(one: np.ndarray, other: np.ndarray) -> bool:
+def close(one, other):
     return one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.keys is not EDIT])
-def test_a_job_equals_its_replicas_simulated_one_after_another(
-    found: dict[str, list[Any]], expected: dict[str, Any], name: str
-) -> None:
+def test_a_job_equals_its_replicas_simulated_one_after_another(found, expected, name):
     """Bit for bit: a sum of two gradients has no order, and means of parameters are rounded once, from float64."""
     require_equal(found[name], expected[name], CASES[name])
 
 
-def require_equal(found: list[Any], expected: Any, case: Case) -> None:
+def require_equal(found, expected, case):
     """Bit for bit; and replicas have trained on data of their own."""
     assert first_difference(found, expected, case, np.array_equal) is None
     for _, events in found:
@@ -358,7 +352,7 @@ def require_equal(found: list[Any], expected: Any, case: Case) -> None:
     )
 
 
-def write_profile(folder: Path, averaging: Mapping[str, float]) -> str:
+def write_profile(folder, averaging):
     """A profile of layers, whose averaging takes these seconds."""
     path = folder / "profile.json"
     times = {"forward_seconds": 1.0, "backward_seconds": 5.0, "bytes": 4}
@@ -368,7 +362,7 @@ def write_profile(folder: Path, averaging: Mapping[str, float]) -> str:
 
 
 @pytest.mark.all_configurations
-def test_a_job_that_averages_modules_in_different_iterations_equals_its_simulation(tmp_path: Path) -> None:
+def test_a_job_that_averages_modules_in_different_iterations_equals_its_simulation(tmp_path):
     path = write_profile(tmp_path, PROFILE)
     more = [{} if "schedule" in case.keys else {"profile": path} for case in LAYERED.values()]
     found = gang(trained, WORLD, list(zip(LAYERED.values(), more, strict=True)), seconds=SECONDS)
@@ -378,9 +372,7 @@ def test_a_job_that_averages_modules_in_different_iterations_equals_its_simulati
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.keys is EDIT])
-def test_under_the_penalty_a_job_equals_its_simulation(
-    found: dict[str, list[Any]], expected: dict[str, Any], name: str
-) -> None:
+def test_under_the_penalty_a_job_equals_its_simulation(found, expected, name):
     """To the order of reductions: the reference sums a norm over a whole module, the job over each shard; a weight that
     differs in its last bit of float64 may round a parameter to the next float32 now and then."""
     case, (_, judged) = CASES[name], expected[name]
@@ -392,7 +384,7 @@ def test_under_the_penalty_a_job_equals_its_simulation(
     assert case.bad in {replica for _, what, _, replica in judged if what == "left out"}
 
 
-def verdicts(events: list[dict[str, Any]], shards: int) -> Iterator[Verdict]:
+def verdicts(events, shards):
     """What a rank reports, as the reference does."""
     for event in events:
         for module, ranks in event["left_out"].items():
@@ -401,12 +393,12 @@ def verdicts(events: list[dict[str, Any]], shards: int) -> Iterator[Verdict]:
         yield from ((event["iteration"], "clipped", module, 0) for module in event["clipped"])
 
 
-def test_a_module_is_rolled_back_in_one_of_the_cases(expected: dict[str, Any]) -> None:
+def test_a_module_is_rolled_back_in_one_of_the_cases(expected):
     assert "rolled back" in {what for _, judged in expected.values() for _, what, _, _ in judged}
 
 
 @pytest.mark.parametrize("name", CHANGES_NOTHING)
-def test_prefetch_and_host_memory_change_no_bit(found: dict[str, list[Any]], name: str) -> None:
+def test_prefetch_and_host_memory_change_no_bit(found, name):
     for (ours, seen), (theirs, others) in zip(found[name], found[SAME], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert all(np.array_equal(one[key], other[key]) for key in one)

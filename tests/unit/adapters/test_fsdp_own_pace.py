@@ -1,9 +1,6 @@
 """A-EDiT on FSDP2, two replicas of two shards: both ranks of a replica join at the same of its own iterations."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +20,15 @@ SYNC = {"policy": "a_edit", "seconds": 0.4, "penalty": False, "apply": "forward"
 CASE = fsdp.Case(fsdp.DILOCO, "forward", tied=False)
 
 
-def trained(rank: int, world: int) -> dict[str, Any]:
+def trained(rank, world):
     """The rank's shards in each iteration and at the end, the events of its synchronisations."""
     mesh = init_device_mesh("cpu", CASE.mesh, mesh_dim_names=("sync", "shard"))
-    model: Any = fsdp.Net(CASE.tied)
+    model = fsdp.Net(CASE.tied)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = fsdp.optimizer_of(model, CASE.optimizer)
-    events: list[Any] = []
+    events = []
     session = attach(
         FsdpHost(model, optimizer, mesh=mesh),
         Config.from_json({"sync": {**SYNC, "shard_ranks": CASE.mesh[1]}}),
@@ -50,14 +47,14 @@ def trained(rank: int, world: int) -> dict[str, Any]:
     return {"used": used, "periods": [one["iterations"] for one in fields], "at": [one["iteration"] for one in fields]}
 
 
-def simulated(rank: int, world: int, periods: list[list[int]]) -> list[list[dict[str, np.ndarray]]]:
+def simulated(rank, world, periods):
     """By replica, its parameters in each iteration and at the end, with the numbers of iterations of `periods`."""
     models = [fsdp.Net(CASE.tied) for _ in range(CASE.mesh[0])]
     optimizers = [fsdp.optimizer_of(model, CASE.optimizer) for model in models]
     names = [name for name, _ in models[0].named_parameters()]
     anchors = {name: torch.nn.Parameter(one.detach().clone()) for name, one in models[0].named_parameters()}
     outer = torch.optim.SGD(anchors.values(), lr=0.8, momentum=0.85, nesterov=True)  # EDiT's defaults
-    used: list[list[dict[str, np.ndarray]]] = [[] for _ in models]
+    used = [[] for _ in models]
     done = [0] * len(models)
     for period in periods:
         for place, model in enumerate(models):
@@ -83,11 +80,11 @@ def simulated(rank: int, world: int, periods: list[list[int]]) -> list[list[dict
     return used
 
 
-def _arrays(model: Any) -> dict[str, np.ndarray]:
+def _arrays(model):
     return {name: local_part(one).detach().numpy().copy() for name, one in model.named_parameters()}
 
 
-def test_replicas_of_different_speed_equal_their_simulation_bit_for_bit() -> None:
+def test_replicas_of_different_speed_equal_their_simulation_bit_for_bit():
     found = gang(trained, fsdp.WORLD, seconds=fsdp.SECONDS)
     periods = found[0]["periods"]
     assert all(one["periods"] == periods for one in found), "all ranks of the job count the same"

@@ -4,15 +4,10 @@ Four ranks are two replicas of two shards. Parameters, inputs and losses are sma
 ranks are exact in any order.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ft_plugins.adapters.torch import fsdp
@@ -31,7 +26,7 @@ ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 class Net(torch.nn.Module):
     """An embedding tied to the head, layers, a parameter of the root that is smaller than the number of shards."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(7, 3)
         self.shift = torch.nn.Parameter(torch.ones(1))
@@ -40,14 +35,14 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(3, 7, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         numbers = self.embedding(tokens) + self.shift
         for layer in self.layers:
             numbers = layer(numbers)
         return self.head(numbers)
 
 
-def whole() -> Net:
+def whole():
     """The same small integers on every rank."""
     model, generator = Net(), torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -56,31 +51,31 @@ def whole() -> Net:
     return model
 
 
-def shard(mesh: DeviceMesh, model: Net | None = None, layers: bool = True, **settings: Any) -> Any:
+def shard(mesh, model=None, layers=True, **settings):
     model = model or whole()
     for layer in model.layers if layers else ():
         fully_shard(layer, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)
 
 
-def meshes(shape: tuple[int, ...]) -> tuple[DeviceMesh, DeviceMesh]:
+def meshes(shape):
     """The whole mesh, and the one for fully_shard."""
     names = ("sync", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return mesh, mesh["shard"] if len(shape) == 2 else mesh
 
 
-def host_of(model: Any, mesh: DeviceMesh | None) -> FsdpHost:
+def host_of(model, mesh):
     host = FsdpHost(model, torch.optim.SGD(model.parameters(), 1.0), mesh=mesh)
     assert isinstance(host, ReductionControl)
     return host
 
 
-def tokens(rank: int, number: int) -> torch.Tensor:
+def tokens(rank, number):
     return torch.randint(7, (3,), generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-def expected(rank: int, numbers: tuple[int, ...], group: Any) -> dict[str, torch.Tensor]:
+def expected(rank, numbers, group):
     """The mean over `group` of the gradients of the batches `numbers`, which accumulate."""
     model = whole()
     for number in numbers:
@@ -92,7 +87,7 @@ def expected(rank: int, numbers: tuple[int, ...], group: Any) -> dict[str, torch
     return gradients
 
 
-def _reduced(rank: int, world: int, shape: tuple[int, ...], reduce_dtype: torch.dtype | None) -> tuple[int, ...]:
+def _reduced(rank, world, shape, reduce_dtype):
     """Warm-up, local, and back; batches are accumulated after reducing each, or before reducing once."""
     mesh, inner = meshes(shape)
     model = shard(inner, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
@@ -120,31 +115,29 @@ def _reduced(rank: int, world: int, shape: tuple[int, ...], reduce_dtype: torch.
 @pytest.mark.parametrize(
     "shape, reduce_dtype", [((2, 2), None), ((4, 1), None), ((1, 4), None), ((4,), None), ((2, 2), torch.float64)]
 )
-def test_gradients_are_averaged_over_all_ranks_or_over_the_shards(
-    shape: tuple[int, ...], reduce_dtype: torch.dtype | None
-) -> None:
+def test_gradients_are_averaged_over_all_ranks_or_over_the_shards(shape, reduce_dtype):
     found = gang(_reduced, 4, shape, reduce_dtype, seconds=SECONDS)
     width = shape[-1]
     assert found == [tuple(range(rank - rank % width, rank - rank % width + width)) for rank in range(4)]
 
 
-def _without_api(model: Any, mesh: DeviceMesh) -> None:
+def _without_api(model, mesh):
     api = FSDPModule.set_all_reduce_hook
     del FSDPModule.set_all_reduce_hook
     try:
         host_of(model, mesh).prepare_reduction()
     finally:
-        FSDPModule.set_all_reduce_hook = api  # type: ignore[method-assign]
+        FSDPModule.set_all_reduce_hook = api
 
 
-def _refused(rank: int, world: int) -> dict[str, str]:
+def _refused(rank, world):
     mesh, inner = meshes((2, 2))
     own = shard(inner)
     own.layers[2].set_all_reduce_hook(lambda reduced: None)
     part = whole()
     for layer in part.layers:
         fully_shard(layer, mesh=inner)
-    cases: dict[str, Callable[[], object]] = {
+    cases = {
         "hybrid": lambda: host_of(shard(mesh), mesh).prepare_reduction(),
         "own hook": lambda: host_of(own, mesh).prepare_reduction(),
         "part": lambda: host_of(part, mesh).prepare_reduction(),
@@ -158,7 +151,7 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     return words
 
 
-def test_what_cannot_be_kept_local_is_refused_by_name() -> None:
+def test_what_cannot_be_kept_local_is_refused_by_name():
     for rank, words in enumerate(gang(_refused, 4, seconds=SECONDS)):
         assert all(one.startswith(f"rank {rank}: local SGD is not supported here: ") for one in words.values())
         assert "(HSDP)" in words["hybrid"] and "fully_shard(..., mesh=mesh['shard'])" in words["hybrid"]
@@ -167,7 +160,7 @@ def test_what_cannot_be_kept_local_is_refused_by_name() -> None:
         assert f"torch {torch.__version__} has no FSDPModule.set_all_reduce_hook" in words["old torch"]
 
 
-def _apart(rank: int, world: int) -> dict[str, str]:
+def _apart(rank, world):
     """What a host says when it is installed in a job that takes snapshots, without local SGD."""
     mesh, inner = meshes((2, 2))
     own = shard(inner)
@@ -193,7 +186,7 @@ def _apart(rank: int, world: int) -> dict[str, str]:
     return words
 
 
-def test_replicas_that_nothing_keeps_together_are_refused_where_they_would_share_a_snapshot() -> None:
+def test_replicas_that_nothing_keeps_together_are_refused_where_they_would_share_a_snapshot():
     for rank, words in enumerate(gang(_apart, 4, seconds=SECONDS)):
         refusal = words.pop("apart")
         assert f"rank {rank}: fully_shard was given one dimension of the mesh" in refusal
@@ -204,20 +197,20 @@ def test_replicas_that_nothing_keeps_together_are_refused_where_they_would_share
 # ---- calls before modules ----
 
 
-def _of_root(model: Any, mesh: DeviceMesh) -> None:
+def _of_root(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def _by_layer(model: Any, mesh: DeviceMesh) -> None:
+def _by_layer(model, mesh):
     shard(mesh, model)
 
 
-def _in_two_units(model: Any, mesh: DeviceMesh) -> None:
+def _in_two_units(model, mesh):
     fully_shard([model.layers[0], model.layers[1]], mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
-def _root_without(model: Any, mesh: DeviceMesh) -> None:
+def _root_without(model, mesh):
     """Nothing is left for the root; the embedding and the head, which are tied, are one unit."""
     model.shift.requires_grad_(False)
     fully_shard([model.embedding, model.head], mesh=mesh)
@@ -226,14 +219,14 @@ def _root_without(model: Any, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, ignored_params={model.shift})
 
 
-def _prefetching(model: Any, mesh: DeviceMesh) -> None:
+def _prefetching(model, mesh):
     shard(mesh, model)
     model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
     model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])
 
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
-CALLED: dict[Callable[[Any, DeviceMesh], None], list[str]] = {
+CALLED = {
     _by_layer: ["", *LAYERS],
     _of_root: ["", *LAYERS],
     _in_two_units: ["", "layers.2", "layers.0", "layers.1", "layers.0", "layers.1"],  # the last one is in the root's
@@ -242,16 +235,16 @@ CALLED: dict[Callable[[Any, DeviceMesh], None], list[str]] = {
 }
 
 
-def _called(rank: int, world: int, wrap: Callable[[Any, DeviceMesh], None]) -> None:
+def _called(rank, world, wrap):
     """Each call adds to the shards of a module; the forward computes with the sum, whatever was gathered before."""
     mesh, inner = meshes((2, 2))
-    model: Any = whole()
+    model = whole()
     wrap(model, inner)
     host = host_of(model, mesh)
     modules, called, stepped = host.modules(), [], set()
     assert list(dict.fromkeys(modules.values())) == ["", *LAYERS]
 
-    def call(module: str) -> None:
+    def call(module):
         called.append(module)
         if module not in stepped:  # a synchronisation is applied once
             stepped.add(module)
@@ -289,29 +282,29 @@ def _called(rank: int, world: int, wrap: Callable[[Any, DeviceMesh], None]) -> N
 
 
 @pytest.mark.parametrize("wrap", CALLED)
-def test_calls_come_before_parameters_are_gathered(wrap: Callable[[Any, DeviceMesh], None]) -> None:
+def test_calls_come_before_parameters_are_gathered(wrap):
     gang(_called, 4, wrap, seconds=SECONDS)
 
 
-def _outside(rank: int, world: int) -> list[str]:
+def _outside(rank, world):
     """The host has a part of what is sharded; its last layer gathers one that comes after it."""
     mesh = init_device_mesh("cpu", (world,))
-    whole: Any = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    whole = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     for layer in whole:
         fully_shard(layer, mesh=mesh)
     fully_shard(whole, mesh=mesh)
     whole[1].set_modules_to_forward_prefetch([whole[2]])
-    called: list[str] = []
+    called = []
     host_of(whole[:2], mesh).before_modules(called.append)
     whole(torch.ones(1, 4)).sum().backward()
     return called
 
 
-def test_a_layer_may_gather_one_that_the_host_does_not_have() -> None:
+def test_a_layer_may_gather_one_that_the_host_does_not_have():
     assert gang(_outside, 2, seconds=SECONDS) == [["0", "1"]] * 2
 
 
-def _trained(rank: int, world: int) -> None:
+def _trained(rank, world):
     """With calls that do nothing, and gradients over all replicas, training is that without the package."""
     mesh, inner = meshes((2, 2))
     states = []
@@ -331,20 +324,20 @@ def _trained(rank: int, world: int) -> None:
         assert torch.equal(one, other)  # sums of two replicas and of two shards do not depend on the order
 
 
-def test_training_over_all_replicas_is_that_of_hsdp() -> None:
+def test_training_over_all_replicas_is_that_of_hsdp():
     gang(_trained, 4, seconds=SECONDS)
 
 
 # ---- edges ----
 
 
-def _followed(rank: int, world: int, wrap: Callable[[Any, DeviceMesh], None]) -> None:
+def _followed(rank, world, wrap):
     """Batches are accumulated, before and after reducing. The embedding ends when its reduced gradient is there, or,
     if it is not reduced yet, with the backward."""
     mesh, inner = meshes((2, 2))
     states = []
     for follows in (False, True):
-        model: Any = whole()
+        model = whole()
         wrap(model, inner)
         optimizer, log = torch.optim.SGD(model.parameters(), 0.001, momentum=0.9), EdgeLog()
         host = FsdpHost(model, optimizer, mesh=mesh)
@@ -369,5 +362,5 @@ def _followed(rank: int, world: int, wrap: Callable[[Any, DeviceMesh], None]) ->
 
 
 @pytest.mark.parametrize("wrap", CALLED)
-def test_edges_are_those_of_the_whole_model_and_change_nothing(wrap: Callable[[Any, DeviceMesh], None]) -> None:
+def test_edges_are_those_of_the_whole_model_and_change_nothing(wrap):
     gang(_followed, 4, wrap, seconds=SECONDS)

@@ -1,9 +1,6 @@
 """The data position of loops over accelerate's loaders, which read one batch ahead."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,19 +22,19 @@ class Augmented(torch.utils.data.Dataset):
 
     read = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 2 * BATCHES
 
-    def __getitem__(self, index: int) -> list[float]:
+    def __getitem__(self, index):
         self.read += 1
         return [float(index), random.random(), float(torch.rand(())), float(self.read)]
 
 
 class Stream(IterableDataset):
-    def __init__(self, draws: bool) -> None:
+    def __init__(self, draws):
         self.draws = draws
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for index in range(2 * BATCHES):
             yield [float(index), float(torch.rand(())) if self.draws else 0.0]
 
@@ -45,32 +42,32 @@ class Stream(IterableDataset):
 class Counted(Augmented):
     """Counts, and draws nothing."""
 
-    def __getitem__(self, index: int) -> list[float]:
+    def __getitem__(self, index):
         self.read += 1
         return [float(index), float(self.read)]
 
 
 class Plain(Augmented):
-    def __getitem__(self, index: int) -> list[float]:
+    def __getitem__(self, index):
         return [float(index)]
 
 
 class Seeded(Augmented):
     """Draws from a generator of its own, which each worker seeds."""
 
-    generator: Any = None
+    generator = None
 
-    def __getitem__(self, index: int) -> list[float]:
+    def __getitem__(self, index):
         return [float(index), float(torch.rand((), generator=self.generator))]
 
 
-def seeding(worker: int) -> None:
+def seeding(worker):
     info = torch.utils.data.get_worker_info()
     if isinstance(info.dataset, Seeded):
         info.dataset.generator = torch.Generator().manual_seed(info.seed)
 
 
-def shuffled(data: Any = None, workers: int = 0) -> Any:
+def shuffled(data=None, workers=0):
     """As Accelerator.prepare makes it: its sampler makes a generator when it is first iterated."""
     data = Augmented() if data is None else data
     init = seeding if workers else None
@@ -78,7 +75,7 @@ def shuffled(data: Any = None, workers: int = 0) -> Any:
     return data_loader.prepare_data_loader(plain, num_processes=1, process_index=0, use_seedable_sampler=True)
 
 
-def streamed(draws: bool) -> Any:
+def streamed(draws):
     return data_loader.prepare_data_loader(
         DataLoader(Stream(draws), batch_size=2), num_processes=1, process_index=0, dispatch_batches=False
     )
@@ -87,13 +84,13 @@ def streamed(draws: bool) -> Any:
 class Loop:
     """A loop that draws random numbers in each iteration, and that can be entered in any of them."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader):
         self.loader, self.position = loader, BatchesAhead(loader)
-        self.trace: list[Any] = []
+        self.trace = []
 
-    def iterate(self, start: int, end: int) -> Loop:
+    def iterate(self, start, end):
         """Iterations `start` up to `end`."""
-        iterator: Any = iter(())
+        iterator = iter(())
         for number in range(start, end):
             if number == start or number % BATCHES == 0:
                 if number % BATCHES == 0:
@@ -108,10 +105,10 @@ class Loop:
         self.iterator = iterator
         return self
 
-    def captured(self) -> bytes:
+    def captured(self):
         return codec.encode({"position": self.position.read(), "generators": generator_states()})
 
-    def restored(self, captured: bytes) -> Loop:
+    def restored(self, captured):
         saved = codec.decode(captured)
         self.position.write(saved["position"])
         set_generator_states(saved["generators"])
@@ -119,7 +116,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("killed_after", range(1, BATCHES * EPOCHS))
-def test_a_loop_goes_on_with_the_batch_that_was_read_ahead_and_all_later_ones(killed_after: int) -> None:
+def test_a_loop_goes_on_with_the_batch_that_was_read_ahead_and_all_later_ones(killed_after):
     """Samples depend on the random numbers with which they were read, and on how many were read before."""
     random.seed(3), torch.manual_seed(3)
     golden = Loop(shuffled()).iterate(0, BATCHES * EPOCHS).trace
@@ -131,7 +128,7 @@ def test_a_loop_goes_on_with_the_batch_that_was_read_ahead_and_all_later_ones(ki
     assert first.trace + second.trace == golden
 
 
-def test_a_second_kill_in_the_same_pass_is_restored_too() -> None:
+def test_a_second_kill_in_the_same_pass_is_restored_too():
     random.seed(3), torch.manual_seed(3)
     golden = Loop(shuffled()).iterate(0, 2 * BATCHES).trace
     random.seed(3), torch.manual_seed(3)
@@ -144,9 +141,7 @@ def test_a_second_kill_in_the_same_pass_is_restored_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [Augmented, Counted, Seeded, Plain])
-def test_what_worker_processes_draw_and_count_goes_on_and_is_read_again_only_then(
-    kind: type[Augmented], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_worker_processes_draw_and_count_goes_on_and_is_read_again_only_then(kind, capsys):
     random.seed(3), torch.manual_seed(3)
     golden = Loop(shuffled(kind(), 2)).iterate(0, 2 * BATCHES).trace
     trace, captured, last = [], None, 0
@@ -166,7 +161,7 @@ def test_what_worker_processes_draw_and_count_goes_on_and_is_read_again_only_the
 
 
 @pytest.mark.parametrize("killed_after", [2, 5, 8])
-def test_an_iterable_data_set_is_read_again(killed_after: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_iterable_data_set_is_read_again(killed_after, capsys):
     golden = Loop(streamed(False)).iterate(0, 2 * BATCHES).trace
     golden_batches = [batch for _, batch, *_ in golden]
     torch.manual_seed(5), random.seed(5)
@@ -177,8 +172,8 @@ def test_an_iterable_data_set_is_read_again(killed_after: int, capsys: pytest.Ca
 
 
 def test_an_iterable_data_set_that_draws_is_named_when_it_does_and_refused_at_a_restart(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     loop = Loop(streamed(True)).iterate(0, 1)
     said = "draws random numbers of the process while it is read"
     assert capsys.readouterr().err.count(said) == 1, "in the first iteration"
@@ -188,19 +183,19 @@ def test_an_iterable_data_set_that_draws_is_named_when_it_does_and_refused_at_a_
         Loop(streamed(True)).restored(captured).iterate(3, 4)
 
 
-def test_other_data_than_those_that_were_captured_are_refused() -> None:
+def test_other_data_than_those_that_were_captured_are_refused():
     with pytest.raises(ResumeError, match="the data are iterable, those of the captured job sampled"):
         Loop(streamed(False)).restored(Loop(shuffled()).iterate(0, 2).captured())
 
 
-def test_a_loader_that_keeps_its_own_position_is_refused() -> None:
+def test_a_loader_that_keeps_its_own_position_is_refused():
     loader = shuffled()
     loader.base_dataloader.state_dict = loader.base_dataloader.load_state_dict = dict
     with pytest.raises(UnsupportedError, match="itself .DataLoader.: it would be restored twice.*use_stateful"):
         BatchesAhead(loader)
 
 
-def test_loaders_whose_position_cannot_be_had_are_refused_by_name() -> None:
+def test_loaders_whose_position_cannot_be_had_are_refused_by_name():
     data = Augmented()
     kept = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
     for loader, words in (
@@ -212,10 +207,10 @@ def test_loaders_whose_position_cannot_be_had_are_refused_by_name() -> None:
             BatchesAhead(loader)
 
 
-def test_a_loop_over_epochs_whose_batches_are_counted_goes_on_from_every_iteration() -> None:
+def test_a_loop_over_epochs_whose_batches_are_counted_goes_on_from_every_iteration():
     """It never mentions the position, and begins in the epoch of its iteration."""
 
-    def loop(start: int, captured: bytes | None) -> tuple[list[Any], list[bytes]]:
+    def loop(start, captured):
         """From iteration `start` on: what it reads and draws, and what is captured right before each iteration."""
         random.seed(3), torch.manual_seed(3)
         loader = shuffled()
@@ -224,7 +219,7 @@ def test_a_loop_over_epochs_whose_batches_are_counted_goes_on_from_every_iterati
         if saved is not None:
             ahead.write(saved["position"])
 
-        def begin() -> None:
+        def begin():
             if saved is not None and not captures:
                 set_generator_states(saved["generators"])
             captures.append(codec.encode({"position": ahead.read(), "generators": generator_states()}))
@@ -244,7 +239,7 @@ def test_a_loop_over_epochs_whose_batches_are_counted_goes_on_from_every_iterati
 
 
 @pytest.mark.parametrize("loader", [lambda: streamed(False), lambda: shuffled(Plain())], ids=["iterable", "sampled"])
-def test_batches_that_a_checkpoint_of_its_own_passes_over_are_not_read_ahead(loader: Any) -> None:
+def test_batches_that_a_checkpoint_of_its_own_passes_over_are_not_read_ahead(loader):
     """accelerate reads them again if the data set is iterable."""
     followed = loader()
     position = BatchesAhead(followed)

@@ -1,10 +1,7 @@
 """The clients of a DeepSpeed engine that Hugging Face made: what they carry, and when an iteration begins."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from ft_plugins.errors import ResumeError, UnsupportedError  # noqa: E402
 from ft_plugins.snapshot.capture import codec  # noqa: E402
 
 
-def accelerator(loaders: int = 1, rate: float = 0.5) -> Any:
+def accelerator(loaders=1, rate=0.5):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     prepared = [data_loader.DataLoaderShard(list(range(6)), batch_size=2) for _ in range(loaders)]
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, rate)
@@ -28,7 +25,7 @@ def accelerator(loaders: int = 1, rate: float = 0.5) -> Any:
     )  # fmt: skip
 
 
-def engine() -> Any:
+def engine():
     return SimpleNamespace(lr_scheduler=None, module=torch.nn.Linear(1, 1), _config=SimpleNamespace(_param_dict={}))
 
 
@@ -36,8 +33,8 @@ class Library(SimpleNamespace):
     """Weak references to it are possible, as to accelerate's own."""
 
 
-def client_of(made: Any) -> tuple[AccelerateClient, list[str]]:
-    begun: list[str] = []
+def client_of(made):
+    begun = []
     client = AccelerateClient(Library(**vars(made)))
     client.state()  # an engine asks for its size
     client.follow(engine(), lambda: begun.append("begin"))
@@ -48,9 +45,7 @@ def client_of(made: Any) -> tuple[AccelerateClient, list[str]]:
     ("block", "flags", "followed"),
     [({}, [], False), ({"ft_plugins": {"reft": {}}}, [], True), ({}, ["--reft"], True)],
 )
-def test_a_trainer_whose_job_asks_for_nothing_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, block: dict[str, Any], flags: list[str], followed: bool
-) -> None:
+def test_a_trainer_whose_job_asks_for_nothing_is_left_alone(monkeypatch, block, flags, followed):
     """Hooked, and not protected, it would leave out no batches when it resumes from its own checkpoint."""
     plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config={"train_batch_size": 8, **block}))
     state = SimpleNamespace(deepspeed_plugin=plugin)
@@ -62,7 +57,7 @@ def test_a_trainer_whose_job_asks_for_nothing_is_left_alone(
     assert not hf_trainer._is_protected(trainer)
 
 
-def test_a_loop_over_accelerate_begins_with_its_first_read_in_training_mode_alone() -> None:
+def test_a_loop_over_accelerate_begins_with_its_first_read_in_training_mode_alone():
     made = accelerator()
     client, begun = client_of(made)
     client._engine.module.eval()
@@ -73,7 +68,7 @@ def test_a_loop_over_accelerate_begins_with_its_first_read_in_training_mode_alon
     assert begun == ["begin"]
 
 
-def test_schedulers_are_restored_when_training_begins_and_positions_at_once() -> None:
+def test_schedulers_are_restored_when_training_begins_and_positions_at_once():
     made = accelerator()
     client, _ = client_of(made)
     read = iter(made._dataloaders[0])
@@ -91,13 +86,13 @@ def test_schedulers_are_restored_when_training_begins_and_positions_at_once() ->
     assert again._schedulers[0].scheduler.last_epoch == 3
 
 
-def test_another_number_of_loaders_is_refused_by_name() -> None:
+def test_another_number_of_loaders_is_refused_by_name():
     saved = client_of(accelerator(loaders=2))[0].state()
     with pytest.raises(ResumeError, match="1 loaders were given to Accelerator.prepare .* 2 in the captured job"):
         client_of(accelerator())[0].restore(saved)
 
 
-def test_another_number_of_schedulers_is_refused_by_name() -> None:
+def test_another_number_of_schedulers_is_refused_by_name():
     saved = client_of(accelerator())[0].state()
     made = accelerator()
     made._schedulers.clear()
@@ -110,33 +105,33 @@ def test_another_number_of_schedulers_is_refused_by_name() -> None:
 class Run:
     """The parts of a TrainerRun that its client calls."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self.calls: list[str] = []
+    def __init__(self, scheduler):
+        self.calls = []
         self.last, self.place = 10, list
         args = SimpleNamespace(process_index=0)
         self.trainer = SimpleNamespace(lr_scheduler=scheduler, model_wrapped=None, args=args)
 
-    def require_followed(self) -> None:
+    def require_followed(self):
         self.calls.append("require_followed")
 
-    def protected(self) -> None:
+    def protected(self):
         self.calls.append("protected")
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"place": 3}
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved):
         self.calls.append(f"restore {saved}")
 
 
-def trainer_client(scheduler: Any) -> tuple[TrainerClient, Run]:
+def trainer_client(scheduler):
     client, run = TrainerClient(EngineClients()), Run(scheduler)
-    with client.building(run):  # type: ignore[arg-type]
+    with client.building(run):
         pass
     return client, run
 
 
-def test_a_trainer_is_followed_once_its_engine_is_protected_and_carries_the_scheduler_that_it_steps() -> None:
+def test_a_trainer_is_followed_once_its_engine_is_protected_and_carries_the_scheduler_that_it_steps():
     scheduler = accelerator()._schedulers[0].scheduler
     client, run = trainer_client(scheduler)
     assert run.calls == [], "nothing is protected yet"
@@ -161,27 +156,27 @@ def test_a_trainer_is_followed_once_its_engine_is_protected_and_carries_the_sche
 
 
 def test_a_second_training_is_refused_by_name_with_the_first_ones_result_saved_and_an_unprotected_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     class Trainer:
         args = SimpleNamespace(output_dir="out")
 
-        def save_model(self, folder: str) -> None:
+        def save_model(self, folder):
             saved.append((self, folder))
             if len(saved) > 1:
                 raise OSError("no space left")
 
-        def train(self, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
+        def train(self, resume_from_checkpoint=None, trial=None):
             return resume_from_checkpoint, trial
 
-    module: Any = ModuleType("transformers.trainer")
+    module = ModuleType("transformers.trainer")
     module.Trainer = Trainer
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     monkeypatch.setattr(hf, "TrainerRun", lambda *given: made.append(given))
-    made: list[Any] = []
-    saved: list[tuple[Any, str]] = []
-    hf.follow(module, lambda trainer: trainer.protected, lambda: object())  # type: ignore[arg-type,return-value]
-    trainer: Any = Trainer()
+    made = []
+    saved = []
+    hf.follow(module, lambda trainer: trainer.protected, lambda: object())
+    trainer = Trainer()
     trainer.protected = False
     assert [trainer.train(), trainer.train("checkpoint-4")] == [(None, None), ("checkpoint-4", None)] and not made
     trainer.protected = True
@@ -192,13 +187,13 @@ def test_a_second_training_is_refused_by_name_with_the_first_ones_result_saved_a
         trainer.train()
     assert saved == [(trainer, "out/first-training")]
     other = Trainer()
-    other.protected = True  # type: ignore[attr-defined]
+    other.protected = True
     with pytest.raises(UnsupportedError, match=called_twice + r"could not be saved in out/.* \(no space left\)"):
         other.train()
     assert [each[0] for each in saved] == [trainer, trainer]
 
 
-def test_an_engines_own_scheduler_is_left_to_it() -> None:
+def test_an_engines_own_scheduler_is_left_to_it():
     client, _ = trainer_client(accelerator()._schedulers[0].scheduler)
     its = engine()
     its.lr_scheduler = object()
@@ -206,7 +201,7 @@ def test_an_engines_own_scheduler_is_left_to_it() -> None:
     assert client.state()["scheduler"] is None
 
 
-def test_batches_that_a_restored_loader_leaves_out_by_itself_are_not_skipped_twice() -> None:
+def test_batches_that_a_restored_loader_leaves_out_by_itself_are_not_skipped_twice():
     """accelerate's own recipe for the epoch in which a loop is resumed."""
     made = accelerator()
     client, _ = client_of(made)

@@ -3,14 +3,10 @@
 What stands in for memory keeps model and optimizer by their own state_dict; the rest is what a `TrainerRun` carries.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,59 +33,59 @@ TIMES = ("_runtime", "_per_second")
 
 
 class Points(Dataset[Any]):
-    def __init__(self) -> None:
+    def __init__(self):
         self.shift = 0.0  # which a callback may change
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         noise = torch.rand(3) + random.random() + self.shift
         return {"x": torch.arange(3.0) + index + noise, "y": torch.tensor(float(index))}
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
 
-    def forward(self, x: Any, y: Any) -> Any:
+    def forward(self, x, y):
         out = self.layers(x).squeeze(-1)
         return {"loss": (out - y).square().mean() / 100, "logits": out}
 
 
-class Counting(transformers.TrainerCallback):  # type: ignore[misc]
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+class Counting(transformers.TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
         self.updates, self.epochs = 0, 0
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args, **kwargs):
         self.updates += 1
 
-    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, *args, **kwargs):
         self.epochs += 1
 
 
-class Meddling(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]
+class Meddling(transformers.TrainerCallback, ExportableState):
     """Changes what it can reach, when training begins, in every epoch, and in updates; keeps a state of its own."""
 
-    def __init__(self) -> None:
-        self.seen: list[int] = []
+    def __init__(self):
+        self.seen = []
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"args": {}, "attributes": {"seen": self.seen}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs):
         args.max_grad_norm /= 2
         for group in inner(kwargs["optimizer"]).param_groups:
             group["weight_decay"] += 0.01
         kwargs["lr_scheduler"].base_lrs = [rate * 0.9 for rate in kwargs["lr_scheduler"].base_lrs]
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args, state, control, **kwargs):
         kwargs["train_dataloader"].base_dataloader.dataset.shift += 1
         for group in inner(kwargs["optimizer"]).param_groups:
             group["betas"] = (group["betas"][0] * 0.9, group["betas"][1])
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         args.label_smoothing_factor += 0.01
         self.seen.append(state.global_step)
         del state.log_history[:-2]
@@ -100,12 +96,12 @@ class Meddling(transformers.TrainerCallback, ExportableState):  # type: ignore[m
 class Memory:
     """Protects a Trainer: keeps every version, and restores one."""
 
-    def __init__(self, restored: dict[str, Any] | None = None) -> None:
-        self.versions: dict[int, dict[str, Any]] = {}
+    def __init__(self, restored=None):
+        self.versions = {}
         self._pending, self._begun, self._completed = restored, 0, 0
 
     @contextmanager
-    def building(self, run: TrainerRun) -> Iterator[None]:
+    def building(self, run):
         yield
         self.run = run
         run.require_followed()
@@ -117,14 +113,14 @@ class Memory:
             run.restore(codec.decode(version["run"]))
             self._begun = self._completed = run.iteration
 
-    def _parts(self) -> list[Any]:
+    def _parts(self):
         trainer = self.run.trainer
         return [trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler]
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self):
         return list(self.run.trainer.model.parameters())
 
-    def _place(self) -> None:
+    def _place(self):
         version, self._pending = self._pending, None
         if version is not None:
             _, optimizer, scheduler = self._parts()
@@ -133,18 +129,18 @@ class Memory:
             scheduler.load_state_dict(version["parts"][2])
             set_generator_states(version["generators"])
 
-    def begin(self) -> None:
+    def begin(self):
         step = self.run.iteration + 1
         if step != self._begun:
             self._complete()
             self._begun = step
             self._place()
 
-    def end(self) -> None:
+    def end(self):
         self._complete()
         self._place()
 
-    def _complete(self) -> None:
+    def _complete(self):
         if self._completed != self._begun:
             self._completed = self._begun
             parts = copy.deepcopy([one.state_dict() for one in self._parts()])
@@ -152,11 +148,9 @@ class Memory:
             self.versions[self._begun] = {"parts": parts, "run": run, "generators": generator_states()}
 
 
-def trained(
-    folder: Path, memory: Memory, *callbacks: Any, kind: Any = None, resume: str | None = None, **arguments: Any
-) -> Any:
+def trained(folder, memory, *callbacks, kind=None, resume=None, **arguments):
     """What a run ends with."""
-    usual: dict[str, Any] = {
+    usual = {
         "max_steps": UPDATES, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5,
         "learning_rate": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 2,
         "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
@@ -198,7 +192,7 @@ def trained(
     ],
     ids=["accumulated", "by-epochs", "in-order"],
 )
-def test_entered_at_any_version_point_it_ends_as_the_unfailed_run(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_entered_at_any_version_point_it_ends_as_the_unfailed_run(tmp_path, arguments):
     whole = Memory()
     golden = trained(tmp_path, whole, **arguments)
     assert sorted(whole.versions) == list(range(1, UPDATES + 1))
@@ -211,7 +205,7 @@ def test_entered_at_any_version_point_it_ends_as_the_unfailed_run(tmp_path: Path
             assert own == theirs, f"restored at {iteration}: what would be captured of {number}"
 
 
-def test_what_callbacks_change_when_training_and_epochs_begin_is_not_changed_twice(tmp_path: Path) -> None:
+def test_what_callbacks_change_when_training_and_epochs_begin_is_not_changed_twice(tmp_path):
     """Arguments, groups, scheduler, data set, log history; a state that the TrainerState refers to."""
     whole = Memory()
     golden = trained(tmp_path, whole, Meddling(), eval_on_start=True)
@@ -221,9 +215,9 @@ def test_what_callbacks_change_when_training_and_epochs_begin_is_not_changed_twi
         assert again == golden, f"restored at {iteration}"
 
 
-def test_intervals_of_a_checkpoint_that_the_trainer_loads_are_captured_too(tmp_path: Path) -> None:
+def test_intervals_of_a_checkpoint_that_the_trainer_loads_are_captured_too(tmp_path):
     """A restart may not load it again."""
-    usual: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    usual = {"save_strategy": "steps", "save_steps": 4}
     trained(tmp_path, Memory(), max_steps=4, logging_steps=1, **usual)
     whole = Memory()
     golden = trained(tmp_path, whole, resume=str(tmp_path / "checkpoint-4"), **usual)
@@ -239,13 +233,13 @@ def test_intervals_of_a_checkpoint_that_the_trainer_loads_are_captured_too(tmp_p
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
 def test_a_callback_that_would_change_restored_parameters_again_is_named_at_first_and_refused_at_a_restart(
-    tmp_path: Path, event: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def halve(*args: Any, model: Any, **kwargs: Any) -> None:
+    tmp_path, event, capsys
+):
+    def halve(*args, model, **kwargs):
         with torch.no_grad():
             next(model.parameters()).mul_(0.5)
 
-    class Halving(transformers.TrainerCallback):  # type: ignore[misc]
+    class Halving(transformers.TrainerCallback):
         pass
 
     setattr(Halving, event, staticmethod(halve))
@@ -256,9 +250,9 @@ def test_a_callback_that_would_change_restored_parameters_again_is_named_at_firs
         trained(tmp_path, Memory(whole.versions[5]), Halving())
 
 
-def test_a_trainer_that_drops_a_batch_is_refused_by_name(tmp_path: Path) -> None:
-    class Dropping(transformers.Trainer):  # type: ignore[misc]
-        def get_batch_samples(self, *args: Any) -> Any:
+def test_a_trainer_that_drops_a_batch_is_refused_by_name(tmp_path):
+    class Dropping(transformers.Trainer):
+        def get_batch_samples(self, *args):
             batches, items = super().get_batch_samples(*args)
             return batches[:1], items
 
@@ -266,11 +260,9 @@ def test_a_trainer_that_drops_a_batch_is_refused_by_name(tmp_path: Path) -> None
         trained(tmp_path, Memory(), kind=Dropping)
 
 
-def test_another_accumulation_is_named_when_a_callback_sets_it_and_refused_at_a_restart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Growing(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+def test_another_accumulation_is_named_when_a_callback_sets_it_and_refused_at_a_restart(tmp_path, capsys):
+    class Growing(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
             args.gradient_accumulation_steps = 1 if state.global_step > 4 else 2
 
     whole = Memory()
@@ -281,6 +273,6 @@ def test_another_accumulation_is_named_when_a_callback_sets_it_and_refused_at_a_
         trained(tmp_path, Memory(whole.versions[6]), Growing())
 
 
-def test_a_trainer_with_something_that_is_not_followed_ends_before_it_trains(tmp_path: Path) -> None:
+def test_a_trainer_with_something_that_is_not_followed_ends_before_it_trains(tmp_path):
     with pytest.raises(UnsupportedError, match="auto_find_batch_size"):
         trained(tmp_path, Memory(), auto_find_batch_size=True)

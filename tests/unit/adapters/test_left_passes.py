@@ -1,10 +1,6 @@
 """Passes that a script ends by a count of its own are seen by their lengths."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +11,7 @@ from ft_plugins.snapshot.capture import codec
 from tests.unit.adapters.test_torch_loop import Loop, run
 
 
-def lengths(story: str, left: int, taken: int) -> int:
+def lengths(story, left, taken):
     """The batch at which a pass turns out longer, 0 for none: r reads one, e finds the end, | begins another pass. The
     first pass is a restored one, of which `taken` were read, if any; the one before it was left after `left`."""
     passes, read, said = LeftPasses(), 0, list[str]()
@@ -44,9 +40,7 @@ def lengths(story: str, left: int, taken: int) -> int:
         ("rr|rrrrr|rr", 4, 2, 0),  # the others have lengths of their own
     ],
 )
-def test_a_restored_pass_that_gets_longer_than_its_neighbours_is_seen(
-    story: str, left: int, taken: int, at: int
-) -> None:
+def test_a_restored_pass_that_gets_longer_than_its_neighbours_is_seen(story, left, taken, at):
     assert lengths(story, left, taken) == at
 
 
@@ -55,7 +49,7 @@ class Cut(Loop):
 
     by = "code"
 
-    def _endless(self) -> Iterator[Any]:
+    def _endless(self):
         for epoch in itertools.count(self.sampler.epoch):
             self.sampler.set_epoch(epoch)
             if self.by == "slice":
@@ -63,27 +57,25 @@ class Cut(Loop):
             else:
                 yield from self._counted() if self.by == "code" else self._by_function()
 
-    def _counted(self) -> Iterator[Any]:
+    def _counted(self):
         for number, batch in enumerate(self.loader):
             if number == 3:
                 return
             yield batch
 
-    def _by_function(self) -> Iterator[Any]:
+    def _by_function(self):
         for number, batch in enumerate(self.loader):
             if is_enough(number):
                 return
             yield batch
 
 
-def is_enough(number: int) -> bool:
+def is_enough(number):
     return number >= 3
 
 
 @pytest.mark.parametrize(("by", "done"), itertools.product(("code", "slice", "function"), (2, 5, 6)))
-def test_a_loop_of_plain_torch_that_ends_its_passes_by_a_count_is_named(
-    by: str, done: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_of_plain_torch_that_ends_its_passes_by_a_count_is_named(by, done, monkeypatch, capsys):
     """Restored in the middle of its first or second pass, or at a pass's end, which it has not found yet."""
     monkeypatch.setattr(Cut, "by", by)
     first = Cut()

@@ -9,7 +9,7 @@ import pickle
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from ft_plugins.adapters.data.worker_draws import watched
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.errors import ConfigError, ResumeError, StateChangedError
 from ft_plugins.model.digest import readable
-from ft_plugins.session import Session
 
 from .torch_small import handed_over, session_of
 
@@ -34,14 +33,14 @@ Loader = Callable[[], Any]
 class Numbers(Dataset[Any]):
     """Each sample is its index and a vector that depends on the level of a curriculum and on how often one was read."""
 
-    def __init__(self, rise: float = 0.01) -> None:
+    def __init__(self, rise=0.01):
         self.level, self.calls, self.rise, self.names = 0, 0, rise, [f"sample {i}" for i in range(SAMPLES)]
         self.vectors = torch.arange(SAMPLES * 4.0).reshape(SAMPLES, 4).sin()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.calls += 1
         return index, self.vectors[index] * (1 + self.level + self.rise * self.calls)
 
@@ -49,11 +48,11 @@ class Numbers(Dataset[Any]):
 class Noisy(Numbers):
     """Draws from a generator of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = torch.Generator().manual_seed(4)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         order, vector = super().__getitem__(index)
         return order, vector + torch.rand(4, generator=self.generator)
 
@@ -61,10 +60,10 @@ class Noisy(Numbers):
 class Jitter:
     """An augmentation that draws from a generator of its own, and counts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.random, self.calls = np.random.RandomState(2), 0
 
-    def __call__(self, vector: torch.Tensor) -> torch.Tensor:
+    def __call__(self, vector):
         self.calls += 1
         return vector * (1 + 0.01 * self.calls) + float(self.random.rand())
 
@@ -72,13 +71,13 @@ class Jitter:
 class Augmented(Dataset[Any]):
     """A data set around another one, and its augmentation, under names of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.base, self.steps = Numbers(0.0), {"jitter": Jitter()}
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         order, vector = self.base[index]
         return order, self.steps["jitter"](vector)
 
@@ -89,23 +88,23 @@ _of_this_module = random.Random(8)
 class Shaken(Numbers):
     """Draws from a generator of its module."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         order, vector = super().__getitem__(index)
         return order, vector + _of_this_module.random()
 
 
-def shaken() -> Any:
+def shaken():
     _of_this_module.seed(8)  # as in a new process
     return DataLoader(Shaken(), 4, shuffle=True)
 
 
-def masking() -> Any:
+def masking():
     """A collate function that keeps a generator in its closure."""
     random_numbers = np.random.default_rng(6)
     return lambda samples: masked(samples, random_numbers)
 
 
-def masked(samples: Any, random_numbers: Any) -> Any:
+def masked(samples, random_numbers):
     order, vectors = torch.utils.data.default_collate(samples)
     return order, vectors * torch.from_numpy(random_numbers.random(vectors.shape) > 0.3)
 
@@ -113,48 +112,48 @@ def masked(samples: Any, random_numbers: Any) -> Any:
 class InPlace(Sampler[int]):
     """Shuffles its own list in place when a pass begins."""
 
-    def __init__(self, count: int = SAMPLES) -> None:
+    def __init__(self, count=SAMPLES):
         self.order, self.passes = list(range(count)), 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         random.shuffle(self.order)
         self.passes += 1
         return iter([one % SAMPLES for one in self.order[:SAMPLES]])
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
 
 class Weights(Sampler[int]):
     """Draws each sample again more rarely, from `generator`, or from numpy's own one."""
 
-    def __init__(self, generator: Any = np.random) -> None:
+    def __init__(self, generator=np.random):
         self.weights = np.ones(SAMPLES)
         if generator is not np.random:
             self.generator = generator
         self.draw = generator.choice
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         for _ in range(SAMPLES):
             index = int(self.draw(SAMPLES, p=self.weights / self.weights.sum()))
             self.weights[index] *= 0.5
             yield index
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self):
         return {key: value for key, value in vars(self).items() if key != "draw"}
 
 
 class Later(Numbers):
     """Makes what it draws from with `make` when its first sample is read; its state has more entries with each one."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.make, self.random, self.state = make, None, dict[str, Any]()
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         order, vector = super().__getitem__(index)
         if self.random is None:
             self.random = self.make()
@@ -165,16 +164,16 @@ class Later(Numbers):
 class Ordered(Sampler[int]):
     """Makes its generator when its first pass begins; with `again`, in each one."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, again):
         self.again, self.passes = again, 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         if self.again or not hasattr(self, "generator"):
             self.generator = torch.Generator().manual_seed(self.passes)
         self.passes += 1
         yield from torch.randperm(SAMPLES, generator=self.generator).tolist()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SAMPLES
 
 
@@ -182,13 +181,13 @@ class StatefulLoader(DataLoader[Any]):
     """Keeps its position as torchdata's StatefulDataLoader does: a loaded state is used by the next `iter`, which draws
     from the process's generator."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *given, **named):
         super().__init__(*given, **named)
-        self.made: Any = None
-        self.loaded: Any = None
+        self.made = None
+        self.loaded = None
         self.fresh = False
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         if not self.fresh or self.made.over:
             self.made = StatefulPass(super().__iter__(), self.loaded)
             self.loaded = None
@@ -197,27 +196,27 @@ class StatefulLoader(DataLoader[Any]):
         self.fresh = False
         return self.made
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         if self.made is None:
             self.made, self.fresh = StatefulPass(super().__iter__(), self.loaded), True
             self.loaded = None
         return {"read": self.made.read, "over": self.made.over}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.made, self.loaded, self.fresh = None, state, False
 
 
 class StatefulPass:
-    def __init__(self, batches: Any, state: dict[str, Any] | None) -> None:
+    def __init__(self, batches, state):
         self.batches, self.read, self.over = batches, 0, False
         if state is not None:
             self.batches._sampler_iter = itertools.islice(self.batches._sampler_iter, state["read"], None)
             self.read, self.over = state["read"], state["over"]
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         try:
             batch = next(self.batches)
         except StopIteration:
@@ -227,7 +226,7 @@ class StatefulPass:
         return batch
 
 
-def torchdata_loader(**named: Any) -> Any:
+def torchdata_loader(**named):
     module = pytest.importorskip("torchdata.stateful_dataloader")
     rise = 0.01 * ("num_workers" not in named)  # what workers count is theirs
     return module.StatefulDataLoader(Numbers(rise), 4, **named)
@@ -236,7 +235,7 @@ def torchdata_loader(**named: Any) -> Any:
 class Drawing(Numbers):
     """Draws random numbers, in its worker processes."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         order, vector = super().__getitem__(index)
         return order, vector + torch.rand(4) + random.random()
 
@@ -247,31 +246,31 @@ class Drawing(Numbers):
 class Loop:
     """A model with dropout that is trained on the batches of `loader`."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader):
         torch.manual_seed(3)
         self.loader = loader
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Dropout(0.4), torch.nn.Linear(6, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.host = TorchHost(self.model, self.optimizer, None, loader)
-        self.read: dict[int, list[int]] = {}
+        self.read = {}
 
-    def begin(self) -> None:
+    def begin(self):
         """Before the loop."""
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         raise NotImplementedError
 
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         order, vectors = self.batch(step)
         self.read[step] = order.tolist()
         self.train(vectors)
 
-    def train(self, vectors: torch.Tensor) -> None:
+    def train(self, vectors):
         self.model(vectors).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def described(self) -> Any:
+    def described(self):
         state = self.model.state_dict(), torch.get_rng_state(), np.random.get_state()[1], random.getstate()
         return [readable({"": part}) for part in state], self.read
 
@@ -279,24 +278,24 @@ class Loop:
 class Endless(Loop):
     """A generator function, which sets the epoch of a sampler that has one."""
 
-    def begin(self) -> None:
+    def begin(self):
         self.batches = self.endless()
 
-    def endless(self) -> Iterator[Any]:
+    def endless(self):
         sampler = self.loader.sampler
         for epoch in itertools.count(getattr(sampler, "epoch", 0)):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             yield from self.loader
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         return next(self.batches)
 
 
 class Again(Loop):
     """Makes its iterator where it lacks one, and again where one ended."""
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         try:
             return next(self.batches)
         except (AttributeError, StopIteration):
@@ -307,30 +306,30 @@ class Again(Loop):
 class Before(Again):
     """Makes its iterator before the loop."""
 
-    def begin(self) -> None:
+    def begin(self):
         self.batches = iter(self.loader)
 
 
 class Dropped(Loop):
     """Takes the first batch of a new pass in each iteration."""
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         return next(iter(self.loader))
 
 
 class Curriculum(Endless):
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         self.loader.dataset.level = step // 6
         super().iterate(step)
 
 
-def train(kind: type[Loop], loader: Loader, *ends: int) -> Any:
+def train(kind, loader, *ends):
     """A job that is killed behind each of the iterations `ends` but the last, and goes on."""
-    read: dict[int, list[int]] = {}
-    handed: Any = None
+    read = {}
+    handed = None
     done = 0
 
-    def live(life: int, end: int) -> Any:
+    def live(life, end):
         nonlocal handed, done
         torch.manual_seed(life), np.random.seed(life), random.seed(life)
         loop = kind(loader())
@@ -348,7 +347,7 @@ def train(kind: type[Loop], loader: Loader, *ends: int) -> Any:
     return [live(life, end) for life, end in enumerate(ends)][-1]  # a loop's counters would be compared
 
 
-def resuming(loop: Loop, handed: Any) -> Session:
+def resuming(loop, handed):
     session = session_of(loop.host)
     loop.host.small_state()  # as memory is claimed
     if handed is not None:
@@ -360,14 +359,14 @@ def resuming(loop: Loop, handed: Any) -> Session:
     return session
 
 
-LOADERS: dict[str, Loader] = {
+LOADERS = {
     "shuffled": lambda: DataLoader(Numbers(), 4, shuffle=True),
     "epochs": lambda: DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
     "generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "in place workers": lambda: DataLoader(Numbers(0.0), 4, sampler=InPlace(), num_workers=2),
     "drawing workers": lambda: DataLoader(Drawing(0.0), 4, shuffle=True, num_workers=2),
     "in place": lambda: DataLoader(Numbers(), 4, sampler=InPlace()),
-    "noisy": lambda: DataLoader(ConcatDataset([Subset(Noisy(), range(SAMPLES))]), 4, sampler=InPlace()),  # type: ignore
+    "noisy": lambda: DataLoader(ConcatDataset([Subset(Noisy(), range(SAMPLES))]), 4, sampler=InPlace()),
     "augmented": lambda: DataLoader(Augmented(), 4, shuffle=True),
     "augmented workers": lambda: DataLoader(Augmented(), 4, shuffle=True, num_workers=2),
     "closure": lambda: DataLoader(Numbers(), 4, shuffle=True, collate_fn=masking()),
@@ -407,7 +406,7 @@ KILLS = [(3, 4), (5, 6), pytest.param((7, 10), marks=pytest.mark.all_configurati
         ("torchdata persistent", Endless),
     ],
 )
-def test_killed_twice_it_reads_and_draws_as_without_a_failure(data: str, loop: type[Loop], ends: Any) -> None:
+def test_killed_twice_it_reads_and_draws_as_without_a_failure(data, loop, ends):
     golden = train(loop, LOADERS[data], ITERATIONS)
     assert len(golden[1]) == ITERATIONS
     assert train(loop, LOADERS[data], *ends, ITERATIONS) == golden
@@ -425,11 +424,11 @@ class Shard:
 class Opened(Numbers):
     """A streaming data set whose state has more entries with every sample."""
 
-    def __init__(self, generator: bool = False) -> None:
+    def __init__(self, generator=False):
         super().__init__(0.0)
         self.generator, self.opened = generator, dict[str, Any]()
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         shard = self.opened.setdefault(f"{index % 3}", Shard())
         shard.read += 1
         if self.generator and shard.random is None:
@@ -438,54 +437,30 @@ class Opened(Numbers):
         return order, vector + 0.01 * shard.read
 
 
-def filling() -> Any:
-    """A collate function whose closure holds an object from the first batch on."""
-    shard: Shard | None = None
-
-    def collate(samples: Any) -> Any:
-        nonlocal shard
-        shard = shard or Shard()
-        shard.read += 1
-        return torch.utils.data.default_collate(samples)
-
-    return collate
-
-
 @pytest.mark.parametrize("ends", [(3, 6), (5, 7)])
-def test_objects_that_a_data_set_makes_while_it_is_read_are_put_back(
-    capsys: pytest.CaptureFixture[str], ends: tuple[int, int]
-) -> None:
-    def opened() -> Any:
+def test_objects_that_a_data_set_makes_while_it_is_read_are_put_back(capsys, ends):
+    def opened():
         return DataLoader(Opened(), 4, shuffle=True)
 
     assert train(Endless, opened, *ends, ITERATIONS) == train(Endless, opened, ITERATIONS)
     assert "not captured" not in capsys.readouterr().out
 
 
-def test_a_generator_that_a_restart_could_not_make_is_refused_in_the_first_iteration() -> None:
+def test_a_generator_that_a_restart_could_not_make_is_refused_in_the_first_iteration():
     with pytest.raises(StateChangedError, match=r"draws from dataset.opened\d.random, which was made after the loader"):
         train(Endless, lambda: DataLoader(Opened(generator=True), 4, shuffle=True), 1)
 
 
-def test_a_generator_that_the_captured_loader_was_made_with_is_not_made_for_another_one() -> None:
+def test_a_generator_that_the_captured_loader_was_made_with_is_not_made_for_another_one():
     loaders = iter([LOADERS["generator"], LOADERS["shuffled"]])
     with pytest.raises(ResumeError, match="draws from no generator of its own, the captured one from"):
         train(Endless, lambda: next(loaders)(), 3, ITERATIONS)
 
 
-class Rising(Endless):
-    """Counts its passes from 0 in every start, and makes samples harder by that."""
-
-    def endless(self) -> Iterator[Any]:
-        for number in itertools.count():
-            self.loader.dataset.level = number
-            yield from self.loader
-
-
 def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def outliving() -> Any:
+    capsys,
+):
+    def outliving():
         return DataLoader(Drawing(0.0), 4, shuffle=True, num_workers=1, persistent_workers=True)
 
     epoch = SAMPLES // 4
@@ -498,9 +473,9 @@ def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_ref
 
 
 def test_workers_that_draw_for_a_loader_with_its_own_state_are_named_and_their_restart_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stateful() -> Any:
+    capsys,
+):
+    def stateful():
         return StatefulLoader(Drawing(0.0), 4, num_workers=1)
 
     with pytest.raises(ResumeError, match="draw random numbers, which its state_dict does not have"):
@@ -508,8 +483,8 @@ def test_workers_that_draw_for_a_loader_with_its_own_state_are_named_and_their_r
     assert capsys.readouterr().err.count("a restart would draw others: let __getitem__") == 1
 
 
-def test_two_loaders_are_both_followed() -> None:
-    def loaders() -> Any:
+def test_two_loaders_are_both_followed():
+    def loaders():
         return [DataLoader(Numbers(), 4, shuffle=True), DataLoader(Numbers(), 2, sampler=InPlace())]
 
     golden = train(Two, loaders, ITERATIONS)
@@ -519,18 +494,18 @@ def test_two_loaders_are_both_followed() -> None:
 class Two(Loop):
     """Reads one batch of each of two loaders; evaluates on a third one."""
 
-    def begin(self) -> None:
+    def begin(self):
         self.several = [self.endless(one) for one in self.loader]
 
-    def endless(self, loader: Any) -> Iterator[Any]:
+    def endless(self, loader):
         while True:
             yield from loader
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         (order, vectors), (others, more) = (next(one) for one in self.several)
         return torch.cat([order, others]), torch.cat([vectors, more])
 
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         super().iterate(step)
         self.model.eval()
         for _, vectors in DataLoader(Numbers(), 4):
@@ -542,22 +517,22 @@ class Two(Loop):
 
 
 class Cycled(Loop):
-    def begin(self) -> None:
+    def begin(self):
         self.batches = itertools.cycle(self.loader)
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         return next(self.batches)
 
 
 class CycledInside(Cycled):
-    def begin(self) -> None:
+    def begin(self):
         self.batches = itertools.cycle(batch for batch in self.loader)
 
 
 class Stored(Before):
     """Uses a batch for two iterations."""
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         if step % 2:
             self.stored = super().batch(step)
         return self.stored
@@ -566,7 +541,7 @@ class Stored(Before):
 class Ahead(Before):
     """Reads the next batch before it trains on the present one."""
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         present = super().batch(step) if step == 1 else self.following
         self.following = super().batch(step)
         return present
@@ -575,16 +550,16 @@ class Ahead(Before):
 class Other(Before):
     """Trains on a second loader, too."""
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         next(iter(DataLoader(Numbers(), 4)))
         return super().batch(step)
 
 
 class InThread(Before):
-    def batch(self, step: int) -> Any:
-        found: list[Any] = []
+    def batch(self, step):
+        found = []
 
-        def read() -> None:
+        def read():
             try:
                 found.append(super(InThread, self).batch(step))
             except ConfigError as error:
@@ -610,9 +585,7 @@ class InThread(Before):
         (InThread, 0, r"a batch was read by another thread"),
     ],
 )
-def test_a_loop_that_trains_on_what_the_position_does_not_cover_is_refused(
-    loop: type[Loop], last: int, words: str, data: str
-) -> None:
+def test_a_loop_that_trains_on_what_the_position_does_not_cover_is_refused(loop, last, words, data):
     """In the unfailed run, and at once."""
     made = loop(LOADERS[data]())
     trained = []
@@ -625,9 +598,9 @@ def test_a_loop_that_trains_on_what_the_position_does_not_cover_is_refused(
     assert trained == list(range(1, last + 1))
 
 
-def test_an_evaluation_on_another_loader_is_none_of_it() -> None:
+def test_an_evaluation_on_another_loader_is_none_of_it():
     class Evaluated(Before):
-        def iterate(self, step: int) -> None:
+        def iterate(self, step):
             with torch.no_grad():
                 next(iter(DataLoader(Numbers(), 4)))
             super().iterate(step)
@@ -636,9 +609,9 @@ def test_an_evaluation_on_another_loader_is_none_of_it() -> None:
     assert len(train(Evaluated, LOADERS["shuffled"], ITERATIONS)[1]) == ITERATIONS
 
 
-def test_batches_accumulated_to_the_end_of_an_epoch_may_be_fewer() -> None:
+def test_batches_accumulated_to_the_end_of_an_epoch_may_be_fewer():
     class Accumulated(Before):
-        def iterate(self, step: int) -> None:
+        def iterate(self, step):
             read = list(itertools.islice(self.batches, 3))
             if len(read) < 3:
                 self.batches = iter(self.loader)
@@ -652,14 +625,14 @@ def test_batches_accumulated_to_the_end_of_an_epoch_may_be_fewer() -> None:
 class Budget(Endless):
     """Reads two or three batches for an update, as many as it needs."""
 
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         read = [next(self.batches) for _ in range((2, 3, 2, 3, 3, 2)[step - 1])]
         self.train(torch.cat([vectors for _, vectors in read]))
         self.read[step] = [int(order) for order, _ in read]
 
 
-def test_updates_on_varying_numbers_of_batches_go_on_after_a_restart() -> None:
-    def loader() -> Any:
+def test_updates_on_varying_numbers_of_batches_go_on_after_a_restart():
+    def loader():
         return DataLoader(Numbers(), 1, shuffle=True)
 
     golden = train(Budget, loader, 6)
@@ -670,13 +643,13 @@ def test_updates_on_varying_numbers_of_batches_go_on_after_a_restart() -> None:
 class Begun(Loop):
     """Makes an iterator only where an epoch begins, and does not say what it does at an end."""
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         if step % 5 == 1:
             self.batches = iter(self.loader)
         return next(self.batches)
 
 
-def test_an_iterator_made_where_an_epoch_begins_is_refused_with_the_line_to_write() -> None:
+def test_an_iterator_made_where_an_epoch_begins_is_refused_with_the_line_to_write():
     with pytest.raises(StopIteration, match="after the last batch of a pass .*begin the next one where it ends"):
         train(Begun, LOADERS["shuffled"], 5, ITERATIONS)
 
@@ -687,7 +660,7 @@ def test_an_iterator_made_where_an_epoch_begins_is_refused_with_the_line_to_writ
 class Kept(InPlace):
     """Keeps an object."""
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         self.rest = super().__iter__()
         return self.rest
 
@@ -700,25 +673,25 @@ class Kept(InPlace):
         (lambda: InPlace(500_000), StateChangedError, r"sampler.order \(a list\) changes.*too large"),
     ],
 )
-def test_a_sampler_whose_order_would_be_another_one_is_refused(sampler: Any, kind: Any, words: str) -> None:
+def test_a_sampler_whose_order_would_be_another_one_is_refused(sampler, kind, words):
     with pytest.raises(kind, match=words):
         train(Endless, lambda: DataLoader(Numbers(), 4, sampler=sampler()), ITERATIONS)
 
 
-def test_protection_goes_on_where_values_grow_without_end() -> None:
+def test_protection_goes_on_where_values_grow_without_end():
     class Cached(Numbers):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
-            self.cache: dict[int, bytes] = {}
+            self.cache = {}
 
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             self.cache[index] = bytes(3000)
             return super().__getitem__(index)
 
     assert len(train(Endless, lambda: DataLoader(Cached(), 4), 6)[1]) == 6
 
 
-def test_a_sampler_made_with_another_seed_is_refused_at_the_resume() -> None:
+def test_a_sampler_made_with_another_seed_is_refused_at_the_resume():
     seeds = iter((1, 2))
     with pytest.raises(ResumeError, match="sampler.seed is 2, but the captured job was started with another value"):
         train(
@@ -728,21 +701,21 @@ def test_a_sampler_made_with_another_seed_is_refused_at_the_resume() -> None:
         )
 
 
-def test_a_stateful_loader_that_draws_its_order_again_is_refused_at_start() -> None:
+def test_a_stateful_loader_that_draws_its_order_again_is_refused_at_start():
     with pytest.raises(ConfigError, match="order of its InPlace again after a restart.*use torch's DataLoader"):
         Loop(StatefulLoader(Numbers(), 4, sampler=InPlace()))
 
 
-def test_a_stateful_loader_that_reads_its_data_again_is_refused_at_start() -> None:
+def test_a_stateful_loader_that_reads_its_data_again_is_refused_at_start():
     class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
+        def __iter__(self):
             yield from range(4)
 
     with pytest.raises(ConfigError, match="read its Stream again from the start.*state_dict and load_state_dict"):
         Loop(StatefulLoader(Stream(), 4))
 
 
-def test_a_followed_sampler_can_be_pickled() -> None:
+def test_a_followed_sampler_can_be_pickled():
     """As a data set that holds it is, for a worker process."""
     loop = Loop(DataLoader(Numbers(), 4, sampler=InPlace()))
     copied = copy.copy(loop.loader.sampler)
@@ -758,15 +731,15 @@ class Counted(Before):
 
     setter = "set_epoch"
 
-    def begin(self) -> None:
+    def begin(self):
         self.count = 0
         self.set(self.count)
         super().begin()
 
-    def set(self, count: int) -> None:
+    def set(self, count):
         getattr(self.loader.sampler, self.setter)(count)
 
-    def batch(self, step: int) -> Any:
+    def batch(self, step):
         try:
             return next(self.batches)
         except StopIteration:
@@ -776,44 +749,27 @@ class Counted(Before):
             return next(self.batches)
 
 
-class CountedOn(Counted):
-    """Goes on from the restored epoch."""
-
-    def set(self, count: int) -> None:
-        self.count = max(count, self.loader.sampler.epoch + 1) if count else 0
-        super().set(self.count)
-
-
-class Rounds(InPlace):
-    def set_round(self, number: int) -> None:
-        self.round = number
-
-
-class CountedRounds(Counted):
-    setter = "set_round"
-
-
-def test_killed_in_the_first_epoch_such_a_loop_is_right() -> None:
+def test_killed_in_the_first_epoch_such_a_loop_is_right():
     assert train(Counted, LOADERS["epochs"], 3, 22) == train(Counted, LOADERS["epochs"], 22)
 
 
-def test_a_loader_that_a_script_drops_goes_at_once_and_its_workers_with_it() -> None:
-    loader: DataLoader[int] = DataLoader([1, 2, 3], num_workers=1)  # type: ignore[arg-type]
+def test_a_loader_that_a_script_drops_goes_at_once_and_its_workers_with_it():
+    loader = DataLoader([1, 2, 3], num_workers=1)
     watched(lambda one: None)(loader)
     gone = weakref.ref(loader)
     del loader
     assert gone() is None
 
 
-def test_a_source_that_draws_from_the_system_has_no_state_and_ends_nothing() -> None:
+def test_a_source_that_draws_from_the_system_has_no_state_and_ends_nothing():
     class Noisy(Dataset[int]):
-        def __init__(self) -> None:
+        def __init__(self):
             self.rng, self.seeded = random.SystemRandom(), random.Random(3)
 
-        def __len__(self) -> int:
+        def __len__(self):
             return 8
 
-        def __getitem__(self, index: int) -> int:
+        def __getitem__(self, index):
             return index
 
     assert [path.rpartition(".")[2] for path in generator_states(DataLoader(Noisy()))["own"]] == ["seeded"]

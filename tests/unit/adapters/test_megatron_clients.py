@@ -3,13 +3,9 @@
 Their modules are stand-ins with the functions that are hooked; arguments, samplers and iterators behave as theirs.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ from ft_plugins.adapters.rules.megatron_forks import MEGATRON_DEEPSPEED
 from ft_plugins.errors import ResumeError, UnsupportedError
 
 
-def module_of(**functions: Any) -> ModuleType:
+def module_of(**functions):
     module = ModuleType("megatron.training")
     vars(module).update(functions)
     return module
@@ -33,14 +29,14 @@ class Sampler:
 
     total_samples, last_batch_size = 13, 1
 
-    def __init__(self, consumed_samples: int) -> None:
+    def __init__(self, consumed_samples):
         self.consumed_samples = consumed_samples
 
 
 # Megatron-DeepSpeed
 
 
-def megatron(**arguments: Any) -> tuple[MegatronDeepSpeed, ModuleType, SimpleNamespace]:
+def megatron(**arguments):
     args = SimpleNamespace(**arguments)
     module = module_of(
         train_step=lambda *_: args.steps.append("step"), cyclic_iter=itertools.cycle, get_args=lambda: args
@@ -48,7 +44,7 @@ def megatron(**arguments: Any) -> tuple[MegatronDeepSpeed, ModuleType, SimpleNam
     return MegatronDeepSpeed(module, args), module, args
 
 
-def test_arguments_are_captured_and_set_with_the_difficulty_of_a_curriculum() -> None:
+def test_arguments_are_captured_and_set_with_the_difficulty_of_a_curriculum():
     counts = {"consumed_train_samples": 40, "consumed_valid_samples": 8, "consumed_train_tokens": 1280}
     scheduler = SimpleNamespace(state={"current_difficulty": 24, "max_difficulty": 32})
     before, _, _ = megatron(iteration=5, curriculum_scheduler=scheduler, curriculum_seqlen=24, **counts)
@@ -60,13 +56,13 @@ def test_arguments_are_captured_and_set_with_the_difficulty_of_a_curriculum() ->
     assert args.curriculum_seqlen is None, "so that the loop makes what depends on it again"
 
 
-def test_before_its_arguments_are_set_a_state_of_the_same_size_is_given() -> None:
+def test_before_its_arguments_are_set_a_state_of_the_same_size_is_given():
     client, _, _ = megatron()
     assert client.state()["iteration"] == 0
 
 
-def test_each_step_begins_an_iteration_before_anything_of_it() -> None:
-    steps: list[str] = []
+def test_each_step_begins_an_iteration_before_anything_of_it():
+    steps = []
     client, module, _ = megatron(steps=steps)
     client.follow(None, lambda: steps.append("begin"))
     module.train_step()
@@ -74,7 +70,7 @@ def test_each_step_begins_an_iteration_before_anything_of_it() -> None:
 
 
 @pytest.mark.parametrize("option", ["kd", "random_ltd", "repeated_dataloader", "data_efficiency_curriculum_learning"])
-def test_an_option_that_cannot_be_followed_is_refused_by_name(option: str) -> None:
+def test_an_option_that_cannot_be_followed_is_refused_by_name(option):
     client, _, _ = megatron(**{option: True})
     (rule,) = (one for one in MEGATRON_DEEPSPEED if one.keys == (option,))
     with pytest.raises(UnsupportedError, match="cannot protect this job: ") as refused:
@@ -82,7 +78,7 @@ def test_an_option_that_cannot_be_followed_is_refused_by_name(option: str) -> No
     assert f"{rule.name} ({rule.option}): {rule.reason}. Drop the option, or drop the" in str(refused.value)
 
 
-def test_cyclic_data_are_refused_where_ranks_have_passes_of_their_own() -> None:
+def test_cyclic_data_are_refused_where_ranks_have_passes_of_their_own():
     client, _, _ = megatron(dataloader_type="cyclic", data_sharding=False)
     with pytest.raises(UnsupportedError, match="--dataloader-type cyclic --no-data-sharding"):
         client.follow(None, lambda: None)
@@ -92,17 +88,17 @@ def test_cyclic_data_are_refused_where_ranks_have_passes_of_their_own() -> None:
 class Loader(DataLoader[int]):
     """Drawn samples: to begin a pass draws a number from the process's generator."""
 
-    def __init__(self, consumed: int) -> None:
+    def __init__(self, consumed):
         super().__init__(list(range(12)))
         self.__dict__["batch_sampler"] = Sampler(consumed)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         torch.rand(1)
         return iter(range(3))
 
 
 @pytest.mark.parametrize(("consumed", "draws"), [(4, False), (12, True), (0, True)])
-def test_a_pass_that_had_begun_before_the_restore_draws_nothing_again(consumed: int, draws: bool) -> None:
+def test_a_pass_that_had_begun_before_the_restore_draws_nothing_again(consumed, draws):
     client, module, _ = megatron(steps=[], iteration=0)
     module.cyclic_iter = lambda loader: (one for _ in itertools.count() for one in iter(loader))
     client.follow(None, lambda: None)
@@ -117,7 +113,7 @@ def test_a_pass_that_had_begun_before_the_restore_draws_nothing_again(consumed: 
     assert not torch.equal(drawn, torch.get_rng_state()), "the next pass draws, as ever"
 
 
-def test_another_package_of_that_name_is_left_alone(tmp_path: Path) -> None:
+def test_another_package_of_that_name_is_left_alone(tmp_path):
     (tmp_path / "training.py").write_text("def setup_model_and_optimizer(): ...")
     module = module_of(__file__=str(tmp_path / "training.py"))
     follow(module, EngineClients())
@@ -130,18 +126,18 @@ def test_another_package_of_that_name_is_left_alone(tmp_path: Path) -> None:
 class Batches:
     """A loader of so many batches."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.count, self.batch_sampler = count, SimpleNamespace(start_iter=0)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
 
-def neox(iteration: int = 0, **arguments: Any) -> tuple[GptNeox, ModuleType, SimpleNamespace]:
+def neox(iteration=0, **arguments):
     usual = {"gradient_accumulation_steps": 2, "eval_interval": 3, "eval_iters": 1, "train_iters": 7}
     args = SimpleNamespace(iteration=iteration, **{**usual, **arguments})
 
-    def wrap_loaders(neox_args: Any, data_loaders: Any) -> Any:  # with gpt-neox's own guess
+    def wrap_loaders(neox_args, data_loaders):  # with gpt-neox's own guess
         valid = data_loaders["valid"]
         read = (neox_args.iteration * neox_args.gradient_accumulation_steps) // neox_args.eval_interval
         valid.batch_sampler.start_iter = read * neox_args.eval_iters % len(valid)
@@ -153,7 +149,7 @@ def neox(iteration: int = 0, **arguments: Any) -> tuple[GptNeox, ModuleType, Sim
     return client, module, args
 
 
-def test_validation_continues_after_the_batches_that_were_read_not_where_gpt_neox_guesses() -> None:
+def test_validation_continues_after_the_batches_that_were_read_not_where_gpt_neox_guesses():
     first, module, _ = neox()
     module.shift_and_wrap_data_loaders(SimpleNamespace(**vars(first.arguments)), loaders(14, 20))
     module.evaluate(data_iterator="valid")
@@ -167,11 +163,11 @@ def test_validation_continues_after_the_batches_that_were_read_not_where_gpt_neo
     assert (args.iteration, args.eval_interval, args.eval_iters) == (5, 3, 1)
 
 
-def loaders(train: int, valid: int) -> dict[str, Any]:
+def loaders(train, valid):
     return {"train": Batches(train), "valid": Batches(valid), "test": None}
 
 
-def test_data_that_end_before_training_are_refused() -> None:
+def test_data_that_end_before_training_are_refused():
     _, module, args = neox()
     with pytest.raises(UnsupportedError, match="its data for training have 13 batches, but 14 are read"):
         module.shift_and_wrap_data_loaders(args, loaders(13, 20))
@@ -184,22 +180,22 @@ def test_data_that_end_before_training_are_refused() -> None:
 class Arguments:
     """NeoXArgs."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings):
         self.settings = settings
 
     @classmethod
-    def consume_deepy_args(cls, words: list[str]) -> Arguments:
+    def consume_deepy_args(cls, words):
         return cls(files=words)
 
-    def get_deepspeed_main_args(self) -> list[str]:
+    def get_deepspeed_main_args(self):
         return ["--megatron_config", "encoded", *self.settings["files"]]
 
     @classmethod
-    def consume_neox_args(cls, overwrite_values: Any = None, input_args: Any = None) -> Any:
+    def consume_neox_args(cls, overwrite_values=None, input_args=None):
         return input_args
 
 
-def test_the_block_of_a_yml_file_goes_to_deepspeed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_of_a_yml_file_goes_to_deepspeed_as_it_is(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     made = Arguments()
     _building(lambda self, **settings: self.__init__(**settings), made, num_layers=2, ft_plugins={"reft": True})
@@ -207,7 +203,7 @@ def test_the_block_of_a_yml_file_goes_to_deepspeed_as_it_is(monkeypatch: pytest.
     assert made.settings == {"num_layers": 2, **extra, "global_num_gpus": 4}
 
 
-def test_under_ft_run_train_takes_the_yml_files_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_ft_run_train_takes_the_yml_files_itself(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "-d", "configs", "125M.yml"])
     assert _consuming(Arguments.consume_neox_args) == [
         *("--megatron_config", "encoded", "train.py", "-d", "configs", "125M.yml")

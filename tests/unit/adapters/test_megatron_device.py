@@ -1,10 +1,7 @@
 """Megatron is patched for the CPU where its job asks for that, and nowhere else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,12 +25,12 @@ GLOO = "--distributed-backend gloo"
         (["--other-backend", "gloo"], ""),
     ],
 )
-def test_a_job_asks_for_the_cpu_by_its_backend_or_by_our_switch(arguments: list[str], asked: str) -> None:
+def test_a_job_asks_for_the_cpu_by_its_backend_or_by_our_switch(arguments, asked):
     assert asked_by(arguments, Config()) == asked_by(arguments, None) == asked
     assert asked_by(arguments, Config(cpu=True)) == "--ftp-cpu"
 
 
-def test_only_a_job_that_asks_is_patched_and_only_a_protected_one_is_refused() -> None:
+def test_only_a_job_that_asks_is_patched_and_only_a_protected_one_is_refused():
     decisions = {
         (device, asked, protected): decide(device, asked, protected)
         for device in (True, False)
@@ -68,7 +65,7 @@ BARE = "devices 0 False torch.FloatTensor"
 PATCHED = "devices 2 True torch.cuda.FloatTensor"
 
 
-def ran(folder: Path, flags: str, *arguments: str, rank: int = 0) -> list[str]:
+def ran(folder, flags, *arguments, rank=0):
     """What a rank of ft-run prints that imports Megatron, of a version that is not there yet."""
     core = folder / "megatron" / "core"
     core.mkdir(parents=True, exist_ok=True)
@@ -83,7 +80,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @without_cuda
-def test_a_protected_job_that_does_not_ask_is_refused_with_the_remedy_and_nothing_is_patched(tmp_path: Path) -> None:
+def test_a_protected_job_that_does_not_ask_is_refused_with_the_remedy_and_nothing_is_patched(tmp_path):
     refused, state = ran(tmp_path, "--reft", "--distributed-backend", "nccl")
     assert refused.startswith("ConfigError no CUDA device is visible on this node (torch: ")
     assert "--distributed-backend gloo or --ftp-cpu" in refused and "drain this node" in refused
@@ -91,14 +88,14 @@ def test_a_protected_job_that_does_not_ask_is_refused_with_the_remedy_and_nothin
 
 
 @without_cuda
-def test_an_unprotected_job_that_does_not_ask_is_left_alone(tmp_path: Path) -> None:
+def test_an_unprotected_job_that_does_not_ask_is_left_alone(tmp_path):
     assert ran(tmp_path, "") == [BARE]
 
 
 @without_cuda
 def test_a_job_that_asks_is_patched_and_its_first_rank_says_what_and_that_the_version_is_untested(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     said, state = ran(tmp_path, "--reft", "--distributed-backend", "gloo")
     assert said.startswith("ft_plugins: running Megatron on the CPU (--distributed-backend gloo; no CUDA device")
     assert "torch.cuda, " in said and "megatron.core.optimizer.distrib_optimizer" in said

@@ -1,14 +1,9 @@
 """A job's arguments are read by the parser that its own folder has, without starting it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -67,22 +62,21 @@ for line in sys.stdin:
     if os.wait()[1]:
         sys.exit("a read ended with an exception")
 """
-Read = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def reader() -> Iterator[subprocess.Popen[str]]:
+def reader():
     """A process that has imported what reads, and reads each folder in a fork: a process reads one version."""
     command = [sys.executable, "-W", "ignore", "-c", READ]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": ""}, **pipes) as started:
         yield started
-        started.stdin.close()  # type: ignore[union-attr]
+        started.stdin.close()
         assert started.wait(200) == 0
 
 
 @pytest.fixture
-def read(reader: Any, tmp_path: Path) -> Read:
+def read(reader, tmp_path):
     """What is read of a folder with Megatron-LM's modules, by ranks and arguments."""
     files = {"__init__": "", "core/__init__": "__version__ = '9.9'", "training/__init__": ""}
     files |= {"training/arguments": ARGUMENTS, "training/theoretical_memory_usage": MEMORY}
@@ -91,17 +85,17 @@ def read(reader: Any, tmp_path: Path) -> Read:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
 
-    def ask(ranks: int, *words: str) -> dict[str, Any]:
+    def ask(ranks, *words):
         print(json.dumps([str(tmp_path), ranks, words]), file=reader.stdin, flush=True)
         said = reader.stdout.readline()  # ends if the process does
         assert said.startswith("outcome"), "what Megatron-LM prints is kept back"
-        found: dict[str, Any] = json.loads(said.removeprefix("outcome"))
+        found = json.loads(said.removeprefix("outcome"))
         return found
 
     return ask
 
 
-def test_the_folders_own_parser_says_what_an_argument_is(read: Read) -> None:
+def test_the_folders_own_parser_says_what_an_argument_is(read):
     sizes = (
         "--tensor-model-parallel-size",
         "2",
@@ -117,24 +111,24 @@ def test_the_folders_own_parser_says_what_an_argument_is(read: Read) -> None:
     assert found["parameters"] == 7 * 1000 * 4
 
 
-def test_arguments_that_its_parser_refuses_are_one_line_and_an_exit_is_a_problem(read: Read) -> None:
+def test_arguments_that_its_parser_refuses_are_one_line_and_an_exit_is_a_problem(read):
     assert "FtError: Megatron-LM's own parser refuses" in read(1, "--fp8-format", "fp9")["error"]
     ended = read(1, "--end", "--expert-model-parallel-size", "3")
     problem = 'SystemExit: not here (sys.exit("not here"))'
     assert (ended["problem"], ended["ranks"], ended["parameters"]) == (problem, 3, None)
 
 
-def test_a_refusal_without_a_message_is_named_by_the_line_of_megatron_that_it_comes_from(read: Read) -> None:
+def test_a_refusal_without_a_message_is_named_by_the_line_of_megatron_that_it_comes_from(read):
     found = read(1, "--fp8-format", "hybrid", "--vocab-size", "9")
     assert found["problem"] == "AssertionError: no message (assert not args.vocab_size or args.fp8 is None)"
 
 
-def test_a_file_of_arguments_that_only_the_job_reads_cannot_be_checked(read: Read, tmp_path: Path) -> None:
+def test_a_file_of_arguments_that_only_the_job_reads_cannot_be_checked(read, tmp_path):
     (tmp_path / "job.yaml").write_text("")
     refused = read(1, "--yaml-cfg", str(tmp_path / "job.yaml"))["error"]
     assert refused.startswith("FtError: ") and "job.yaml: a YAML file of arguments is read when the job" in refused
 
 
-def test_what_its_parser_raises_is_one_line(read: Read) -> None:
+def test_what_its_parser_raises_is_one_line(read):
     missing = read(1, "--yaml-cfg", "no.yaml")["error"]
     assert missing.startswith("FtError: Megatron-LM's own parser refuses") and "no.yaml" in missing

@@ -1,12 +1,9 @@
 """Megatron-LM's loop calls the hooks in the contract's order. What is refused is in `test_megatron_versions`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -21,54 +18,54 @@ from ft_plugins.errors import ConfigError, UnsupportedError
 class RecordingLoop:
     """Stands where `Loop` stands, and writes down what it is told."""
 
-    def __init__(self, told: list[Any]) -> None:
+    def __init__(self, told):
         self.told = told
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self):
         self.told.append("begin")
 
-    def observe(self, losses: dict[str, float]) -> None:
+    def observe(self, losses):
         self.told.append(("loss", *losses.values()))
 
-    def skip_iteration(self) -> None:
+    def skip_iteration(self):
         self.told.append("skip")
 
-    def end_iteration(self, iteration: int, operations: float, exits: bool) -> None:
+    def end_iteration(self, iteration, operations, exits):
         self.told.append(("end", iteration, operations))
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.told.append("shutdown")
 
 
-def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType:
+def training_module(told, exit_code=None):
     """A module with the functions and the calling order of megatron.training.training."""
     module = ModuleType("megatron.training.training")
 
-    def setup_model_and_optimizer(model_provider_func: Any, model_type: Any, checkpointing_context: Any = None) -> Any:
+    def setup_model_and_optimizer(model_provider_func, model_type, checkpointing_context=None):
         return [], None, None
 
-    def cyclic_iter(iter: Any) -> Any:  # noqa: A002
+    def cyclic_iter(iter):  # noqa: A002
         while True:
             yield from iter
 
-    def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider: Any) -> None:
+    def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider):
         told.append("loaders")
 
-    def train_step(forward_step_func: Any, data_iterator: Any, iteration: Any = None) -> Any:
+    def train_step(forward_step_func, data_iterator, iteration=None):
         told.append("train_step")
         return {"lm loss": 2.5}, 0
 
-    def dummy_train_step(data_iterator: Any) -> None:
+    def dummy_train_step(data_iterator):
         told.append("dummy_train_step")
 
     def checkpoint_and_decide_exit(
-        model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int,
-        num_floating_point_operations_so_far: float, checkpointing_context: Any, train_data_iterator: Any,
-    ) -> bool:  # fmt: skip
+        model, optimizer, opt_param_scheduler, iteration,
+        num_floating_point_operations_so_far, checkpointing_context, train_data_iterator,
+    ):  # fmt: skip
         told.append("save")
         return False
 
-    def pretrain() -> None:
+    def pretrain():
         module.dummy_train_step(None)
         assert module.train_step(None, None, iteration=1) == ({"lm loss": 2.5}, 0)
         assert module.checkpoint_and_decide_exit(None, None, None, 2, 8.0, None, None) is False
@@ -83,24 +80,24 @@ def training_module(told: list[Any], exit_code: int | None = None) -> ModuleType
     return module
 
 
-def followed(exit_code: int | None = None) -> tuple[ModuleType, list[Any]]:
-    told: list[Any] = []
+def followed(exit_code=None):
+    told = []
     module, hooks = training_module(told, exit_code), TrainingHooks()
     hooks.follow(module)
-    hooks.loop = RecordingLoop(told)  # type: ignore[assignment]
+    hooks.loop = RecordingLoop(told)
     return module, told
 
 
 IN_ORDER = ["begin", "dummy_train_step", "skip", "begin", "train_step", ("loss", 2.5), "save", ("end", 2, 8.0)]
 
 
-def test_hooks_are_called_around_megatrons_own_functions_and_the_version_point_follows_its_save() -> None:
+def test_hooks_are_called_around_megatrons_own_functions_and_the_version_point_follows_its_save():
     module, told = followed()
     module.pretrain()
     assert told == [*IN_ORDER, "shutdown"]
 
 
-def test_an_orderly_exit_ends_in_order_and_any_other_status_does_not() -> None:
+def test_an_orderly_exit_ends_in_order_and_any_other_status_does_not():
     for code, ending in ((0, ["shutdown"]), (16, [])):
         module, told = followed(code)
         with pytest.raises(SystemExit):
@@ -108,22 +105,22 @@ def test_an_orderly_exit_ends_in_order_and_any_other_status_does_not() -> None:
         assert told == [*IN_ORDER, *ending]
 
 
-def test_a_function_that_this_version_lacks_is_named() -> None:
+def test_a_function_that_this_version_lacks_is_named():
     module = training_module([])
     del module.checkpoint_and_decide_exit
     with pytest.raises(UnsupportedError, match="no function 'checkpoint_and_decide_exit'"):
         TrainingHooks().follow(module)
 
 
-def test_a_function_is_wrapped_once() -> None:
+def test_a_function_is_wrapped_once():
     module = ModuleType("m")
-    module.add = lambda value: value  # type: ignore[attr-defined]
+    module.add = lambda value: value
     for _ in range(2):
         replace(module, "add", lambda original, value: original(value) + 1)
     assert module.add(1) == 2
 
 
-def test_ranks_are_laid_out_as_the_arguments_say() -> None:
+def test_ranks_are_laid_out_as_the_arguments_say():
     args = argparse.Namespace(
         *(), tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data_parallel_size=2,
         context_parallel_size=1, expert_model_parallel_size=1, expert_tensor_parallel_size=None,
@@ -136,9 +133,9 @@ def test_ranks_are_laid_out_as_the_arguments_say() -> None:
     assert topology(args).replicas(0) == (0, 2)
 
 
-def test_our_flags_are_in_megatrons_parser_once_and_resolve_to_what_ft_run_passed() -> None:
+def test_our_flags_are_in_megatrons_parser_once_and_resolve_to_what_ft_run_passed():
     module = ModuleType("megatron.training.arguments")
-    module.add_megatron_arguments = lambda parser: parser  # type: ignore[attr-defined]
+    module.add_megatron_arguments = lambda parser: parser
     extend(module)
     extend(module)
     parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -151,7 +148,7 @@ def test_our_flags_are_in_megatrons_parser_once_and_resolve_to_what_ft_run_passe
         resolve(parser.parse_args(["--reft", "--reft-interval=4"]), context)
 
 
-def test_data_is_known_by_name_size_and_head(tmp_path: Path) -> None:
+def test_data_is_known_by_name_size_and_head(tmp_path):
     prefix = str(tmp_path / "text")
     with pytest.raises(ConfigError, match=r"text.bin is missing; check --data-path"):
         describe(prefix)
@@ -167,16 +164,14 @@ def test_data_is_known_by_name_size_and_head(tmp_path: Path) -> None:
     assert describe("s3://bucket/text") == ["s3://bucket/text"]
 
 
-def test_a_blend_of_many_data_sets_is_known_in_few_bytes_each_and_every_part_of_it_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blend_of_many_data_sets_is_known_in_few_bytes_each_and_every_part_of_it_counts(tmp_path, monkeypatch):
     prefixes = [str(tmp_path / f"a-data-set-with-quite-a-long-name-{number:03d}") for number in range(100)]
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
             Path(f"{prefix}{suffix}").write_text(prefix)
     weights = [1.0] * 100
 
-    def identified(count: int, **other: object) -> dict[str, object]:
+    def identified(count, **other):
         blend = [(prefixes[:count], weights[:count])]
         monkeypatch.setattr(training, "blends", lambda args: iter(blend))
         return identity(argparse.Namespace(**{"seed": 1, "iterations_to_skip": [], **other}))

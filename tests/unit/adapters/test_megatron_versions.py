@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -98,7 +97,7 @@ class Option:
     value: Any
     said: str
 
-    def within(self, version: str) -> bool:
+    def within(self, version):
         return VERSIONS.index(self.since) <= VERSIONS.index(version)
 
 
@@ -134,7 +133,7 @@ USUAL = {"moe_router_load_balancing_type": "aux_loss", "error_injection_rate": 0
 REFT = ("reft",)
 
 
-def said_of(settings: Any, systems: tuple[str, ...] = ()) -> list[str]:
+def said_of(settings, systems=()):
     """What is refused of them, each as its phrase."""
     return [one.text for one in refused(findings(MEGATRON, settings, systems=systems))]
 
@@ -191,11 +190,11 @@ GRAPHS = (
 )
 
 
-def graphs_of(version: str) -> Graphs:
+def graphs_of(version):
     return next(one for one in GRAPHS if version in one.versions)
 
 
-def configured(version: str, options: tuple[Option, ...], **set_: Any) -> argparse.Namespace:
+def configured(version, options, **set_):
     """The options that this version has, as usual but for `set_`."""
     known = {option.name: USUAL.get(option.name) for option in options if option.within(version)}
     return argparse.Namespace(**known | graphs_of(version).usual | set_)
@@ -206,17 +205,17 @@ def configured(version: str, options: tuple[Option, ...], **set_: Any) -> argpar
 
 @pytest.mark.parametrize("given", [{}, {"phase_transition_iterations": None}, {"phase_transition_iterations": [4]}])
 def test_a_resume_before_the_first_evaluation_reads_no_option_that_only_newer_versions_have(
-    given: dict[str, Any],
-) -> None:
+    given,
+):
     args = argparse.Namespace(iteration=3, consumed_valid_samples=0, **given)
     loop = SimpleNamespace(args=args, _restored=True)
-    with MegatronLoop.counted_validation(loop):  # type: ignore[arg-type]
+    with MegatronLoop.counted_validation(loop):
         during = args.iteration
     assert during == (3 if given.get("phase_transition_iterations") else 0)
     assert args.iteration == 3
 
 
-def test_a_version_older_than_megatrons_checkpoint_drops_the_rerun_that_this_one_asks_for() -> None:
+def test_a_version_older_than_megatrons_checkpoint_drops_the_rerun_that_this_one_asks_for():
     class State(enum.Enum):
         NOT_RUNNING_YET = 0
         WILL_RERUN_FROM_CHECKPOINT = 3
@@ -225,7 +224,7 @@ def test_a_version_older_than_megatrons_checkpoint_drops_the_rerun_that_this_one
         state=State.WILL_RERUN_FROM_CHECKPOINT, data_iterator_checkpoints=[{}], failed_validation_call=1,
         initial_result=2.0,
     )  # fmt: skip
-    loaded: list[bool] = []
+    loaded = []
     module = SimpleNamespace(
         get_rerun_state_machine=lambda: machine,
         ft_integration=SimpleNamespace(on_checkpoint_loaded=lambda is_local_chkpt: loaded.append(is_local_chkpt)),
@@ -233,18 +232,18 @@ def test_a_version_older_than_megatrons_checkpoint_drops_the_rerun_that_this_one
     for restored, expected in ((11, State.WILL_RERUN_FROM_CHECKPOINT), (10, State.NOT_RUNNING_YET)):
         args = argparse.Namespace(iteration=11, train_iters=20, num_floating_point_operations_so_far=0)
 
-        def resume(iteration: int, last: int, args: Any = args, restored: int = restored) -> int:
+        def resume(iteration, last, args=args, restored=restored):
             args.iteration = restored
             return restored
 
         loop = SimpleNamespace(args=args, _module=module, _session=SimpleNamespace(resume=resume), _host=None)
         loop._drop_rerun = lambda loop=loop: MegatronLoop._drop_rerun(loop)
-        MegatronLoop.resume(loop)  # type: ignore[arg-type]
+        MegatronLoop.resume(loop)
         assert (machine.state, loop._restored, loop.completed) == (expected, restored == 10, restored)
     assert machine.data_iterator_checkpoints is None and loaded == [True]
 
 
-def test_what_is_read_of_the_arguments_without_a_default_is_in_every_version() -> None:
+def test_what_is_read_of_the_arguments_without_a_default_is_in_every_version():
     read = {name for file in ADAPTER.glob("*.py") for name in sources.read(file, "args")}
     assert read - EVERYWHERE == set()
 
@@ -253,7 +252,7 @@ def test_what_is_read_of_the_arguments_without_a_default_is_in_every_version() -
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_the_arguments_show_is_refused_before_a_model_is_built(version: str) -> None:
+def test_what_the_arguments_show_is_refused_before_a_model_is_built(version):
     """The model and its optimizer took minutes, and then were refused for what the command line had said."""
     for option in (*OF_MODEL, *OF_OPTIMIZER):
         if option.within(version):
@@ -262,7 +261,7 @@ def test_what_the_arguments_show_is_refused_before_a_model_is_built(version: str
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_option_is_refused_by_name_and_the_usual_ones_are_not(version: str) -> None:
+def test_each_option_is_refused_by_name_and_the_usual_ones_are_not(version):
     require_followed(configured(version, ARGUMENTS), REFT)
     for option in ARGUMENTS:
         if option.within(version):
@@ -271,7 +270,7 @@ def test_each_option_is_refused_by_name_and_the_usual_ones_are_not(version: str)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(version: str) -> None:
+def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(version):
     graphs = graphs_of(version)
     with pytest.raises(UnsupportedError, match="full-iteration CUDA graphs"):
         require_followed(configured(version, ARGUMENTS, **graphs.whole), REFT)
@@ -289,9 +288,7 @@ def test_graphs_of_a_whole_iteration_are_refused_and_smaller_ones_are_not(versio
     [(OF_MODEL, ()), (OF_OPTIMIZER, ("paft",)), (OF_LOCAL_STEPS, ("sync",)), (OF_SCHEDULE, ("baft",))],
     ids=["model", "optimizer", "local steps", "schedule"],
 )
-def test_each_field_of_a_configuration_is_refused_by_name(
-    version: str, options: tuple[Option, ...], systems: tuple[str, ...]
-) -> None:
+def test_each_field_of_a_configuration_is_refused_by_name(version, options, systems):
     assert said_of(configured(version, options), systems) == []
     for option in options:
         if option.within(version):
@@ -299,7 +296,7 @@ def test_each_field_of_a_configuration_is_refused_by_name(
             assert option.said in said
 
 
-def test_what_ends_one_system_leaves_the_others_alone() -> None:
+def test_what_ends_one_system_leaves_the_others_alone():
     combined = argparse.Namespace(overlap_moe_expert_parallel_comm=True)
     require_followed(combined, ("reft", "paft"))
     for system in ("baft", "sync"):
@@ -322,7 +319,7 @@ FSDP_REFUSED = [
 ]
 
 
-def test_fsdp_is_followed_with_reft_where_ranks_divide_what_they_update() -> None:
+def test_fsdp_is_followed_with_reft_where_ranks_divide_what_they_update():
     for followed in ({"use_torch_fsdp2": True}, FSDP, {**FSDP, "megatron_fsdp_version": 1}):
         require_followed(argparse.Namespace(**followed), ("reft",))
         with pytest.raises(UnsupportedError, match="copies in bubbles with FSDP .*drop --baft"):
@@ -335,7 +332,7 @@ def test_fsdp_is_followed_with_reft_where_ranks_divide_what_they_update() -> Non
             require_followed(argparse.Namespace(**{**FSDP, **more}), REFT)
 
 
-def test_what_lies_in_several_configurations_of_an_own_loop_is_refused_by_what_was_built() -> None:
+def test_what_lies_in_several_configurations_of_an_own_loop_is_refused_by_what_was_built():
     for fact, said in (("masters", "an optimizer that keeps masters"), ("fp8_parameters", "that FSDP divides")):
         assert any(said in one for one in said_of({"built": {"fsdp": True, fact: True}}, REFT)), fact
         assert not said_of({"built": {"fsdp": True}}, REFT)
@@ -358,7 +355,7 @@ FP8_REFUSED = [
 ]
 
 
-def test_fp8_is_followed_by_recipe() -> None:
+def test_fp8_is_followed_by_recipe():
     for recipe in ("tensorwise", "blockwise", "mxfp8", "delayed"):
         settings = argparse.Namespace(fp8="hybrid", fp8_recipe=recipe, fp8_param_gather=False)
         require_followed(settings, REFT)
@@ -380,16 +377,16 @@ def test_fp8_is_followed_by_recipe() -> None:
 class _Scaled(torch.nn.Module):
     """A module that keeps what TransformerEngine's do: nothing before its first forward, then by its recipes."""
 
-    def __init__(self, **kept: Any) -> None:
+    def __init__(self, **kept):
         super().__init__()
-        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "recipe": None}
+        self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
         self._kept = kept
 
-    def forward(self) -> None:
+    def forward(self):
         self.fp8_meta.update(self._kept)
 
 
-def test_a_history_of_maxima_that_appears_next_to_another_recipe_is_refused_by_its_module() -> None:
+def test_a_history_of_maxima_that_appears_next_to_another_recipe_is_refused_by_its_module():
     """A restore began it from nothing, so that scales were others than in an unfailed run."""
     scaled_now = SimpleNamespace(quantizers=[object()])
     delayed = SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(4, 2))
@@ -408,14 +405,14 @@ def test_a_history_of_maxima_that_appears_next_to_another_recipe_is_refused_by_i
 class Linear(_Scaled):
     """By its name, Transformer Engine's. It makes its state as version 1 did, without a recipe."""
 
-    def init_fp8_metadata(self, products: int) -> None:
+    def init_fp8_metadata(self, products):
         self.fp8_meta.update({key: SimpleNamespace(scale_inv=torch.ones(products)) for key in _PARTS})
 
 
 class _Operation(torch.nn.Module):
     """Transformer Engine's, which casts so many tensors; its norms are operations that cast none."""
 
-    def __init__(self, casts: int) -> None:
+    def __init__(self, casts):
         super().__init__()
         self._fp8_metas = None
         self.num_quantizers = lambda mode: casts
@@ -425,7 +422,7 @@ class TEFusedMLP(torch.nn.Module):
     """By its name, Megatron-LM's, which hides its operations."""
 
 
-def test_delayed_scaling_of_an_unknown_module_is_refused_by_name_before_it_trains() -> None:
+def test_delayed_scaling_of_an_unknown_module_is_refused_by_name_before_it_trains():
     for part in (_Scaled(), Linear(), _Operation(1), TEFusedMLP()):
         chunk = torch.nn.ModuleDict({"fc1": part, "other": torch.nn.Linear(1, 1)})
         chunk.config = SimpleNamespace(fp8="hybrid", fp8_recipe="delayed")
@@ -441,7 +438,7 @@ def test_delayed_scaling_of_an_unknown_module_is_refused_by_name_before_it_train
 FP8GlobalStateManager = SimpleNamespace(global_amax_history_buffer={})  # by its name, what `Linear` is updated by
 
 
-def test_scales_of_modules_out_of_sight_are_refused(monkeypatch: Any) -> None:
+def test_scales_of_modules_out_of_sight_are_refused(monkeypatch):
     linear = Linear()
     states = {key: SimpleNamespace(scale=torch.ones(2), amax_history=torch.zeros(4, 2)) for key in _PARTS}
     linear.fp8_meta.update(states)
@@ -460,7 +457,7 @@ def test_scales_of_modules_out_of_sight_are_refused(monkeypatch: Any) -> None:
         require_no_other([chunk], 3)
 
 
-def test_a_precision_aware_optimizer_is_followed_unless_quantizers_scale_its_state() -> None:
+def test_a_precision_aware_optimizer_is_followed_unless_quantizers_scale_its_state():
     """The dtypes as Megatron-LM's options name them, and as its validation leaves them."""
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         for followed in ("bf16", torch.float16, torch.float32):
@@ -477,7 +474,7 @@ LAYER_WISE = (
 )
 
 
-def test_muon_is_followed_but_where_replicas_would_have_to_update_the_same() -> None:
+def test_muon_is_followed_but_where_replicas_would_have_to_update_the_same():
     for given in ({"optimizer": "muon"}, *LAYER_WISE):
         require_followed(argparse.Namespace(**given), REFT)
     paft = ("paft",)
@@ -493,12 +490,12 @@ class _Arguments(ModuleType):
     """Stands for `megatron.training.arguments`."""
 
     @staticmethod
-    def validate_args(args: argparse.Namespace, defaults: dict[str, Any]) -> argparse.Namespace:
+    def validate_args(args, defaults):
         args.fp8, args.fp8_recipe = defaults["fp8"], "custom"
         return args
 
 
-def test_arguments_are_refused_once_they_are_validated_before_anything_is_built(monkeypatch: Any) -> None:
+def test_arguments_are_refused_once_they_are_validated_before_anything_is_built(monkeypatch):
     """Process groups were made, and every rank had met the others, before the command line was refused."""
     module = _Arguments("megatron.training.arguments")
     check_validated(module)
@@ -512,7 +509,7 @@ def test_arguments_are_refused_once_they_are_validated_before_anything_is_built(
 # ---- the versions' sources
 
 
-def checkouts() -> Iterator[Any]:
+def checkouts():
     root = os.environ.get("FTP_MEGATRON_LM_ROOT")
     found = sorted(one for one in Path(root).iterdir() if (one / "megatron" / "core").is_dir()) if root else []
     for one in found:
@@ -527,7 +524,7 @@ of_checkouts = pytest.mark.parametrize("checkout", list(checkouts()))
 
 @pytest.mark.all_configurations
 @of_checkouts
-def test_the_tables_are_what_the_sources_say(checkout: Path) -> None:
+def test_the_tables_are_what_the_sources_say(checkout):
     version, named = sources.version(checkout), sources.arguments(checkout)
     assert version in VERSIONS
     assert EVERYWHERE - named == set()
@@ -551,7 +548,7 @@ def test_the_tables_are_what_the_sources_say(checkout: Path) -> None:
 
 @pytest.mark.all_configurations
 @of_checkouts
-def test_what_is_imported_of_megatron_is_in_the_sources(checkout: Path) -> None:
+def test_what_is_imported_of_megatron_is_in_the_sources(checkout):
     wanted = {one for file in ADAPTER.glob("*.py") for one in sources.imports(file, "megatron")}
     assert ("megatron.core", "parallel_state") in wanted
     assert [one for one in sorted(wanted) if one[1] not in sources.defined(checkout, one[0])] == []
@@ -561,7 +558,7 @@ def test_what_is_imported_of_megatron_is_in_the_sources(checkout: Path) -> None:
 
 @pytest.mark.all_configurations
 @of_checkouts
-def test_every_patch_of_megatron_applies_to_the_sources(checkout: Path) -> None:
+def test_every_patch_of_megatron_applies_to_the_sources(checkout):
     for patch in cpu_patches():
         if patch.distribution != "megatron-core" or sources.file_of(checkout, patch.module) is None:
             continue  # what a version does not have needs no patch
@@ -596,7 +593,7 @@ print("outcome", failed, "triton" in sys.modules, pathlib.Path(sys.modules["mega
 
 @pytest.mark.all_configurations
 @of_checkouts
-def test_megatrons_loop_and_all_of_its_kernels_can_be_imported_without_triton(checkout: Path) -> None:
+def test_megatrons_loop_and_all_of_its_kernels_can_be_imported_without_triton(checkout):
     environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", IMPORTED, checkout]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

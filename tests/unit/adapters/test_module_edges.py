@@ -1,10 +1,6 @@
 """The edges of modules: their order by content, in every kind of graph that a model may build; nothing else changes."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ from ft_plugins.errors import UnsupportedError
 from tests.unit.adapters.edge_log import EdgeLog, backward, forward
 
 
-def follow(**parts: nn.Module) -> EdgeLog:
+def follow(**parts):
     """Follow each part under its name."""
     log = EdgeLog()
     reporter = EdgeReporter(log)
@@ -25,16 +21,16 @@ def follow(**parts: nn.Module) -> EdgeLog:
     return log
 
 
-def stack(layers: int = 3) -> nn.Sequential:
+def stack(layers=3):
     torch.manual_seed(3)
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
 
 
-def followed(model: nn.Sequential) -> EdgeLog:
+def followed(model):
     return follow(**{f"m{at}": part for at, part in enumerate(model)})
 
 
-def test_backwards_follow_each_other_in_reverse_order() -> None:
+def test_backwards_follow_each_other_in_reverse_order():
     """The output of a layer is the input of the next one: that one's end is reported before this one's begin."""
     model = stack()
     log = followed(model)
@@ -44,15 +40,15 @@ def test_backwards_follow_each_other_in_reverse_order() -> None:
     assert log.taken() == backward("m2", "m1", "m0")
 
 
-def test_gradients_of_a_module_are_there_when_its_backward_ends() -> None:
+def test_gradients_of_a_module_are_there_when_its_backward_ends():
     model = stack()
     seen = {}
 
     class Looking(EdgeLog):
-        def backward_begin(self, module: str) -> None:
+        def backward_begin(self, module):
             seen[f"begin {module}"] = [one.grad is not None for part in model for one in part.parameters()]
 
-        def backward_end(self, module: str) -> None:
+        def backward_end(self, module):
             seen[f"end {module}"] = [one.grad is not None for part in model for one in part.parameters()]
 
     reporter = EdgeReporter(Looking())
@@ -67,7 +63,7 @@ def test_gradients_of_a_module_are_there_when_its_backward_ends() -> None:
             assert seen[f"end m{at}"] == [False] * 2 * at + [True] * 2 * (3 - at)
 
 
-def test_inner_edges_lie_inside_outer_ones() -> None:
+def test_inner_edges_lie_inside_outer_ones():
     """The whole model gets and returns the tensors of its first and last layer; or it has the first one for itself."""
     model = stack(2)
     log = follow(all=model, m0=model[0], m1=model[1])
@@ -91,15 +87,15 @@ def test_inner_edges_lie_inside_outer_ones() -> None:
 class Nested(nn.Module):
     """Takes and returns tensors within other values."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, count: int, *, given: dict[str, Any]) -> Any:
+    def forward(self, count, *, given):
         return {"count": count, "parts": [(None, self.linear(given["x"][0]))]}
 
 
-def test_tensors_are_found_in_nested_values() -> None:
+def test_tensors_are_found_in_nested_values():
     first, second = Nested(), Nested()
     log = follow(first=first, second=second)
     between = first(1, given={"mask": torch.ones(1), "x": (torch.ones(4),)})["parts"][0][1] * 2
@@ -107,14 +103,14 @@ def test_tensors_are_found_in_nested_values() -> None:
     assert log.taken() == [*forward("first", "second"), *backward("second", "first")]
 
 
-def test_tensors_changed_in_place_are_followed() -> None:
+def test_tensors_changed_in_place_are_followed():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
     log = follow(m0=model[0], m1=model[1], m2=model[2])
     model(torch.ones(2, 4)).sum().backward()
     assert log.taken() == [*forward("m0", "m1", "m2"), *backward("m2", "m1", "m0")]
 
 
-def test_an_evaluation_has_forwards_only() -> None:
+def test_an_evaluation_has_forwards_only():
     model = stack(2)
     log = followed(model)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -124,7 +120,7 @@ def test_an_evaluation_has_forwards_only() -> None:
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
 
 
-def test_micro_batches_may_be_in_flight_together() -> None:
+def test_micro_batches_may_be_in_flight_together():
     model = stack(2)
     log = followed(model)
     losses = [model(torch.ones(2, 4)).sum() for _ in range(2)]
@@ -133,14 +129,14 @@ def test_micro_batches_may_be_in_flight_together() -> None:
     assert log.taken() == forward("m0", "m1") * 2 + backward("m1", "m0") * 2
 
 
-def test_a_module_called_twice_has_two_backwards() -> None:
+def test_a_module_called_twice_has_two_backwards():
     layer, first = nn.Linear(4, 4), nn.Linear(4, 4)
     log = follow(layer=layer)
     layer(layer(first(torch.ones(4)))).sum().backward()
     assert log.taken() == forward("layer", "layer") + backward("layer", "layer")
 
 
-def test_an_embedding_ends_when_its_gradient_is_complete() -> None:
+def test_an_embedding_ends_when_its_gradient_is_complete():
     """Also if the head uses its weight first; a frozen parameter is not waited for."""
     embedding, layer, head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
     head.weight = embedding.weight
@@ -159,7 +155,7 @@ def test_an_embedding_ends_when_its_gradient_is_complete() -> None:
     assert log.taken() == forward("rest", "layer") + backward("layer", "rest")
 
 
-def test_what_gets_no_gradient_ends_with_the_backward() -> None:
+def test_what_gets_no_gradient_ends_with_the_backward():
     used, unused = nn.Linear(4, 4), nn.Linear(4, 4)
     log = EdgeLog()
     EdgeReporter(log).follow(used, {"both": [*used.parameters(), *unused.parameters()]})
@@ -168,7 +164,7 @@ def test_what_gets_no_gradient_ends_with_the_backward() -> None:
         assert log.taken() == forward("both") + backward("both")
 
 
-def test_the_backward_of_a_frozen_module_is_reported_if_its_input_has_a_history() -> None:
+def test_the_backward_of_a_frozen_module_is_reported_if_its_input_has_a_history():
     """Else nothing tells when it ends."""
     frozen, first = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
     log = follow(frozen=frozen)
@@ -180,19 +176,19 @@ def test_the_backward_of_a_frozen_module_is_reported_if_its_input_has_a_history(
 
 class Broken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx, gradient):
         raise ArithmeticError("broken")
 
 
-def test_a_backward_that_failed_is_over_at_the_next_forward() -> None:
+def test_a_backward_that_failed_is_over_at_the_next_forward():
     first, second, breaks = nn.Linear(4, 4), nn.Linear(4, 4), [True]
 
     class Breaking(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return second(Broken.apply(x) if breaks.pop() else x)
 
     log = follow(first=first, second=(part := Breaking()))
@@ -205,7 +201,7 @@ def test_a_backward_that_failed_is_over_at_the_next_forward() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputations_are_forwards_within_a_backward(reentrant: bool) -> None:
+def test_recomputations_are_forwards_within_a_backward(reentrant):
     model = stack(4)
     log = followed(model)
     x = model[0](torch.ones(2, 4))
@@ -223,18 +219,18 @@ def test_recomputations_are_forwards_within_a_backward(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputations_lie_inside_of_the_model(reentrant: bool) -> None:
+def test_recomputations_lie_inside_of_the_model(reentrant):
     layers = stack(3)
 
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first, self.layers = nn.Linear(4, 4), layers
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             x = self.first(x)
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[assignment]
+                x = checkpoint(layer, x, use_reentrant=reentrant)
             return x
 
     model = Model()
@@ -252,11 +248,11 @@ def test_recomputations_lie_inside_of_the_model(reentrant: bool) -> None:
         assert words[9 + 4 * at : 13 + 4 * at] == again
 
 
-def function_of_a_module(reporter: EdgeReporter, layer: nn.Linear) -> Callable[..., torch.Tensor]:
+def function_of_a_module(reporter, layer):
     return reporter.wrapped(lambda x: x @ layer.weight, {"tied": [layer.weight]})
 
 
-def test_functions_are_followed_too() -> None:
+def test_functions_are_followed_too():
     log, layer, first = EdgeLog(), nn.Linear(4, 4), nn.Linear(4, 4)
     call = function_of_a_module(EdgeReporter(log), layer)
     call(first(torch.ones(2, 4))).sum().backward()
@@ -267,8 +263,8 @@ def test_functions_are_followed_too() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant"])
-def test_training_is_the_same_bit_for_bit(kind: str) -> None:
-    def run(follows: bool) -> list[torch.Tensor]:
+def test_training_is_the_same_bit_for_bit(kind):
+    def run(follows):
         torch.manual_seed(5)
         embedding, head = nn.Embedding(7, 8), nn.Linear(8, 7)
         layers = nn.ModuleList(
@@ -297,21 +293,21 @@ def test_training_is_the_same_bit_for_bit(kind: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_graph_is_freed_with_its_last_tensor() -> None:
+def test_a_graph_is_freed_with_its_last_tensor():
     """Nothing registered holds on to it: not even until the next collection of cycles."""
     model = stack(2)
     followed(model)
     freed = []
 
     class Noticed:
-        def __del__(self) -> None:
+        def __del__(self):
             freed.append(True)
 
     gc.collect()
     gc.disable()
     try:
         loss = model(torch.ones(2, 4)).sum()
-        node = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node = loss.grad_fn.next_functions[0][0]
         node.metadata["noticed"] = Noticed()
         del node, loss
         assert freed == [True]
@@ -326,6 +322,6 @@ def test_a_graph_is_freed_with_its_last_tensor() -> None:
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), "rank 3: forward and backward of 'x' cannot .* in a ModuleList"),
     ],
 )
-def test_what_runs_no_hooks_is_refused(part: Callable[[], Any], words: str) -> None:
+def test_what_runs_no_hooks_is_refused(part, words):
     with pytest.raises(UnsupportedError, match=words):
         require_followable(3, part(), {"x": []})

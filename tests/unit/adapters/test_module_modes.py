@@ -1,9 +1,5 @@
 """What modules have besides tensors is what it was: modes, numbers, lists of numbers, extra state."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,18 +15,18 @@ from tests.unit.adapters.torch_small import Small, handed_over, take_over
 class Counted(torch.nn.Module):
     """A module with extra state."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: Any = 0
+        self.calls = 0
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return {"calls": self.calls}
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.calls = state["calls"]
 
 
-def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_again() -> None:
+def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_again():
     trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), Counted()) for _ in range(2))
     for one in (trained, again):
         one[0].requires_grad_(False)  # as the script builds it
@@ -42,7 +38,7 @@ def test_layers_that_were_unfrozen_or_put_into_evaluation_in_training_are_so_aga
     assert again.training and not again[1].training and again[2].calls == 7
 
 
-def test_a_number_of_a_module_that_changes_in_training_is_restored() -> None:
+def test_a_number_of_a_module_that_changes_in_training_is_restored():
     trained, again = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1)) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
     assert numbers.captured() == {}
@@ -54,7 +50,7 @@ def test_a_number_of_a_module_that_changes_in_training_is_restored() -> None:
     assert others.captured() == numbers.captured()
 
 
-def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> None:
+def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too():
     """The script sets it right after the engine is built, as in its first start; in iteration 100 it set it back."""
     trained, again = (torch.nn.Sequential(torch.nn.Dropout(0.1)) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
@@ -63,7 +59,7 @@ def test_a_number_that_is_back_at_what_it_was_built_with_is_restored_too() -> No
     assert again[0].p == 0.1
 
 
-def test_numbers_that_describe_a_cache_are_left_to_it() -> None:
+def test_numbers_that_describe_a_cache_are_left_to_it():
     """As a module that makes a table for the longest sequence so far, and keeps its length."""
     trained, again = (torch.nn.Sequential(torch.nn.Identity()) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
@@ -74,7 +70,7 @@ def test_numbers_that_describe_a_cache_are_left_to_it() -> None:
     assert again[0].length == 4
 
 
-def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
+def test_a_module_whose_extra_state_cannot_be_captured_is_named():
     module = torch.nn.Sequential(Counted())
     module[0].calls = {1, 2}
     with pytest.raises(UnsupportedError, match=r"rank 2: the extra state of '0' \(Counted\) cannot be captured"):
@@ -84,52 +80,52 @@ def test_a_module_whose_extra_state_cannot_be_captured_is_named() -> None:
 class Scheduled(torch.nn.Module):
     """A module with a curriculum of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rates, self.seen, self.window = [0.1, 0.2], {"easy": 0, "hard": [0, 0]}, (1, 2)
-        self.history: list[Any] = []
-        self.group: Any = None
+        self.history = []
+        self.group = None
 
 
-def trained_and_again() -> tuple[Scheduled, ModuleNumbers, Scheduled, ModuleNumbers]:
+def trained_and_again():
     trained, again = Scheduled(), Scheduled()
     return trained, ModuleNumbers(trained), again, ModuleNumbers(again)
 
 
-def test_numbers_in_lists_tuples_and_dicts_are_restored_where_the_script_has_them() -> None:
+def test_numbers_in_lists_tuples_and_dicts_are_restored_where_the_script_has_them():
     trained, numbers, again, others = trained_and_again()
     hard, rates = again.seen["hard"], again.rates  # a script's variables
     trained.rates[1], trained.window, trained.history = 0.3, (3, 4), [1.5]
-    trained.seen["hard"][0], trained.seen["new"] = 7, None  # type: ignore[index, assignment]
+    trained.seen["hard"][0], trained.seen["new"] = 7, None
     others.restore(codec.decode(codec.encode(numbers.captured())))
     assert (again.rates, again.seen, again.window) == ([0.1, 0.3], {"easy": 0, "hard": [7, 0], "new": None}, (3, 4))
     assert again.history == [1.5] and again.rates is rates and again.seen["hard"] is hard
     assert others.captured() == numbers.captured()
 
 
-def test_lists_that_are_back_at_what_they_were_built_with_are_restored_too() -> None:
+def test_lists_that_are_back_at_what_they_were_built_with_are_restored_too():
     _, numbers, again, others = trained_and_again()
     again.rates[0], again.seen["more"] = 0.5, 2
     others.restore(numbers.captured())
     assert again.rates == [0.1, 0.2] and again.seen == {"easy": 0, "hard": [0, 0]}
 
 
-def test_what_a_library_has_put_in_place_of_nothing_is_left_there() -> None:
+def test_what_a_library_has_put_in_place_of_nothing_is_left_there():
     _, numbers, again, others = trained_and_again()
     again.group = group = object()
     others.restore(numbers.captured())
     assert again.group is group
 
 
-def test_numbers_of_a_module_in_a_loop_of_plain_torch_are_restored() -> None:
+def test_numbers_of_a_module_in_a_loop_of_plain_torch_are_restored():
     first, second = Small(), Small()
     for small, rate in ((first, 0.05), (second, 0.1)):
-        small.model[0].rate, small.model[0].losses = rate, [rate]  # type: ignore[index, union-attr, operator]
+        small.model[0].rate, small.model[0].losses = rate, [rate]
     take_over(second.host, *handed_over(first.host))
-    assert (second.model[0].rate, second.model[0].losses) == (0.05, [0.05])  # type: ignore[index, union-attr, operator]
+    assert (second.model[0].rate, second.model[0].losses) == (0.05, [0.05])
 
 
-def test_a_number_of_numpy_is_a_number_too() -> None:
+def test_a_number_of_numpy_is_a_number_too():
     """As the temperature of a Gumbel softmax that a script anneals by `np.maximum`."""
     trained, again = (torch.nn.Sequential(torch.nn.Dropout(0.5)) for _ in range(2))
     numbers, others = ModuleNumbers(trained), ModuleNumbers(again)
@@ -140,7 +136,7 @@ def test_a_number_of_numpy_is_a_number_too() -> None:
     assert again[0].rates == [np.float32(0.25)]
 
 
-def test_modules_are_read_in_torchs_order_each_once() -> None:
+def test_modules_are_read_in_torchs_order_each_once():
     """Shared ones, absent ones and shared parameters too: snapshots name them by their place."""
     shared, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
     other.weight = shared.weight

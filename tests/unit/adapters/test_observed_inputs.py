@@ -1,10 +1,7 @@
 """What of a model's forwards is read for the ledger: each batch of training once, by its content."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,24 +17,24 @@ from ft_plugins.adapters.data.observed_inputs import (
 
 
 class Reader:
-    def __init__(self) -> None:
-        self.digests: list[int] = []
+    def __init__(self):
+        self.digests = []
 
-    def read(self, digest: int) -> None:
+    def read(self, digest):
         self.digests.append(digest)
 
-    def graded(self, digest: int) -> None:
+    def graded(self, digest):
         raise AssertionError
 
-    def computed(self, loss: float | None = None, norm: float | None = None) -> None:
+    def computed(self, loss=None, norm=None):
         raise AssertionError
 
 
-def model() -> torch.nn.Sequential:
+def model():
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
 
 
-def test_each_forward_in_training_is_read_once_and_evaluations_are_not() -> None:
+def test_each_forward_in_training_is_read_once_and_evaluations_are_not():
     reader, net = Reader(), model()
     outer = torch.nn.Sequential(net)
     ObservedForwards([outer, net], reader)
@@ -51,7 +48,7 @@ def test_each_forward_in_training_is_read_once_and_evaluations_are_not() -> None
     assert reader.digests == [digest_of_inputs(((batch,), {}))] * 2
 
 
-def test_a_forward_that_raises_does_not_hide_the_next_one() -> None:
+def test_a_forward_that_raises_does_not_hide_the_next_one():
     reader, net = Reader(), model()
     ObservedForwards([net], reader)
     with pytest.raises(RuntimeError):
@@ -60,7 +57,7 @@ def test_a_forward_that_raises_does_not_hide_the_next_one() -> None:
     assert len(reader.digests) == 2
 
 
-def test_a_copied_or_pickled_model_takes_no_reader_along() -> None:
+def test_a_copied_or_pickled_model_takes_no_reader_along():
     reader, net = Reader(), model()
     ObservedForwards([net], reader)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):  # noqa: S301 - its own
@@ -68,7 +65,7 @@ def test_a_copied_or_pickled_model_takes_no_reader_along() -> None:
     assert reader.digests == []
 
 
-DIFFERENT: list[tuple[Any, Any]] = [
+DIFFERENT = [
     (torch.zeros(3), torch.ones(3)),
     (torch.zeros(3), torch.zeros(4)),
     (torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
@@ -82,20 +79,20 @@ DIFFERENT: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
-def test_inputs_that_differ_have_other_digests_and_copies_the_same(one: Any, other: Any) -> None:
+def test_inputs_that_differ_have_other_digests_and_copies_the_same(one, other):
     assert digest_of_inputs(one) == digest_of_inputs(copy.deepcopy(one)) is not None
     assert digest_of_inputs(one) != digest_of_inputs(other)
 
 
-def test_what_holds_no_tensor_is_no_batch() -> None:
-    deep: Any = torch.zeros(2)
+def test_what_holds_no_tensor_is_no_batch():
+    deep = torch.zeros(2)
     for _ in range(20):
         deep = [deep]
     for inputs in ((), {"training": True, "step": 3}, "text", torch.empty(0), deep, torch.zeros(2, device="meta")):
         assert digest_of_inputs(inputs) is None
 
 
-def test_gradients_are_sampled_over_all_parameters() -> None:
+def test_gradients_are_sampled_over_all_parameters():
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20)))
     assert digest_of_gradients(net.parameters()) is None
     net(torch.ones(2, 64)).sum().backward()
@@ -107,7 +104,7 @@ def test_gradients_are_sampled_over_all_parameters() -> None:
     assert digest_of_gradients(net.parameters()) != before
 
 
-def test_a_number_is_taken_from_what_is_on_the_cpu_alone() -> None:
+def test_a_number_is_taken_from_what_is_on_the_cpu_alone():
     assert plain_number(torch.tensor(1.5)) == plain_number(1.5) == 1.5
     for value in (None, "x", torch.zeros(2), torch.zeros((), device="meta")):
         assert plain_number(value) is None

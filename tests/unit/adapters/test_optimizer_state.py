@@ -1,9 +1,6 @@
 """Optimizer state that is created before the first update gives the numbers of an optimizer that never had any."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from torch import optim
 from ft_plugins.adapters.optimizer_state import create_state
 from ft_plugins.errors import UnsupportedError
 
-EXACT: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
+EXACT = [
     (optim.Adam, {}),
     (optim.Adam, {"lr": torch.tensor(0.01), "capturable": False}),
     (optim.AdamW, {"amsgrad": True, "maximize": True}),
@@ -26,7 +23,7 @@ EXACT: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.RAdam, {}),
     (optim.RMSprop, {"momentum": 0.9, "centered": True}),
 ]
-REFUSED: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
+REFUSED = [
     (optim.SGD, {"momentum": 0.9, "dampening": 0.1}, "SGD is not supported"),
     (optim.Rprop, {}, "Rprop is not supported"),
     (optim.ASGD, {}, "ASGD is not supported"),
@@ -38,16 +35,14 @@ REFUSED: list[tuple[type[optim.Optimizer], dict[str, Any], str]] = [
 class Lion(optim.Optimizer):
     """As people write one: state by parameter, created in the first update; `seen` is kept where nothing follows it."""
 
-    def __init__(
-        self, parameters: Any, lr: float = 0.01, counts: bool = False, keeps: Any = None, fused: bool = False
-    ) -> None:
+    def __init__(self, parameters, lr=0.01, counts=False, keeps=None, fused=False):
         if fused:  # as those of apex and DeepSpeed, whose kernels write to it
             self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
         self.seen, self.counts, self.keeps = 0, counts, keeps
         super().__init__(parameters, {"lr": lr, "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         self.seen += self.counts
         for group in self.param_groups:
             for one in group["params"]:
@@ -65,15 +60,15 @@ class Lion(optim.Optimizer):
 class Compiled(Lion):
     """One that frees its compiled part, which a copy of it would free as well."""
 
-    def __del__(self) -> None: ...
+    def __del__(self): ...
 
 
-def network() -> torch.nn.Module:
+def network():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
 
 
-def trained(model: torch.nn.Module, optimizer: optim.Optimizer) -> list[bytes]:
+def trained(model, optimizer):
     """Five updates; a ReLU makes gradients of -0.0 as well. Parameters and state, zeros with their signs."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(5):
@@ -86,14 +81,14 @@ def trained(model: torch.nn.Module, optimizer: optim.Optimizer) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind, settings", [*EXACT, (Lion, {}), (Lion, {"fused": True})])
-def test_it_is_what_the_first_update_would_create(kind: Any, settings: dict[str, Any]) -> None:
+def test_it_is_what_the_first_update_would_create(kind, settings):
     plain, early = network(), network()
     golden = trained(plain, kind(plain.parameters(), **settings))
     optimizer = kind(early.parameters(), **settings)
     before = [one.detach().clone() for one in early.parameters()]
     scheduler = optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     generators = torch.get_rng_state(), random.getstate()
-    steps: list[Any] = []
+    steps = []
     optimizer.register_step_pre_hook(lambda *args: steps.append(args))
     groups = [dict(group) for group in optimizer.param_groups]
     create_state(optimizer)
@@ -117,7 +112,7 @@ def test_it_is_what_the_first_update_would_create(kind: Any, settings: dict[str,
         (Compiled, {}, "Compiled has a compiled part"),
     ],
 )
-def test_what_cannot_be_created_exactly_is_refused_by_name(kind: Any, settings: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_created_exactly_is_refused_by_name(kind, settings, words):
     model = network()
     optimizer = kind(model.parameters(), **settings)
     with pytest.raises(UnsupportedError, match=words):
@@ -125,7 +120,7 @@ def test_what_cannot_be_created_exactly_is_refused_by_name(kind: Any, settings: 
     assert not optimizer.state and all(one.grad is None for one in model.parameters())
 
 
-def test_state_that_is_there_stays() -> None:
+def test_state_that_is_there_stays():
     model = network()
     optimizer = optim.Adam(model.parameters())
     trained(model, optimizer)
@@ -138,7 +133,7 @@ def test_state_that_is_there_stays() -> None:
             assert id(value) == known and torch.equal(value, copied)
 
 
-def test_parameters_that_an_optimizer_lists_only_in_its_update_get_their_state() -> None:
+def test_parameters_that_an_optimizer_lists_only_in_its_update_get_their_state():
     """As with ZeRO-3, which fills the groups of torch's optimizer during a step only."""
     model = network()
     golden = optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -152,7 +147,7 @@ def test_parameters_that_an_optimizer_lists_only_in_its_update_get_their_state()
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
-def test_a_group_of_single_elements_is_one_as_any_other() -> None:
+def test_a_group_of_single_elements_is_one_as_any_other():
     """As a Trainer makes of a model whose only parameter without weight decay is the bias of one output."""
     bias = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([{"params": [bias]}, {"params": [torch.nn.Parameter(torch.ones(1, 4))]}], lr=0.1)

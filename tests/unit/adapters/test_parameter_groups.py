@@ -1,9 +1,6 @@
 """Groups of parameters that a script builds differently after a restart: refused, with the name of a parameter."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +13,10 @@ from ft_plugins.errors import FtError, ResumeError
 from ft_plugins.session import attach
 
 Node = Any  # the fixture's class lives in tests/unit/conftest.py
-Ranks = Callable[..., list[Any]]
-Names = Sequence[Sequence[str]]
 BEFORE = (("a.weight", "a.bias"), ("b.weight", "b.bias"))
 
 
-def difference(before: Names, now: Names, **how: Any) -> str:
+def difference(before, now, **how):
     return regrouped(packed(numbered(before)), packed(numbered(now)), **how).partition(": ")[0]
 
 
@@ -37,11 +32,11 @@ def difference(before: Names, now: Names, **how: Any) -> str:
         ((*BEFORE, ()), "there are 3 groups now (group 0, group 1, group 2), there were 2 (group 0, group 1)"),
     ],
 )
-def test_what_differs_is_said_of_the_first_parameter(now: Names, words: str) -> None:
+def test_what_differs_is_said_of_the_first_parameter(now, words):
     assert difference(BEFORE, now) == words
 
 
-def test_of_ranks_that_hold_parts_only_parameters_that_both_have_are_compared_and_no_order() -> None:
+def test_of_ranks_that_hold_parts_only_parameters_that_both_have_are_compared_and_no_order():
     """The distributed optimizer gives a rank other parts at another number of ranks."""
     part = (("a.bias",), ("b.bias", "b.weight"))
     assert difference(BEFORE, part, partial=True) == ""
@@ -51,13 +46,13 @@ def test_of_ranks_that_hold_parts_only_parameters_that_both_have_are_compared_an
     )
 
 
-def test_what_older_versions_captured_names_no_groups() -> None:
+def test_what_older_versions_captured_names_no_groups():
     assert regrouped(None, packed(numbered(BEFORE))) == ""
 
 
 # ---- a loop of plain torch ----
 
-SPLITS: dict[str, Callable[[Any, Any, Any], Any]] = {
+SPLITS = {
     "as before": lambda a, b, c: [[*a], [*b]],
     "swapped": lambda a, b, c: [[*b], [*a]],
     "moved": lambda a, b, c: [[a[0]], [a[1], *b]],
@@ -70,10 +65,10 @@ SAID = {
     "moved": r"rank 0: parameter '0\.bias' is in group 1 now, was in group 0",
     "added": r"rank 0: parameter '2\.weight' is in group 1 now, was in none",
 }
-OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-def _life(rank: int, world: int, run_dir: Any, token: int, kind: str, split: str, iterations: int) -> Any:
+def _life(rank, world, run_dir, token, kind, split, iterations):
     """What the rank went on from, or how it was refused."""
     torch.manual_seed(3)
     layers = [torch.nn.Linear(3, 3) for _ in range(3)]
@@ -100,9 +95,7 @@ def _life(rank: int, world: int, run_dir: Any, token: int, kind: str, split: str
 
 
 @pytest.mark.parametrize("kind, splits", [("sgd", ["swapped"]), ("adamw", ["moved", "added"])])
-def test_groups_that_changed_are_refused_by_name_and_the_snapshot_stays(
-    node: Node, ranks: Ranks, kind: str, splits: list[str]
-) -> None:
+def test_groups_that_changed_are_refused_by_name_and_the_snapshot_stays(node, ranks, kind, splits):
     """Also where the optimizer keeps no tensors, so that nothing else of the state differs; and where so much differs
     that the segment is refused."""
     node.start()
@@ -124,9 +117,7 @@ def test_groups_that_changed_are_refused_by_name_and_the_snapshot_stays(
         ("amsgrad", r"rank 0: moment '0\.bias\S+' of shape 3 of float32 is new \(3 more tensors differ\)\. Therefore "),
     ],
 )
-def test_a_tensor_that_differs_is_named_where_the_fingerprint_has_only_a_digest(
-    node: Node, ranks: Ranks, split: str, said: str
-) -> None:
+def test_a_tensor_that_differs_is_named_where_the_fingerprint_has_only_a_digest(node, ranks, split, said):
     node.start()
     [(done, _)] = ranks(_life, 1, node.run_dir, node.fence(), "adamw", "as before", 3)
     assert done == [1, 2, 3]

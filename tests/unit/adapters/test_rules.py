@@ -1,10 +1,7 @@
 """The rules over a framework's own arguments: each is found by name, before a job and from what it has built."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +15,14 @@ SYSTEMS = ("reft", "baft", "paft", "sync")
 ZERO = "zero_optimization"
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
+def nested(path, value):
     """The settings with `value` at a dotted path."""
     for name in reversed(path.split(".")):
         value = {name: value}
     return value
 
 
-GIVEN: dict[str, tuple[dict[str, Any], ...]] = {  # by what a person writes: settings with which it is found
+GIVEN = {  # by what a person writes: settings with which it is found
     "optimizer.type": (nested("optimizer.type", "OneBitAdam"), nested("optimizer.type", "Muon")),
     f"{ZERO}.offload_optimizer.device": tuple(
         nested(f"{ZERO}.offload_optimizer.device", one) for one in ("cpu", "nvme")
@@ -59,7 +56,7 @@ BLOCKS = (
 @pytest.mark.parametrize(
     "rule", [rule for rule in DEEPSPEED if rule.option], ids=lambda rule: f"{rule.name} {rule.option}"
 )
-def test_each_rule_about_a_deepspeed_configuration_is_found_by_what_a_person_writes(rule: Any) -> None:
+def test_each_rule_about_a_deepspeed_configuration_is_found_by_what_a_person_writes(rule):
     block = nested(f"{rule.option}.enabled", True)
     given = GIVEN.get(rule.option, (block if rule.option in BLOCKS else nested(rule.option, True),))
     found = [one for settings in given for one in findings(DEEPSPEED, settings, systems=SYSTEMS)]
@@ -68,7 +65,7 @@ def test_each_rule_about_a_deepspeed_configuration_is_found_by_what_a_person_wri
     assert all(rule.option in text and rule.reason in text for text in texts)
 
 
-GIVEN_TO_A_TRAINER: dict[str, Any] = {  # by option, and what only a loader shows
+GIVEN_TO_A_TRAINER = {  # by option, and what only a loader shows
     "--optim": {"optim": "adalomo"},
     "--accelerator_config": {"built": {"dispatched": True}},
 }  # fmt: skip
@@ -78,13 +75,13 @@ ARGUMENTS = [rule for rule in (PERSISTENT, *HUGGING_FACE) if rule.option]
 
 
 @pytest.mark.parametrize("rule", ARGUMENTS, ids=lambda rule: rule.name)
-def test_each_rule_about_a_trainers_arguments_is_found_by_what_a_person_writes(rule: Any) -> None:
+def test_each_rule_about_a_trainers_arguments_is_found_by_what_a_person_writes(rule):
     given = GIVEN_TO_A_TRAINER.get(rule.option, {rule.option.removeprefix("--"): True})
     assert rule in {one.rule for one in findings(ARGUMENTS, given)}
 
 
 @pytest.mark.parametrize("rule", [rule for rule in HUGGING_FACE if not rule.option], ids=lambda rule: rule.name)
-def test_each_rule_about_what_a_trainer_has_built_is_found_and_says_its_value(rule: Any) -> None:
+def test_each_rule_about_what_a_trainer_has_built_is_found_and_says_its_value(rule):
     (one,) = findings(HUGGING_FACE, nested(rule.keys[0], "Mine"), systems=rule.systems)
     assert one.rule is rule and "(Mine): " in one.text
 
@@ -93,7 +90,7 @@ TABLES = (MEGATRON, DEEPSPEED, HUGGING_FACE, MEGATRON_DEEPSPEED, GPT_NEOX)
 
 
 @pytest.mark.parametrize("rules", TABLES, ids=["Megatron", "DeepSpeed", "Hugging Face", "Megatron-DeepSpeed", "neox"])
-def test_a_job_of_defaults_is_neither_refused_nor_remarked_on(rules: Any) -> None:
+def test_a_job_of_defaults_is_neither_refused_nor_remarked_on(rules):
     for settings in (
         argparse.Namespace(),
         {},
@@ -104,7 +101,7 @@ def test_a_job_of_defaults_is_neither_refused_nor_remarked_on(rules: Any) -> Non
         assert findings(rules, settings, systems=SYSTEMS) == ()
 
 
-def test_what_a_configuration_has_switched_off_is_not_found() -> None:
+def test_what_a_configuration_has_switched_off_is_not_found():
     off = {
         "fp16": {"enabled": "auto"},
         ZERO: {"stage": 0, "offload_optimizer": {"device": "none"}, "offload_param": None},
@@ -114,7 +111,7 @@ def test_what_a_configuration_has_switched_off_is_not_found() -> None:
     assert findings(GPT_NEOX, {"curriculum_learning": {"enabled": True}}, systems=SYSTEMS)
 
 
-def test_a_refusal_is_one_line_with_each_reason_and_each_remedy_once() -> None:
+def test_a_refusal_is_one_line_with_each_reason_and_each_remedy_once():
     settings = argparse.Namespace(
         qk_clip=True, fp8="hybrid", use_distributed_optimizer=True, overlap_param_gather=True, bf16=True
     )
@@ -138,7 +135,7 @@ def test_a_refusal_is_one_line_with_each_reason_and_each_remedy_once() -> None:
     assert line(findings(MEGATRON, argparse.Namespace(bf16=True)), "run without protection") == ""
 
 
-def test_each_rule_says_what_it_looks_at_and_why() -> None:
+def test_each_rule_says_what_it_looks_at_and_why():
     for rules in TABLES:
         told = [(rule.name, rule.option, rule.systems, rule.treatment) for rule in rules]
         assert len(set(told)) == len(told)
@@ -147,7 +144,7 @@ def test_each_rule_says_what_it_looks_at_and_why() -> None:
             assert rule.option or all(key.startswith("built.") for key in rule.keys), rule
 
 
-def test_the_page_of_limits_has_todays_rules() -> None:
+def test_the_page_of_limits_has_todays_rules():
     page = LIMITS.read_text()
     assert with_rules(page) == page, "run `python -m ft_plugins.adapters.rules.page docs/limits.md`"
     with pytest.raises(ValueError, match="rules of Megatron"):
@@ -156,16 +153,16 @@ def test_the_page_of_limits_has_todays_rules() -> None:
 
 @pytest.mark.parametrize("value", [1, "true"])
 @pytest.mark.parametrize("block", ["amp", "eigenvalue", "hybrid_engine", "expert_parallel"])
-def test_what_deepspeed_takes_for_on_is_on(block: str, value: Any) -> None:
+def test_what_deepspeed_takes_for_on_is_on(block, value):
     assert refused(findings(DEEPSPEED, {block: {"enabled": value}}))
 
 
 @pytest.mark.parametrize("value", [0, False, None, "false", "auto"])
-def test_what_deepspeed_takes_for_off_is_off(value: Any) -> None:
+def test_what_deepspeed_takes_for_off_is_off(value):
     assert not findings(DEEPSPEED, {"hybrid_engine": {"enabled": value}})
 
 
-def test_an_offload_of_no_part_is_one_of_a_part() -> None:
+def test_an_offload_of_no_part_is_one_of_a_part():
     """DeepSpeed makes all updates with another optimizer then."""
     settings = nested(f"{ZERO}.offload_optimizer", {"device": "cpu", "ratio": 0.0})
     assert any(one.rule.name.startswith("offload of a part") for one in findings(DEEPSPEED, settings))
@@ -173,5 +170,5 @@ def test_an_offload_of_no_part_is_one_of_a_part() -> None:
 
 
 @pytest.mark.parametrize("kind", ["MuonWithAuxAdam", "OnebitAdam"])
-def test_an_optimizer_that_has_a_reason_of_its_own_is_named_once(kind: str) -> None:
+def test_an_optimizer_that_has_a_reason_of_its_own_is_named_once(kind):
     assert len(findings(DEEPSPEED, {"built": {"own_optimizer": kind}})) == 1

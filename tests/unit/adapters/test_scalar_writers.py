@@ -1,13 +1,10 @@
 """Scalars go where each framework's own go, and only on the rank that has a writer."""
 
-from __future__ import annotations
-
 import random
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 
 from ft_plugins.adapters.rng import numbers_drawn
@@ -19,13 +16,13 @@ SCALARS = {"ft/restarts": 1.0, "ft/downtime_seconds": 2.5}
 class Written(list[Any]):
     """Records the calls of a writer."""
 
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
+    def add_scalar(self, tag, value, step):
         self.append((tag, value, step))
 
-    def log(self, scalars: Any, step: int) -> None:
+    def log(self, scalars, step):
         self.append((scalars, step))
 
-    def flush(self) -> None:
+    def flush(self):
         self.flushed = len(self)
 
     write_events = list.extend
@@ -34,12 +31,12 @@ class Written(list[Any]):
 BY_TAG = [("ft/restarts", 1.0, 7), ("ft/downtime_seconds", 2.5, 7)]
 
 
-def megatron(**writers: Any) -> Any:
+def megatron(**writers):
     functions = {f"get_{name}_writer": lambda writer=writer: writer for name, writer in writers.items()}
     return of_megatron(cast(ModuleType, SimpleNamespace(**functions)))
 
 
-def test_megatron_has_writers_of_its_own_on_one_rank() -> None:
+def test_megatron_has_writers_of_its_own_on_one_rank():
     assert megatron(tensorboard=None, wandb=None) is None and megatron() is None
     tensorboard, wandb = Written(), Written()
     megatron(tensorboard=tensorboard, wandb=wandb)(SCALARS, 7)
@@ -48,14 +45,14 @@ def test_megatron_has_writers_of_its_own_on_one_rank() -> None:
     assert wandb[1:] == [(SCALARS, 8)]
 
 
-def test_gpt_neox_has_one_in_its_arguments() -> None:
+def test_gpt_neox_has_one_in_its_arguments():
     writer = Written()
     assert of_neox(SimpleNamespace(tensorboard_writer=None)) is None
-    of_neox(SimpleNamespace(tensorboard_writer=writer))(SCALARS, 7)  # type: ignore[misc]
+    of_neox(SimpleNamespace(tensorboard_writer=writer))(SCALARS, 7)
     assert writer == BY_TAG
 
 
-def test_a_deepspeed_engine_has_a_monitor_and_counts_samples() -> None:
+def test_a_deepspeed_engine_has_a_monitor_and_counts_samples():
     class Monitor(Written):
         enabled = True
 
@@ -67,16 +64,16 @@ def test_a_deepspeed_engine_has_a_monitor_and_counts_samples() -> None:
     assert monitor == [(tag, value, 56) for tag, value, _ in BY_TAG]
     engine.global_rank = 1
     assert of_engine(engine) is None
-    engine.global_rank, monitor.enabled = 0, False  # type: ignore[misc]
+    engine.global_rank, monitor.enabled = 0, False
     assert of_engine(engine) is None and of_engine(SimpleNamespace()) is None
 
 
-def test_a_trainer_reports_through_its_integrations_and_logs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_reports_through_its_integrations_and_logs_nothing(monkeypatch):
     class Reporting:
-        def __init__(self) -> None:
-            self.logged: list[Any] = []
+        def __init__(self):
+            self.logged = []
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        def on_log(self, args, state, control, logs=None, **more):
             self.logged.append(dict(logs))
             logs.clear()  # as some change it
 
@@ -102,8 +99,8 @@ def test_a_trainer_reports_through_its_integrations_and_logs_nothing(monkeypatch
     assert of_trainer(trainer) is None
 
 
-def test_numbers_that_a_writer_draws_are_given_back() -> None:
-    def add_scalar(tag: str, value: float, step: int) -> None:
+def test_numbers_that_a_writer_draws_are_given_back():
+    def add_scalar(tag, value, step):
         random.random()
         torch.rand(1)
 

@@ -1,7 +1,5 @@
 """The update as two spans: until all agree, and what is then updated."""
 
-from __future__ import annotations
-
 import torch
 
 from ft_plugins.adapters.script.script_hooks import around
@@ -12,17 +10,17 @@ from ft_plugins.model.timeline import Kind
 class Heard:
     """What was told, in order."""
 
-    def __init__(self) -> None:
-        self.edges: list[tuple[str, str]] = []
+    def __init__(self):
+        self.edges = []
 
-    def begin(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+    def begin(self, kind, microbatch=-1, chunk=0):
         self.edges.append(("begin", kind.value))
 
-    def end(self, kind: Kind, microbatch: int = -1, chunk: int = 0) -> None:
+    def end(self, kind, microbatch=-1, chunk=0):
         self.edges.append(("end", kind.value))
 
 
-def optimizers() -> list[torch.optim.Optimizer]:
+def optimizers():
     return [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1) for _ in range(2)]
 
 
@@ -30,10 +28,10 @@ AGREED = [("begin", "reduce"), ("end", "reduce")]
 UPDATED = [("begin", "update"), ("end", "update")]
 
 
-def test_the_update_begins_with_the_first_optimizer_that_steps() -> None:
+def test_the_update_begins_with_the_first_optimizer_that_steps():
     heard, inner = Heard(), optimizers()
 
-    def step(closure: object, *, told: int) -> int:
+    def step(closure, *, told):
         assert closure is None
         heard.edges.append(("norm", ""))
         for optimizer in inner:
@@ -47,7 +45,7 @@ def test_the_update_begins_with_the_first_optimizer_that_steps() -> None:
     assert heard.edges == once * 2
 
 
-def test_a_skipped_update_is_none() -> None:
+def test_a_skipped_update_is_none():
     heard, inner = Heard(), optimizers()
     around(update_spans(inner, heard))(lambda: None)()
     assert heard.edges == AGREED
@@ -55,7 +53,7 @@ def test_a_skipped_update_is_none() -> None:
     assert heard.edges == AGREED, "a step elsewhere is no update of training"
 
 
-def test_what_is_around_something_hands_through_what_it_is_given_and_gives() -> None:
+def test_what_is_around_something_hands_through_what_it_is_given_and_gives():
     heard = Heard()
     assert span(Kind.SEND, heard)(lambda one, *, other: one + other, 1, other=2) == 3
     assert heard.edges == [("begin", "send"), ("end", "send")]

@@ -1,11 +1,7 @@
 """A loop of plain torch: what it goes on from, bit for bit, and what is refused before it would be lost."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +24,8 @@ from ft_plugins.session import attach
 from ft_plugins.snapshot.capture import codec
 
 Node = Any  # the fixture's class lives in tests/unit/conftest.py
-Ranks = Callable[..., list[Any]]
 ITERATIONS, LEFT_IN = 11, 6  # 4 iterations are an epoch
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
     "adamw-amsgrad": lambda parameters: torch.optim.AdamW(parameters, 0.01, amsgrad=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01),
@@ -41,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Loop:
     """A model with dropout and batch norm, a scheduler, a loader that is shuffled; what it has read."""
 
-    def __init__(self, optimizer: str = "adam", workers: int = 0) -> None:
+    def __init__(self, optimizer="adam", workers=0):
         torch.manual_seed(5)
         numbers = torch.randn(32, 6)
         self.sampler = DistributedSampler(numbers, 1, 0)
@@ -49,30 +44,30 @@ class Loop:
             TensorDataset(torch.arange(len(numbers)), numbers), 8, sampler=self.sampler, num_workers=workers,
             persistent_workers=workers > 0,
         )  # fmt: skip
-        self.model: torch.nn.Module = torch.nn.Sequential(
+        self.model = torch.nn.Sequential(
             torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.ReLU(), torch.nn.Dropout(0.3),
             torch.nn.Linear(10, 3),
         )  # fmt: skip
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         torch.manual_seed(70)
-        self.read: dict[int, list[int]] = {}
+        self.read = {}
         self.batches = self._endless()
 
-    def _endless(self) -> Iterator[Any]:
+    def _endless(self):
         for epoch in itertools.count(self.sampler.epoch):
             self.sampler.set_epoch(epoch)
             yield from self.loader
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self):
         return self.model, self.optimizer, self.scheduler
 
-    def host(self, **given: Any) -> TorchHost:
+    def host(self, **given):
         given = {"scheduler": self.scheduler, "sampler": self.loader, **given}
         return TorchHost(self.model, self.optimizer, **given)
 
-    def iterate(self, step: int) -> None:
+    def iterate(self, step):
         order, numbers = next(self.batches)
         self.read[step] = order.tolist()
         self.model(numbers).square().mean().backward()
@@ -80,7 +75,7 @@ class Loop:
         self.optimizer.zero_grad()
         self.scheduler.step()
 
-    def described(self) -> dict[str, Any]:
+    def described(self):
         return {
             "model": readable(dict(self.model.state_dict())),
             "optimizer": readable(self.optimizer.state_dict()),
@@ -89,18 +84,18 @@ class Loop:
         }
 
 
-def context(run_dir: Path | None = None, token: int = 0) -> LaunchContext:
+def context(run_dir=None, token=0):
     return LaunchContext(None, run_dir, token, None, 0, 0, 1, 1, 0, 0)
 
 
-def _plain(*made: Any) -> Any:
+def _plain(*made):
     loop = Loop(*made)
     for step in range(1, ITERATIONS + 1):
         loop.iterate(step)
     return loop.described(), loop.read
 
 
-def run(loop: Loop, host: TorchHost, done: int, until: int, small: Any = None) -> None:
+def run(loop, host, done, until, small=None):
     """Iterations `done` + 1 to `until`, under a session that captures nothing."""
     session = attach(host, Config(), context())
     if small is not None:
@@ -110,7 +105,7 @@ def run(loop: Loop, host: TorchHost, done: int, until: int, small: Any = None) -
 
 
 @pytest.mark.parametrize("made", [*((one,) for one in OPTIMIZERS), ("adam", 2)], ids=str)
-def test_what_is_handed_over_is_gone_on_from_bit_for_bit(made: tuple[Any, ...]) -> None:
+def test_what_is_handed_over_is_gone_on_from_bit_for_bit(made):
     """By a loop that was built again; also with workers that persist."""
     golden = _plain(*made)
     first = Loop(*made)
@@ -131,26 +126,26 @@ def test_what_is_handed_over_is_gone_on_from_bit_for_bit(made: tuple[Any, ...]) 
 # ---- what would be lost ----
 
 
-def _replace_moment(loop: Loop, added: torch.nn.Parameter) -> None:
-    state = loop.optimizer.state[loop.model[0].weight]  # type: ignore[index]
+def _replace_moment(loop, added):
+    state = loop.optimizer.state[loop.model[0].weight]
     state["exp_avg"] = state["exp_avg"].clone()
 
 
-CHANGES: dict[str, tuple[Callable[[Loop, torch.nn.Parameter], Any], str]] = {
-    "state": (lambda loop, p: loop.optimizer.state[loop.model[0].weight].update(more=torch.ones(2)),  # type: ignore[index]
+CHANGES = {
+    "state": (lambda loop, p: loop.optimizer.state[loop.model[0].weight].update(more=torch.ones(2)),
               "'0.weight:more' was added"),
     "model": (lambda loop, p: loop.model.register_parameter("late", p), "'late' was added"),
     "buffer": (lambda loop, p: loop.model.register_buffer("late", torch.ones(1)), "'late' was added"),
     "group": (lambda loop, p: loop.optimizer.add_param_group({"params": [p]}), "'the optimizer's groups' have other"),
     "moment": (_replace_moment, "'0.weight:exp_avg' was replaced"),
-    "storage": (lambda loop, p: setattr(loop.model[0].weight, "data", torch.zeros(10, 6)),  # type: ignore[index]
+    "storage": (lambda loop, p: setattr(loop.model[0].weight, "data", torch.zeros(10, 6)),
                 "'0.weight' was replaced"),
-    "gone": (lambda loop, p: loop.model.__delitem__(4), "was removed after TorchHost was built"),  # type: ignore[operator]
+    "gone": (lambda loop, p: loop.model.__delitem__(4), "was removed after TorchHost was built"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_state_that_changes_later_is_an_error_at_the_version_point(change: str) -> None:
+def test_state_that_changes_later_is_an_error_at_the_version_point(change):
     loop = Loop()
     host = loop.host()
     run(loop, host, 0, 2)
@@ -162,7 +157,7 @@ def test_state_that_changes_later_is_an_error_at_the_version_point(change: str) 
     assert words.startswith("rank 0: iteration 2: ") and CHANGES[change][1] in words and "before TorchHost" in words
 
 
-def _life(rank: int, world: int, run_dir: Path, token: int, changes: bool) -> Any:
+def _life(rank, world, run_dir, token, changes):
     """What it has read, and the error that ended it."""
     loop, block = Loop(), {"reft": {}, "node_name": run_dir.name}
     try:
@@ -175,7 +170,7 @@ def _life(rank: int, world: int, run_dir: Path, token: int, changes: bool) -> An
     return loop.read, None, ""
 
 
-def test_such_an_error_ends_the_loop_and_the_version_before_stays(node: Node, ranks: Ranks) -> None:
+def test_such_an_error_ends_the_loop_and_the_version_before_stays(node, ranks):
     node.start()
     [(_, kind, words)] = ranks(_life, 1, node.run_dir, node.fence(), True)
     assert kind is StateChangedError and "iteration 3: 'late' was added" in words
@@ -197,38 +192,38 @@ def test_such_an_error_ends_the_loop_and_the_version_before_stays(node: Node, ra
         (lambda loop: (loop.model, torch.optim.LBFGS(loop.model.parameters())), UnsupportedError, "LBFGS"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_followed_is_refused_by_name(arguments: Any, kind: type[FtError], words: str) -> None:
+def test_what_cannot_be_followed_is_refused_by_name(arguments, kind, words):
     with pytest.raises(kind, match=words):
         TorchHost(*arguments(Loop()))
 
 
 class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(4))
 
 
 class Own:
     """A sampler that knows where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.at = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 100
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         while True:
             self.at += 1
             yield self.at
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.at = state["at"]
 
 
-def test_an_object_that_knows_its_position_is_asked_and_told() -> None:
+def test_an_object_that_knows_its_position_is_asked_and_told():
     loop, own = Loop(), Own()
     host = loop.host(sampler=own)
     own.at = 17
@@ -239,14 +234,14 @@ def test_an_object_that_knows_its_position_is_asked_and_told() -> None:
     assert own.at == 17
 
 
-def test_what_else_the_caller_has_goes_along() -> None:
-    found: list[Any] = []
+def test_what_else_the_caller_has_goes_along():
+    found = []
     host = Loop().host(sampler=None, get_state=lambda: {"scale": torch.tensor(2.0)}, set_state=found.append)
     host.restore(host.small_state())
     assert found == [{"scale": torch.tensor(2.0)}]
 
 
-def test_buffers_are_each_ranks_own_and_may_change_anywhere() -> None:
+def test_buffers_are_each_ranks_own_and_may_change_anywhere():
     items = {item.name: item for item in Loop().host().inventory().items}
     assert {name for name, item in items.items() if not item.background} == {
         "1.running_mean", "1.running_var", "1.num_batches_tracked"
@@ -255,7 +250,7 @@ def test_buffers_are_each_ranks_own_and_may_change_anywhere() -> None:
     assert state_digest(Loop().host())["items"].keys() == items.keys()
 
 
-def _differing(rank: int, world: int) -> Any:
+def _differing(rank, world):
     torch.manual_seed(rank)
     model = torch.nn.Linear(3, 2)
     try:
@@ -265,7 +260,7 @@ def _differing(rank: int, world: int) -> Any:
     return None
 
 
-def test_ranks_that_are_no_replicas_are_refused(ranks: Ranks) -> None:
+def test_ranks_that_are_no_replicas_are_refused(ranks):
     found = ranks(_differing, 2)
     assert [(kind, echo) for kind, _, echo in found] == [("InventoryError", True), ("InventoryError", False)]
     assert "rank 1: 'bias' differs from rank 0's (2 of 2 tensors do)" in found[1][1]
@@ -275,21 +270,21 @@ def test_ranks_that_are_no_replicas_are_refused(ranks: Ranks) -> None:
 
 
 @pytest.fixture
-def loop() -> Loop:
+def loop():
     return Loop()
 
 
-def iterations(loop: Loop, **given: Any) -> Iterator[int]:
+def iterations(loop, **given):
     return attach(loop.host(**given), Config(), context()).iterations(ITERATIONS)
 
 
-def test_a_loop_that_nothing_protects_trains_as_without_the_package(loop: Loop) -> None:
+def test_a_loop_that_nothing_protects_trains_as_without_the_package(loop):
     for step in iterations(loop):
         loop.iterate(step)
     assert (loop.described(), loop.read) == _plain()
 
 
-def test_an_update_outside_of_an_iteration_is_refused(loop: Loop) -> None:
+def test_an_update_outside_of_an_iteration_is_refused(loop):
     steps = iterations(loop, sampler=None)
     with pytest.raises(ConfigError, match="outside of an iteration"):
         loop.iterate(1)
@@ -299,19 +294,19 @@ def test_an_update_outside_of_an_iteration_is_refused(loop: Loop) -> None:
         loop.optimizer.step()
 
 
-def test_a_batch_that_is_read_before_its_iteration_is_refused(loop: Loop) -> None:
+def test_a_batch_that_is_read_before_its_iteration_is_refused(loop):
     iterations(loop)
     with pytest.raises(ConfigError, match="a batch was read outside of an iteration"):
         next(loop.batches)
 
 
-def test_a_loader_that_is_not_the_one_that_training_reads_is_refused(loop: Loop) -> None:
+def test_a_loader_that_is_not_the_one_that_training_reads_is_refused(loop):
     next(iterations(loop, sampler=Loop().loader))
     with pytest.raises(ConfigError, match="an update came without a batch read"):
         loop.iterate(1)
 
 
-def test_a_pass_in_the_middle_of_another_one_is_refused(loop: Loop) -> None:
+def test_a_pass_in_the_middle_of_another_one_is_refused(loop):
     steps = iterations(loop)
     loop.iterate(next(steps))
     assert len(list(loop.loader)) == 4
@@ -319,9 +314,9 @@ def test_a_pass_in_the_middle_of_another_one_is_refused(loop: Loop) -> None:
         loop.iterate(next(steps))
 
 
-def test_an_update_that_is_skipped_has_its_fence_all_the_same(loop: Loop) -> None:
+def test_an_update_that_is_skipped_has_its_fence_all_the_same(loop):
     """As a GradScaler skips it."""
-    fences: list[tuple[str, int]] = []
+    fences = []
     session = attach(loop.host(), Config(), context())
     for name in ("before_update", "after_update", "iteration_end"):
         setattr(session, name, functools.partial(lambda name, step, *ends: fences.append((name, step)), name))
@@ -330,7 +325,7 @@ def test_an_update_that_is_skipped_has_its_fence_all_the_same(loop: Loop) -> Non
     assert fences == [("before_update", 1), ("after_update", 1), ("iteration_end", 1)]
 
 
-def test_an_epoch_that_is_not_the_captured_one_is_refused(loop: Loop) -> None:
+def test_an_epoch_that_is_not_the_captured_one_is_refused(loop):
     host = loop.host()
     session = attach(host, Config(), context())
     for step in itertools.islice(session.iterations(ITERATIONS), 6):
@@ -351,18 +346,16 @@ def test_an_epoch_that_is_not_the_captured_one_is_refused(loop: Loop) -> None:
 # ---- attach ----
 
 
-def test_a_model_and_an_optimizer_are_no_host(loop: Loop) -> None:
+def test_a_model_and_an_optimizer_are_no_host(loop):
     call = r"call ft_plugins.attach\(ft_plugins.TorchHost\(model, optimizer, scheduler, loader\)\)"
     with pytest.raises(ConfigError, match=f"expected a host, found a Sequential: {call}"):
-        ft_plugins.attach(loop.model, loop.optimizer)  # type: ignore[arg-type]
+        ft_plugins.attach(loop.model, loop.optimizer)
     with pytest.raises(ConfigError, match=f"expected a Config after the host, found a Adam: {call}"):
-        ft_plugins.attach(loop.host(), loop.optimizer)  # type: ignore[arg-type]
+        ft_plugins.attach(loop.host(), loop.optimizer)
 
 
 @pytest.mark.parametrize("told", [None, Config()])
-def test_attach_where_nothing_is_configured_is_refused(
-    loop: Loop, told: Config | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attach_where_nothing_is_configured_is_refused(loop, told, monkeypatch):
     """torchrun passes no configuration; ft-run without a flag none either, or one without a system."""
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
@@ -374,7 +367,7 @@ def test_attach_where_nothing_is_configured_is_refused(
         ft_plugins.attach(loop.host())
 
 
-def test_several_ranks_without_a_process_group_are_refused(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_without_a_process_group_are_refused(loop, monkeypatch):
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="expected 2 ranks in the job, found 1: .*init_process_group"):

@@ -1,9 +1,5 @@
 """What a loop of plain torch goes on from beside tensors: modes, extra state, a learning rate that is a tensor."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,10 +8,10 @@ from ft_plugins.errors import StateChangedError, UnsupportedError
 from tests.unit.adapters.torch_small import Small, handed_over, network, session_of, take_over
 
 
-def test_which_parameters_are_trained_and_the_mode_of_modules_are_handed_over() -> None:
+def test_which_parameters_are_trained_and_the_mode_of_modules_are_handed_over():
     first, second = Small(), Small()
-    first.model[0].requires_grad_(False)  # type: ignore[index, union-attr, operator]
-    first.model[1].eval()  # type: ignore[index, union-attr, operator]
+    first.model[0].requires_grad_(False)
+    first.model[1].eval()
     take_over(second.host, *handed_over(first.host))
     assert [one.requires_grad for one in second.model.parameters()] == [False, False, True, True]
     assert [one.training for one in second.model.modules()] == [True, True, False]
@@ -23,8 +19,8 @@ def test_which_parameters_are_trained_and_the_mode_of_modules_are_handed_over() 
 
 @pytest.mark.parametrize("of_a_library", [True, False])
 def test_what_a_librarys_loop_has_changed_since_a_restore_is_set_again_before_the_first_iteration(
-    of_a_library: bool,
-) -> None:
+    of_a_library,
+):
     """A callback of it may be called when training begins, again in each start."""
     first, second = Small(), Small()
     if of_a_library:
@@ -32,7 +28,7 @@ def test_what_a_librarys_loop_has_changed_since_a_restore_is_set_again_before_th
     small, tensors = handed_over(first.host)
     take_over(second.host, small, tensors)
     second.optimizer.param_groups[0]["lr"] *= 0.5
-    second.model[0].requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    second.model[0].requires_grad_(False)
     second.host.restore_position(small)
     assert second.optimizer.param_groups[0]["lr"] == (0.1 if of_a_library else 0.05)
     assert next(second.model.parameters()).requires_grad, "modes are set there in any case"
@@ -41,16 +37,16 @@ def test_what_a_librarys_loop_has_changed_since_a_restore_is_set_again_before_th
 class Counting(torch.nn.Linear):
     """Keeps what is no tensor."""
 
-    kept: Any = 0
+    kept = 0
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.kept
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.kept = state
 
 
-def test_extra_state_of_modules_is_handed_over() -> None:
+def test_extra_state_of_modules_is_handed_over():
     hosts = []
     for kept in (7, 0):
         model = torch.nn.Sequential(Counting(2, 2))
@@ -60,14 +56,14 @@ def test_extra_state_of_modules_is_handed_over() -> None:
     assert hosts[1][0][0].kept == 7
 
 
-def test_extra_state_that_cannot_be_captured_is_refused_by_name() -> None:
+def test_extra_state_that_cannot_be_captured_is_refused_by_name():
     model = torch.nn.Sequential(Counting(2, 2))
     model[0].kept = {object()}
     with pytest.raises(UnsupportedError, match="extra state of '0' .*plain values"):
         TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_the_one_that_the_loop_fills() -> None:
+def test_a_learning_rate_that_is_a_tensor_stays_the_one_that_the_loop_fills():
     rates = [torch.tensor(0.5), torch.tensor(0.1)]
     hosts = []
     for rate in rates:
@@ -79,7 +75,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_one_that_the_loop_fills() ->
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_scheduler_that_was_not_given_is_refused_at_the_first_version_point(given: bool) -> None:
+def test_a_scheduler_that_was_not_given_is_refused_at_the_first_version_point(given):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -92,10 +88,10 @@ def test_a_scheduler_that_was_not_given_is_refused_at_the_first_version_point(gi
         host.small_state()
 
 
-def test_schedulers_inside_of_the_given_one_are_not() -> None:
+def test_schedulers_inside_of_the_given_one_are_not():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    parts: list[Any] = [
+    parts = [
         torch.optim.lr_scheduler.ConstantLR(optimizer),
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
     ]

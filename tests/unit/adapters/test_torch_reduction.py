@@ -3,11 +3,6 @@
 Parameters, inputs and losses are small integers and ranks a power of 2, so that means are exact in any order.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,19 +23,19 @@ ALL, LOCAL = ReducedOver.ALL, ReducedOver.LOCAL
 class Block(torch.nn.Module):
     """A layer with a parameter of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
         self.scale = torch.nn.Parameter(torch.ones(4))
 
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+    def forward(self, numbers):
         return self.linear(numbers) * self.scale
 
 
 class Stack(torch.nn.Module):
     """An embedding, layers, a buffer, a head that is tied to the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = torch.nn.Linear(4, 7, bias=False)
         self.layers = torch.nn.ModuleList(Block() for _ in range(2))
@@ -48,14 +43,14 @@ class Stack(torch.nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("seen", torch.zeros(1))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         numbers = self.embedding(tokens)
         for layer in self.layers:
             numbers = layer(numbers)
         return self.head(numbers)
 
 
-def stack() -> Stack:
+def stack():
     """The same small integers on every rank."""
     model, generator = Stack(), torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -64,11 +59,11 @@ def stack() -> Stack:
     return model
 
 
-def tokens(rank: int, number: int) -> torch.Tensor:
+def tokens(rank, number):
     return torch.randint(7, (3,), generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-def expected(rank: int, numbers: tuple[int, ...], members: int) -> dict[str, torch.Tensor]:
+def expected(rank, numbers, members):
     """The mean over `members` ranks of the gradients of the batches `numbers`, which accumulate."""
     model = stack()
     for number in numbers:
@@ -81,7 +76,7 @@ def expected(rank: int, numbers: tuple[int, ...], members: int) -> dict[str, tor
     return gradients
 
 
-def _reduced(rank: int, world: int) -> None:
+def _reduced(rank, world):
     """Warm-up, local, local with accumulation, and back; the loop accumulates by no_sync, and as nanoGPT does."""
     parallel = DistributedDataParallel(stack())
     host = TorchHost(parallel, torch.optim.SGD(parallel.parameters(), 0.0))
@@ -112,11 +107,11 @@ def _reduced(rank: int, world: int) -> None:
                 assert parallel.require_backward_grad_sync
 
 
-def test_gradients_are_averaged_over_all_ranks_or_not_at_all() -> None:
+def test_gradients_are_averaged_over_all_ranks_or_not_at_all():
     gang(_reduced, 2, seconds=SECONDS)
 
 
-def _refused(rank: int, world: int) -> list[str]:
+def _refused(rank, world):
     half = [dist.new_group([one]) for one in range(world)][rank]
     own = DistributedDataParallel(stack())
     own.require_backward_grad_sync = False
@@ -136,17 +131,17 @@ def _refused(rank: int, world: int) -> list[str]:
     return words
 
 
-def test_what_cannot_be_kept_local_is_refused_by_name() -> None:
+def test_what_cannot_be_kept_local_is_refused_by_name():
     plain, static, half, own = gang(_refused, 2, seconds=SECONDS)[1]
     assert plain.startswith("rank 1: local SGD is not supported here: the loop reduces its gradients by itself; wrap")
     assert "static_graph" in static and "over 1 of 2 ranks" in half and "require_backward_grad_sync" in own
 
 
-def host_of(model: torch.nn.Module) -> TorchHost:
+def host_of(model):
     return TorchHost(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
-def test_one_rank_has_nothing_to_reduce() -> None:
+def test_one_rank_has_nothing_to_reduce():
     host = host_of(stack())
     host.prepare_reduction()
     host.reduce_over(LOCAL)
@@ -168,30 +163,30 @@ def test_one_rank_has_nothing_to_reduce() -> None:
         ("layers.1.prompts.0", "layers.1"),
     ],
 )
-def test_a_module_is_the_path_up_to_the_first_number(name: str, module: str) -> None:
+def test_a_module_is_the_path_up_to_the_first_number(name, module):
     assert module_of(name) == module
 
 
-def test_what_is_in_no_layer_comes_first() -> None:
+def test_what_is_in_no_layer_comes_first():
     assert list(modules_of(["a.1.w", "w", "a.0.w", "b.w"]).items()) == [
         ("w", ""), ("b.w", ""), ("a.1.w", "a.1"), ("a.0.w", "a.0")
     ]  # fmt: skip
     assert outermost(["a.1", "a", "a.b.c", "ab"]) == ["a", "ab"] and outermost(["x", ""]) == [""]
 
 
-def test_modules_of_a_host_are_of_its_parameters() -> None:
+def test_modules_of_a_host_are_of_its_parameters():
     host = host_of(stack())
     names = {item.name for item in host.inventory().items if item.role.value == "parameter"}
     assert set(host.modules()) == names
     assert list(dict.fromkeys(host.modules().values())) == ["", "layers.0", "layers.1"]
 
 
-def test_calls_come_before_each_module_and_its_changes_are_used() -> None:
+def test_calls_come_before_each_module_and_its_changes_are_used():
     model = stack()
-    called: list[str] = []
+    called = []
     host = host_of(model)
 
-    def call(module: str) -> None:
+    def call(module):
         called.append(module)
         with torch.no_grad():
             for name, one in host.modules().items():
@@ -212,9 +207,9 @@ def test_calls_come_before_each_module_and_its_changes_are_used() -> None:
     assert called == ["", "layers.0", "layers.1"], "an evaluation uses what was synchronised, too"
 
 
-def test_calls_come_in_recomputations() -> None:
+def test_calls_come_in_recomputations():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    called: list[str] = []
+    called = []
     host_of(model).before_modules(called.append)
     checkpoint(model, torch.ones(1, 2), use_reentrant=False).sum().backward()
     assert called == ["0", "1", "0", "1"]
@@ -223,22 +218,22 @@ def test_calls_come_in_recomputations() -> None:
 class Container(torch.nn.Module):
     """Layers that are containers, which have no forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(
             torch.nn.ModuleDict({"up": torch.nn.Linear(2, 2), "down": torch.nn.Linear(2, 2)}) for _ in range(2)
         )
         self.shifts = torch.nn.ModuleList([torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.ones(2))})])
 
-    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+    def forward(self, numbers):
         for layer in self.layers:
-            numbers = layer["down"](layer["up"](numbers))  # type: ignore[index, operator]
-        return numbers + self.shifts[0]["a"]  # type: ignore[index, operator]
+            numbers = layer["down"](layer["up"](numbers))
+        return numbers + self.shifts[0]["a"]
 
 
-def test_containers_are_followed_by_their_parts() -> None:
+def test_containers_are_followed_by_their_parts():
     model = Container()
-    called: list[str] = []
+    called = []
     host_of(model).before_modules(called.append)
     model(torch.ones(1, 2))
     assert called == ["shifts.0", "layers.0", "layers.0", "layers.1", "layers.1"]
@@ -255,7 +250,7 @@ def test_containers_are_followed_by_their_parts() -> None:
          "'0.a' is in no module that has a forward"),
     ],
 )  # fmt: skip
-def test_forwards_that_cannot_be_followed_are_refused(build: Callable[[], Any], words: str) -> None:
+def test_forwards_that_cannot_be_followed_are_refused(build, words):
     with pytest.raises(UnsupportedError, match=words):
         host_of(build()).before_modules(lambda module: None)
     with pytest.raises(UnsupportedError, match=words):
@@ -265,7 +260,7 @@ def test_forwards_that_cannot_be_followed_are_refused(build: Callable[[], Any], 
 # ---- edges ----
 
 
-def test_edges_of_layers_lie_inside_those_of_the_model() -> None:
+def test_edges_of_layers_lie_inside_those_of_the_model():
     """Those of the rest, whose embedding comes last in the backward."""
     model, log = stack(), EdgeLog()
     host_of(model).follow_modules(log)
@@ -279,7 +274,7 @@ def test_edges_of_layers_lie_inside_those_of_the_model() -> None:
     assert log.taken() == ["f+ ", *forward("layers.0", "layers.1"), "f- "]
 
 
-def test_a_container_has_the_edges_of_its_parts() -> None:
+def test_a_container_has_the_edges_of_its_parts():
     model, log = Container(), EdgeLog()
     host_of(model).follow_modules(log)
     model(torch.ones(1, 2)).sum().backward()
@@ -290,7 +285,7 @@ def test_a_container_has_the_edges_of_its_parts() -> None:
     assert log.words[11:] == ["b- shifts.0", *backward(*reversed(layers))]
 
 
-def _followed(rank: int, world: int) -> None:
+def _followed(rank, world):
     """Reduced and local iterations, batches accumulated; buckets are small, so that several are reduced."""
     states = []
     for follows in (False, True):
@@ -314,5 +309,5 @@ def _followed(rank: int, world: int) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_followed_training_is_the_same_bit_for_bit() -> None:
+def test_a_followed_training_is_the_same_bit_for_bit():
     gang(_followed, 2, seconds=SECONDS)

@@ -1,7 +1,5 @@
 """What a loop of plain torch changes between its version point and its update, its gradients with it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -14,7 +12,7 @@ from tests.unit.adapters.torch_small import Small, handed_over, network, session
 # ---- changes before the update ----
 
 
-def test_another_optimizer_over_the_model_is_refused_before_it_changes_anything() -> None:
+def test_another_optimizer_over_the_model_is_refused_before_it_changes_anything():
     """As the two of a GAN, the other one stepping first."""
     generator, other = network(), network()
     optimizer = torch.optim.Adam(generator.parameters())
@@ -31,7 +29,7 @@ def test_another_optimizer_over_the_model_is_refused_before_it_changes_anything(
     stranger.step()
 
 
-def test_parameters_that_the_optimizer_does_not_update_are_not_copied_in_the_background() -> None:
+def test_parameters_that_the_optimizer_does_not_update_are_not_copied_in_the_background():
     """An average of the weights changes them anywhere."""
     model, average = network(), network().requires_grad_(False)
     host = TorchHost(torch.nn.ModuleList([model, average]), torch.optim.SGD(model.parameters(), 0.1))
@@ -40,16 +38,16 @@ def test_parameters_that_the_optimizer_does_not_update_are_not_copied_in_the_bac
     }
 
 
-def _halve(small: Small) -> None:
+def _halve(small):
     with torch.no_grad():
-        small.model[0].weight.mul_(0.5)  # type: ignore[index, union-attr, operator]
+        small.model[0].weight.mul_(0.5)
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-def test_a_parameter_that_is_changed_before_the_update_is_named(skipped: bool) -> None:
+def test_a_parameter_that_is_changed_before_the_update_is_named(skipped):
     small = Small()
 
-    def body(step: int) -> None:
+    def body(step):
         if step == 3:
             _halve(small)
         small.backward()
@@ -62,10 +60,10 @@ def test_a_parameter_that_is_changed_before_the_update_is_named(skipped: bool) -
     assert small.session._fenced == 2, "the snapshot of iteration 2 is not sealed"
 
 
-def test_a_parameter_may_be_changed_behind_the_update() -> None:
+def test_a_parameter_may_be_changed_behind_the_update():
     small = Small()
 
-    def body(step: int) -> None:
+    def body(step):
         small.backward()
         small.optimizer.step()
         small.optimizer.zero_grad()
@@ -78,11 +76,11 @@ def test_a_parameter_may_be_changed_behind_the_update() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_gradients_that_live_across_a_version_point_are_refused(every: int) -> None:
+def test_gradients_that_live_across_a_version_point_are_refused(every):
     """Accumulated over iterations; or never zeroed."""
     small = Small()
 
-    def body(step: int) -> None:
+    def body(step):
         small.backward()
         if step % every == 0:
             small.optimizer.step()
@@ -93,10 +91,10 @@ def test_gradients_that_live_across_a_version_point_are_refused(every: int) -> N
         small.run(body)
 
 
-def test_a_gradient_that_is_used_twice_is_refused() -> None:
+def test_a_gradient_that_is_used_twice_is_refused():
     small = Small()
 
-    def body(step: int) -> None:
+    def body(step):
         if step == 1:
             small.backward()
         small.optimizer.step()
@@ -107,11 +105,11 @@ def test_a_gradient_that_is_used_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("first", [True, False])
-def test_gradients_that_are_zeroed_in_every_iteration_are_not(first: bool, to_none: bool) -> None:
+def test_gradients_that_are_zeroed_in_every_iteration_are_not(first, to_none):
     """Before the backward or behind the update, also where a GradScaler skips it; several batches in one iteration."""
     small = Small()
 
-    def body(step: int) -> None:
+    def body(step):
         if first:
             small.optimizer.zero_grad(set_to_none=to_none)
         small.backward()
@@ -124,14 +122,14 @@ def test_gradients_that_are_zeroed_in_every_iteration_are_not(first: bool, to_no
     small.run(body)
 
 
-def test_gradients_of_zero_are_there_again() -> None:
+def test_gradients_of_zero_are_there_again():
     """The optimizer passes over a parameter without one, and decays or averages one of 0."""
 
-    def iterate(small: Small, step: int) -> None:
+    def iterate(small, step):
         if step == 1:
             small.backward()
         else:
-            small.model[1](torch.ones(2, 3)).sum().backward()  # type: ignore[index, operator]
+            small.model[1](torch.ones(2, 3)).sum().backward()
         small.optimizer.step()
         small.optimizer.zero_grad(set_to_none=False)
 
@@ -147,22 +145,22 @@ def test_gradients_of_zero_are_there_again() -> None:
 
 
 @pytest.mark.parametrize("captured", [1, 3], ids=["every iteration", "every third"])
-def test_what_is_applied_before_the_update_is_accepted_and_so_is_the_update(captured: int) -> None:
+def test_what_is_applied_before_the_update_is_accepted_and_so_is_the_update(captured):
     """As a synchronisation that ends before an update: the host is notified, then the update changes the parameters."""
     small = Small()
     original = small.session.before_update
 
-    def applied(step: int) -> None:
+    def applied(step):
         original(step)
         _halve(small)
         small.host.derive()
 
-    def body(step: int) -> None:
+    def body(step):
         small.backward()
         small.optimizer.step()
         small.optimizer.zero_grad()
 
-    small.session.before_update = applied  # type: ignore[method-assign]
-    small.session.iteration_end = lambda step, ends: None if step % captured else small.host.small_state()  # type: ignore
+    small.session.before_update = applied
+    small.session.iteration_end = lambda step, ends: None if step % captured else small.host.small_state()
     for step in small.session.iterations(6):
         body(step)

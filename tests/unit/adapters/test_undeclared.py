@@ -1,11 +1,7 @@
 """What is trained state of a script that nothing captures, and what is not: over lists of objects, with no process."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,54 +12,54 @@ from ft_plugins.adapters.script.script_state import Marks, Returned, storage_of,
 from ft_plugins.adapters.script.undeclared import DeclaredState, Sort, candidates, sorted_out, undeclared
 
 
-def network() -> torch.nn.Sequential:
+def network():
     return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
 
 
-def average(model: torch.nn.Module) -> AveragedModel:
+def average(model):
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
 
 class Script:
     """A model and an optimizer that are captured, and whatever else a test puts in the script's variables."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.model = network()
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.variables: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        self.hidden: list[Any] = []  # objects without a name
+        self.variables = {"model": self.model, "optimizer": self.optimizer}
+        self.hidden = []  # objects without a name
         self.marks = Marks()
 
-    def declared(self, *ignored: Any, storages: Iterable[int] = ()) -> DeclaredState:
+    def declared(self, *ignored, storages=()):
         objects = (self.model, self.optimizer, *ignored)
         tensors = [one for each in objects for one in tensors_in(each)]
-        shapes: dict[torch.Size, int] = {}
+        shapes = {}
         for one in self.model.parameters():
             shapes[one.shape] = shapes.get(one.shape, 0) + 1
         ids = frozenset(map(id, (*objects, *tensors)))
         return DeclaredState(ids, frozenset(map(storage_of, tensors)) | frozenset(storages), shapes)
 
     @property
-    def _live(self) -> Any:
+    def _live(self):
         known = [one.value for one in self._names.values()]
         modules = [part for one in (*known, *self.hidden) if isinstance(one, torch.nn.Module) for part in one.modules()]
         return sorted_out([*known, *self.hidden, *modules])
 
     @property
-    def _names(self) -> Any:
+    def _names(self):
         return named([("a global", self.variables)])
 
-    def begin(self) -> None:
+    def begin(self):
         holding = candidates(self._live, self._names, self.declared())
         self.marks.mark(part for _, _, tensors in holding for part in tensors)
         self.marks.mark_buffers(self._live[Sort.MODULE], self.declared().has)
 
-    def update(self) -> None:
+    def update(self):
         self.model(torch.ones(2, 4)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def found(self, get_state: Callable[[], Any] = dict, ignored: Iterable[Any] = ()) -> dict[str, bool]:
+    def found(self, get_state=dict, ignored=()):
         """Whether something is trained state, by name."""
         returned = Returned(get_state())
         declared = self.declared(*ignored, storages=returned.storages)
@@ -72,7 +68,7 @@ class Script:
         return {one.expression: one.trained for one in all_found}
 
 
-def test_a_model_its_optimizer_and_wrappers_of_both_are_no_finding() -> None:
+def test_a_model_its_optimizer_and_wrappers_of_both_are_no_finding():
     script = Script()
     script.begin()
     script.update()
@@ -80,17 +76,17 @@ def test_a_model_its_optimizer_and_wrappers_of_both_are_no_finding() -> None:
     class Wrapper(torch.optim.Optimizer):
         """As Accelerate's, which hands on the optimizer's own state."""
 
-        def __init__(self, inner: torch.optim.Optimizer) -> None:
+        def __init__(self, inner):
             self.inner = inner
 
-        state = property(lambda self: self.inner.state)  # type: ignore[assignment]
-        param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+        state = property(lambda self: self.inner.state)
+        param_groups = property(lambda self: self.inner.param_groups)
 
     script.variables |= {"compiled": torch.nn.ModuleList([script.model]), "wrapped": Wrapper(script.optimizer)}
     assert script.found() == {}
 
 
-def test_an_average_of_the_weights_is_named_with_its_name_and_class_once_it_has_changed() -> None:
+def test_an_average_of_the_weights_is_named_with_its_name_and_class_once_it_has_changed():
     script = Script()
     ema = script.variables["ema"] = average(script.model)
     script.begin()
@@ -99,7 +95,7 @@ def test_an_average_of_the_weights_is_named_with_its_name_and_class_once_it_has_
     assert script.found() == {"ema": True} and script.words == ["'ema' (AveragedModel, a global): 5 tensors"]
 
 
-RETURNS: dict[str, Callable[[Any], Any]] = {
+RETURNS = {
     "state_dict": lambda ema: {"ema": ema.state_dict()},
     "as a dict": lambda ema: {"ema": dict(ema.state_dict())},
     "with other keys": lambda ema: {f"ema.{name}": one for name, one in ema.state_dict().items()},
@@ -109,7 +105,7 @@ RETURNS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("form", RETURNS)
-def test_what_get_state_returns_is_declared_in_any_form(form: str) -> None:
+def test_what_get_state_returns_is_declared_in_any_form(form):
     script = Script()
     ema = script.variables["ema"] = average(script.model)
     script.update()
@@ -117,7 +113,7 @@ def test_what_get_state_returns_is_declared_in_any_form(form: str) -> None:
     assert script.found(lambda: RETURNS[form](ema)) == {}
 
 
-def test_what_get_state_returns_only_in_part_is_named_with_what_is_missing() -> None:
+def test_what_get_state_returns_only_in_part_is_named_with_what_is_missing():
     script = Script()
     ema = script.variables["ema"] = average(script.model)
     script.begin()
@@ -126,7 +122,7 @@ def test_what_get_state_returns_only_in_part_is_named_with_what_is_missing() -> 
     assert script.words == ["'ema' (AveragedModel, a global): 1 tensors"]
 
 
-def test_the_other_half_of_a_gan_is_named_and_its_optimizer() -> None:
+def test_the_other_half_of_a_gan_is_named_and_its_optimizer():
     script = Script()
     critic = network()
     optimizer = torch.optim.Adam(critic.parameters())
@@ -144,14 +140,14 @@ def test_the_other_half_of_a_gan_is_named_and_its_optimizer() -> None:
 class Centre(torch.nn.Module):
     """A criterion with a running average beside the model, and a table that it makes when it needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("center", torch.zeros(3))
         self.register_buffer("table", torch.zeros(2), persistent=False)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_buffer_beside_the_model_is_trained_state_once_it_has_changed(replaced: bool) -> None:
+def test_a_buffer_beside_the_model_is_trained_state_once_it_has_changed(replaced):
     script = Script()
     criterion = script.variables["criterion"] = Centre()
     script.begin()
@@ -164,12 +160,12 @@ def test_a_buffer_beside_the_model_is_trained_state_once_it_has_changed(replaced
     assert script.found() == {"criterion": True}
 
 
-def _through_data(model: torch.nn.Module, frozen: torch.nn.Module) -> None:
+def _through_data(model, frozen):
     for mean, one in zip(frozen.parameters(), model.parameters(), strict=True):
         mean.data.mul_(0.9).add_(one.data, alpha=0.1)
 
 
-def _in_place(model: torch.nn.Module, frozen: torch.nn.Module) -> None:
+def _in_place(model, frozen):
     with torch.no_grad():
         for mean, one in zip(frozen.parameters(), model.parameters(), strict=True):
             mean.mul_(0.9).add_(one, alpha=0.1)
@@ -177,9 +173,7 @@ def _in_place(model: torch.nn.Module, frozen: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [_through_data, _in_place, None])
 @pytest.mark.parametrize("graded", [True, False])
-def test_a_frozen_module_is_trained_state_once_it_has_changed(
-    change: Callable[[Any, Any], None] | None, graded: bool
-) -> None:
+def test_a_frozen_module_is_trained_state_once_it_has_changed(change, graded):
     """A teacher that is left as it is never is, also if no one turned its gradients off."""
     script = Script()
     teacher = script.variables["teacher"] = copy.deepcopy(script.model).eval().requires_grad_(graded)
@@ -190,7 +184,7 @@ def test_a_frozen_module_is_trained_state_once_it_has_changed(
     assert script.found() == {"teacher": change is not None}
 
 
-def test_a_buffer_that_get_state_returns_is_declared_though_other_tensors_of_its_module_are_not() -> None:
+def test_a_buffer_that_get_state_returns_is_declared_though_other_tensors_of_its_module_are_not():
     script = Script()
     teacher = script.variables["teacher"] = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     script.begin()
@@ -201,13 +195,13 @@ def test_a_buffer_that_get_state_returns_is_declared_though_other_tensors_of_its
     }
 
 
-def test_of_a_module_with_the_model_in_it_only_the_rest_is_named() -> None:
+def test_of_a_module_with_the_model_in_it_only_the_rest_is_named():
     script = Script()
     script.variables["pair"] = torch.nn.ModuleDict({"model": script.model, "other": network()})
     assert list(script.found()) == ["pair.other"]
 
 
-def test_modules_without_parameters_or_without_memory_are_no_finding() -> None:
+def test_modules_without_parameters_or_without_memory_are_no_finding():
     script = Script()
     with torch.device("meta"):
         planned = network()
@@ -215,13 +209,13 @@ def test_modules_without_parameters_or_without_memory_are_no_finding() -> None:
     assert script.found() == {}
 
 
-def test_an_object_without_a_name_is_named_by_its_class() -> None:
+def test_an_object_without_a_name_is_named_by_its_class():
     script = Script()
     script.hidden.append(average(script.model))
     assert list(script.found()) == ["averagedmodel"]
 
 
-def test_a_scaler_that_is_used_is_trained_state() -> None:
+def test_a_scaler_that_is_used_is_trained_state():
     script = Script()
     used, idle, off = (torch.amp.GradScaler("cpu", enabled=on) for on in (True, True, False))
     script.variables |= {"used": used, "idle": idle, "off": off}
@@ -231,7 +225,7 @@ def test_a_scaler_that_is_used_is_trained_state() -> None:
     assert script.found(lambda: {"scaler": used.state_dict()}) == {}
 
 
-def test_a_dictionary_of_averaged_weights_is_trained_state() -> None:
+def test_a_dictionary_of_averaged_weights_is_trained_state():
     script = Script()
     ema = script.variables["ema"] = {name: one.detach().clone() for name, one in script.model.named_parameters()}
     counter = script.variables["counter"] = {"samples": torch.zeros(3)}
@@ -246,7 +240,7 @@ def test_a_dictionary_of_averaged_weights_is_trained_state() -> None:
     assert script.found(ignored=list(ema.values())) == {}
 
 
-def test_tensors_of_one_iteration_are_not_taken_for_trained_state() -> None:
+def test_tensors_of_one_iteration_are_not_taken_for_trained_state():
     script = Script()
     script.begin()
     script.model(torch.ones(1, 4)).sum().backward()
@@ -258,16 +252,16 @@ def test_tensors_of_one_iteration_are_not_taken_for_trained_state() -> None:
 class Average:
     """An average of a library: no module, but with `state_dict`."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters):
         self.means = [one.detach().clone() for one in parameters]
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return {"means": self.means}
 
-    def load_state_dict(self, state: Any) -> None: ...
+    def load_state_dict(self, state): ...
 
 
-def test_an_object_with_state_is_trained_state_if_its_tensors_change() -> None:
+def test_an_object_with_state_is_trained_state_if_its_tensors_change():
     script = Script()
     mean = script.variables["mean"] = Average(script.model.parameters())
     script.begin()
@@ -278,7 +272,7 @@ def test_an_object_with_state_is_trained_state_if_its_tensors_change() -> None:
     assert script.found(ignored=[mean, *mean.means]) == {}
 
 
-def test_an_object_is_named_by_a_variable_before_a_part_and_by_the_innermost_function() -> None:
+def test_an_object_is_named_by_a_variable_before_a_part_and_by_the_innermost_function():
     thing = random.Random(1)
     box = {"thing": thing}
     names = named([("a variable of main()", {"box": box, "__doc__": thing}), ("a global", {"thing": thing})])
@@ -286,16 +280,16 @@ def test_an_object_is_named_by_a_variable_before_a_part_and_by_the_innermost_fun
     assert named([("a global", {"box": box})])[id(thing)].name == Name("box['thing']", "a global")
 
 
-def test_tensors_in_a_container_of_the_scripts_own_class_are_found_without_its_code() -> None:
+def test_tensors_in_a_container_of_the_scripts_own_class_are_found_without_its_code():
     class Meters(list[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
+        def __iter__(self):
             raise AssertionError("the script's code is run")
 
     class Named(dict[str, torch.Tensor]):
-        def __len__(self) -> int:
+        def __len__(self):
             raise AssertionError("the script's code is run")
 
-        values = keys = items = __iter__ = __len__  # type: ignore[assignment]
+        values = keys = items = __iter__ = __len__
 
     first, second = torch.ones(2), torch.zeros(3)
     (found,), (other,) = tensors_in(Meters([first])), tensors_in(Named(a=second))

@@ -1,13 +1,9 @@
 """The search of a running loop: an error at the first version point, or one line; what seemed frozen is watched."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +15,22 @@ from ft_plugins.adapters.script import undeclared_search
 from ft_plugins.errors import StateChangedError
 from tests.unit.adapters.torch_small import Small
 
-Ranks = Callable[..., list[Any]]
-
 
 class Given(Small):
     """A small loop with an average or the like next to it."""
 
-    def iterate(self) -> None:
+    def iterate(self):
         self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def test_an_average_that_nothing_returns_ends_the_loop_before_the_first_version() -> None:
+def test_an_average_that_nothing_returns_ends_the_loop_before_the_first_version():
     small = Given()
     ema = AveragedModel(small.model)
-    done: list[int] = []
+    done = []
 
-    def body(step: int) -> None:
+    def body(step):
         done.append(step)
         small.iterate()
         ema.update_parameters(small.model)
@@ -52,11 +46,11 @@ def test_an_average_that_nothing_returns_ends_the_loop_before_the_first_version(
 
 
 @pytest.mark.parametrize("answer", ["get_state", "ignored"])
-def test_the_lines_that_such_an_error_names_are_accepted(answer: str) -> None:
+def test_the_lines_that_such_an_error_names_are_accepted(answer):
     first = Given()
     ema = AveragedModel(first.model)
     del first
-    lines: dict[str, dict[str, Any]] = {
+    lines = {
         "get_state": {
             "get_state": lambda: {"ema": dict(ema.state_dict())},
             "set_state": lambda state: ema.load_state_dict(state["ema"]),
@@ -65,19 +59,19 @@ def test_the_lines_that_such_an_error_names_are_accepted(answer: str) -> None:
     }
     small = Given(**lines[answer])
 
-    def body(step: int) -> None:
+    def body(step):
         small.iterate()
         ema.update_parameters(small.model)
 
     small.run(body)
 
 
-def test_what_is_dropped_but_not_collected_yet_is_not_named() -> None:
+def test_what_is_dropped_but_not_collected_yet_is_not_named():
     small = Given()
     gc.disable()
     try:
         dropped = AveragedModel(small.model)
-        dropped.cycle = [dropped]  # type: ignore[assignment]
+        dropped.cycle = [dropped]
         del dropped
         small.run(lambda step: small.iterate(), 2)
     finally:
@@ -85,14 +79,12 @@ def test_what_is_dropped_but_not_collected_yet_is_not_named() -> None:
 
 
 @pytest.mark.parametrize("from_step", [1, 4])
-def test_a_frozen_module_is_named_as_soon_as_it_changes(
-    from_step: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frozen_module_is_named_as_soon_as_it_changes(from_step, capsys):
     small = Given()
     teacher = copy.deepcopy(small.model).requires_grad_(False).eval()
-    done: list[int] = []
+    done = []
 
-    def body(step: int) -> None:
+    def body(step):
         done.append(step)
         small.iterate()
         if step >= from_step:
@@ -111,14 +103,14 @@ def test_a_frozen_module_is_named_as_soon_as_it_changes(
 
 
 def test_an_average_that_begins_late_is_named_once_with_the_advice_of_the_loop_and_ends_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     """A library's loop has no line to which get_state could be added."""
     small = Given()
     small.host.of_a_library("what callbacks keep", remedy)
     ema = {name: torch.zeros_like(one) for name, one in small.model.named_parameters()}
 
-    def body(step: int) -> None:
+    def body(step):
         small.iterate()
         for name, one in small.model.named_parameters() if step > 3 else ():
             ema[name].mul_(0.9).add_(one.detach(), alpha=0.1)
@@ -130,12 +122,12 @@ def test_an_average_that_begins_late_is_named_once_with_the_advice_of_the_loop_a
 
 
 def test_what_is_trained_from_the_start_in_a_librarys_loop_is_refused_with_its_advice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(undeclared_search, "_ignored", [])
     average = AveragedModel(Given().model)
 
-    def iterate(small: Given) -> None:
+    def iterate(small):
         small.iterate()
         average.update_parameters(small.model)
 
@@ -150,13 +142,13 @@ def test_what_is_trained_from_the_start_in_a_librarys_loop_is_refused_with_its_a
                 small.run(lambda step, small=small: iterate(small))
 
 
-def test_state_of_another_host_of_the_process_is_declared() -> None:
+def test_state_of_another_host_of_the_process_is_declared():
     one, other = Given(), Given()
     one.run(lambda step: one.iterate(), 2)
     other.run(lambda step: other.iterate(), 2)
 
 
-def _deepspeed(rank: int, world: int, answer: str) -> str:
+def _deepspeed(rank, world, answer):
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost
     from tests.unit.adapters.deepspeed_engines import Ignoring, built, train
@@ -171,7 +163,7 @@ def _deepspeed(rank: int, world: int, answer: str) -> str:
     host.install(Ignoring(host, lambda host, step: None))
     host.loop_begins()
 
-    def before(step: int) -> None:
+    def before(step):
         if step > 1:
             host.small_state()
         if answer != "frozen":
@@ -186,7 +178,7 @@ def _deepspeed(rank: int, world: int, answer: str) -> str:
 
 
 @pytest.mark.parametrize("answer", ["none", "ignored", "frozen"])
-def test_an_average_next_to_a_deepspeed_engine_is_named_unless_it_is_ignored(ranks: Ranks, answer: str) -> None:
+def test_an_average_next_to_a_deepspeed_engine_is_named_unless_it_is_ignored(ranks, answer):
     pytest.importorskip("deepspeed")
     [words] = ranks(_deepspeed, 1, answer)
     if answer != "none":
@@ -196,7 +188,7 @@ def test_an_average_next_to_a_deepspeed_engine_is_named_unless_it_is_ignored(ran
         assert "make modules a part of the model" in words and "ft_plugins.deepspeed.ignore(mean)" in words
 
 
-def test_what_the_script_has_of_its_variables_stays() -> None:
+def test_what_the_script_has_of_its_variables_stays():
     """`locals()` is the dictionary that the search reads as well, before Python 3.13."""
     small = Given()
     variables = locals()
@@ -204,7 +196,7 @@ def test_what_the_script_has_of_its_variables_stays() -> None:
     assert variables["small"] is small
 
 
-def test_a_search_holds_no_object_of_the_script() -> None:
+def test_a_search_holds_no_object_of_the_script():
     small = Given()
     teacher = copy.deepcopy(small.model).requires_grad_(False).eval()
     small.run(lambda step: small.iterate(), 2)

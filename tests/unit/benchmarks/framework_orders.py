@@ -8,8 +8,6 @@ In: JSON lines on standard input, {framework, ranks, microbatches, chunks, group
 by rank the list of what is done, spelled as `test_schedules.words` spells a program.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -23,23 +21,23 @@ Case = dict[str, Any]
 
 
 class Group:
-    def __init__(self, size: int, rank: int) -> None:
+    def __init__(self, size, rank):
         self._size, self._rank = size, rank
 
-    def size(self) -> int:
+    def size(self):
         return self._size
 
-    def rank(self) -> int:
+    def rank(self):
         return self._rank
 
 
 class Rank:
     """What one rank has done."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case, rank):
         self.case, self.rank, self.log = case, rank, list[str]()
 
-    def talk(self, *parts: Any, overlap: bool = False) -> dict[str, Handle]:
+    def talk(self, *parts, overlap=False):
         """All at once; handles where it is not waited for."""
         found = [part for part in parts if part]
         if found:
@@ -48,59 +46,53 @@ class Rank:
 
 
 class Handle:
-    def __init__(self, rank: Rank, what: str) -> None:
+    def __init__(self, rank, what):
         self._log, self._what = rank.log, what
 
-    def wait(self) -> None:
+    def wait(self):
         self._log.append(f"wait {self._what}")
 
 
 class Communicator:
     """Sends and receives nothing; a tensor is the text that names its maker."""
 
-    def __init__(self, rank: Rank, config: Any) -> None:
+    def __init__(self, rank, config):
         case = rank.case
         self.pp_group, self.config, self._talk = Group(case["ranks"], rank.rank), config, rank.talk
         self.virtual_pipeline_model_parallel_size = case["chunks"] if case["chunks"] > 1 else None
 
-    def recv_forward(self, shape: Any, is_first_stage: bool) -> str | None:
+    def recv_forward(self, shape, is_first_stage):
         self._talk(None if is_first_stage else "recv_prev")
         return None if is_first_stage else "input"
 
-    def recv_backward(self, shape: Any, is_last_stage: bool) -> str | None:
+    def recv_backward(self, shape, is_last_stage):
         self._talk(None if is_last_stage else "recv_next")
         return None if is_last_stage else "gradient"
 
-    def send_forward(self, output: Any, is_last_stage: bool) -> None:
+    def send_forward(self, output, is_last_stage):
         self._talk(None if is_last_stage else f"send_next {output[0]}")
 
-    def send_backward(self, gradient: Any, is_first_stage: bool) -> None:
+    def send_backward(self, gradient, is_first_stage):
         self._talk(None if is_first_stage else f"send_prev {gradient}")
 
-    def send_forward_recv_backward(self, output: Any, shape: Any, is_last_stage: bool) -> str | None:
+    def send_forward_recv_backward(self, output, shape, is_last_stage):
         self._talk(*(() if is_last_stage else (f"send_next {output[0]}", "recv_next")))
         return None if is_last_stage else "gradient"
 
-    def send_backward_recv_forward(self, gradient: Any, shape: Any, is_first_stage: bool) -> str | None:
+    def send_backward_recv_forward(self, gradient, shape, is_first_stage):
         self._talk(*(() if is_first_stage else (f"send_prev {gradient}", "recv_prev")))
         return None if is_first_stage else "input"
 
-    def send_forward_recv_forward(
-        self, output: Any, recv_prev: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
-    ) -> Any:
+    def send_forward_recv_forward(self, output, recv_prev, tensor_shape, overlap_p2p_comm=False):
         handles = self._talk(output and f"send_next {output[0]}", recv_prev and "recv_prev", overlap=overlap_p2p_comm)
         return ("input", handles) if overlap_p2p_comm else "input"
 
-    def send_backward_recv_backward(
-        self, input_tensor_grad: Any, recv_next: bool, tensor_shape: Any, overlap_p2p_comm: bool = False
-    ) -> Any:
+    def send_backward_recv_backward(self, input_tensor_grad, recv_next, tensor_shape, overlap_p2p_comm=False):
         gradient = input_tensor_grad
         handles = self._talk(gradient and f"send_prev {gradient}", recv_next and "recv_next", overlap=overlap_p2p_comm)
         return ("gradient", handles) if overlap_p2p_comm else "gradient"
 
-    def send_forward_backward_recv_forward_backward(
-        self, output: Any, gradient: Any, recv_prev: bool, recv_next: bool, tensor_shape: Any
-    ) -> tuple[str, str]:
+    def send_forward_backward_recv_forward_backward(self, output, gradient, recv_prev, recv_next, tensor_shape):
         self._talk(
             output and f"send_next {output[0]}",
             gradient and f"send_prev {gradient}",
@@ -113,19 +105,19 @@ class Communicator:
 running = SimpleNamespace()  # .rank: whose schedule is run
 
 
-def forward_step(*args: Any, current_microbatch: int, **kwargs: Any) -> tuple[list[str], int]:
+def forward_step(*args, current_microbatch, **kwargs):
     name = f"{current_microbatch}.{kwargs.get('vp_stage') or 0}"
     running.rank.log.append(f"forward {name}")
     return [f"F{name}"], 0
 
 
-def backward_step(input_tensor: Any, output_tensor: list[str], *args: Any) -> str:
+def backward_step(input_tensor, output_tensor, *args):
     name = output_tensor[0].removeprefix("F")
     running.rank.log.append(f"backward {name}")
     return f"B{name}"
 
 
-def stand_in() -> None:
+def stand_in():
     """Passes, models and groups."""
     schedules.forward_step, schedules.backward_step = forward_step, backward_step
     schedules.get_model_config = lambda model: running.config
@@ -134,10 +126,10 @@ def stand_in() -> None:
     schedules.nvtx_range_push = schedules.nvtx_range_pop = lambda *args, **kwargs: None
     utils.get_pg_rank, utils.get_pg_size = Group.rank, Group.size
     zeros = torch.zeros
-    torch.zeros = lambda *args, device=None, **kwargs: zeros(*args, **kwargs)  # type: ignore[assignment]
+    torch.zeros = lambda *args, device=None, **kwargs: zeros(*args, **kwargs)
 
 
-def megatron(rank: Rank) -> None:
+def megatron(rank):
     """One iteration of one rank."""
     case, nothing = rank.case, ("finalize_model_grads_func", "timers", "no_sync_func", "grad_sync_func")
     config = SimpleNamespace(
@@ -174,7 +166,7 @@ def megatron(rank: Rank) -> None:
     )
 
 
-def deepspeed(rank: Rank) -> None:
+def deepspeed(rank):
     """What TrainSchedule has one rank do."""
     import deepspeed.runtime.pipe.schedule as pipe
 
@@ -193,7 +185,7 @@ def deepspeed(rank: Rank) -> None:
                 act(spelled[type(one)].format(one.buffer_id))
 
 
-def answer(case: Case) -> list[list[str]]:
+def answer(case):
     """By rank."""
     ranks = [Rank(case, rank) for rank in range(case["ranks"])]
     for one in ranks:
@@ -201,7 +193,7 @@ def answer(case: Case) -> list[list[str]]:
     return [one.log for one in ranks]
 
 
-def main() -> None:
+def main():
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what frameworks print is no answer
     stand_in()

@@ -1,9 +1,5 @@
 """How the emulated cluster is scaled: transfer over compute as on the testbed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from workloads import cluster
@@ -14,7 +10,7 @@ EACH = [one for batch in (128, 64) for one in cluster.shapes(batch)]
 
 
 @pytest.mark.parametrize("one", EACH, ids=lambda one: one.name)
-def test_what_a_rank_sends_takes_as_long_as_on_the_testbed(one: EmulatedJob) -> None:
+def test_what_a_rank_sends_takes_as_long_as_on_the_testbed(one):
     job = one.job
     assert job.ranks == NODES * RANKS_OF_NODE
     parameters = {stage.parameters for stage in one.stages}.pop()
@@ -25,14 +21,14 @@ def test_what_a_rank_sends_takes_as_long_as_on_the_testbed(one: EmulatedJob) -> 
 
 
 @pytest.mark.parametrize("one", EACH, ids=lambda one: one.name)
-def test_stages_are_as_long_as_their_part_of_the_model(one: EmulatedJob) -> None:
+def test_stages_are_as_long_as_their_part_of_the_model(one):
     times = one.job.times(one.pipeline)
     assert [stage.forward for stage in one.stages] == list(times.forward)
     assert [stage.backward for stage in one.stages] == [2 * seconds for seconds in times.forward]
     assert one.stages[-1].forward > one.stages[0].forward, "the last one has the head"
 
 
-def test_stretched_time_leaves_transfer_over_bubble_as_it_is() -> None:
+def test_stretched_time_leaves_transfer_over_bubble_as_it_is():
     one, other = cluster.shapes(64)[0], cluster.shapes(64, dilation=2)[0]
     assert one.link_mbps == 2 * other.link_mbps == pytest.approx(33.3, rel=0.01)
     for usual, stretched in zip(one.stages, other.stages, strict=True):
@@ -41,13 +37,13 @@ def test_stretched_time_leaves_transfer_over_bubble_as_it_is() -> None:
     assert one.name == other.name
 
 
-def test_iterations_of_all_shapes_can_be_stretched_to_the_same_length() -> None:
+def test_iterations_of_all_shapes_can_be_stretched_to_the_same_length():
     found = {one.job.name: one.stretched_to(3.6).dilation for one in cluster.shapes(64)}
     assert found == {"d2m2p4": 5, "d4m1p4": 4, "d1m4p4": 6, "d2m1p8": 3, "d1m2p8": 4}
     assert cluster.shapes(64)[0].stretched_to(0.1).dilation == 1, "never shortened"
 
 
-def test_of_an_interleaved_schedule_a_rank_has_all_of_its_chunks() -> None:
+def test_of_an_interleaved_schedule_a_rank_has_all_of_its_chunks():
     whole, cut = cluster.shapes(128)[0], cluster.shapes(128, 2)[0]
     assert cut.pipeline.chunks == 2 and cut.name == "d2m2p4b128v2"
     for one, other in zip(whole.stages[:-1], cut.stages[:-1], strict=True):
@@ -56,13 +52,13 @@ def test_of_an_interleaved_schedule_a_rank_has_all_of_its_chunks() -> None:
     assert names == ["d2m2p4", "d1m4p4", "d1m2p8"], "those whose microbatches fill the stages"
 
 
-def test_a_disturbed_stage_is_the_second(tmp_path: Path) -> None:
+def test_a_disturbed_stage_is_the_second(tmp_path):
     one = EmulatedJob(cluster.shapes(64)[0].job, jitter=0.3, drift=1.5, drift_after=60.0)
     disturbed = [(stage.jitter, stage.drift, stage.drift_after) for stage in one.stages]
     assert disturbed == [(0.0, 1.0, 0.0), (0.3, 1.5, 60.0), (0.0, 1.0, 0.0), (0.0, 1.0, 0.0)]
 
 
-def test_the_job_s_flags_say_sizes_and_messages(tmp_path: Path) -> None:
+def test_the_job_s_flags_say_sizes_and_messages(tmp_path):
     spec = cluster.shapes(64)[0].spec(tmp_path, [(ON, 16), (OFF, 5)], tmp_path)
     flags = dict(zip(spec.argv[::2], spec.argv[1::2], strict=True))
     known = ("--tp", "--pp", "--global-batch", "--micro-batch", "--iterations")
@@ -72,10 +68,10 @@ def test_the_job_s_flags_say_sizes_and_messages(tmp_path: Path) -> None:
     assert LAYERS > 1
 
 
-def test_what_a_pass_took_too_long_the_next_one_takes_less() -> None:
+def test_what_a_pass_took_too_long_the_next_one_takes_less():
     now, late = [0.0], iter([0.25, 0.0, 1.5, 0.0, 0.0])
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         now[0] += seconds + next(late)
 
     sleeper = Sleeper(StageSpec(0.5, 1.0, 1), 0, sleep, lambda: now[0])
@@ -87,9 +83,9 @@ def test_what_a_pass_took_too_long_the_next_one_takes_less() -> None:
     assert ends == [0.75, 1.0, 3.0, 3.0, 3.5]
 
 
-def test_jitter_of_one_number_is_the_same_again_and_another_ranks_is_not() -> None:
-    def drawn(seed: int, number: int) -> list[float]:
-        slept: list[float] = []
+def test_jitter_of_one_number_is_the_same_again_and_another_ranks_is_not():
+    def drawn(seed, number):
+        slept = []
         sleeper = Sleeper(StageSpec(0.5, 1.0, 1, jitter=0.3), seed, slept.append, lambda: sum(slept))
         sleeper.sleep(1.0)  # of another block
         sleeper.draw_from(number)
@@ -101,10 +97,10 @@ def test_jitter_of_one_number_is_the_same_again_and_another_ranks_is_not() -> No
     assert all(0.7 <= one <= 1.3 for one in drawn(1, 4))
 
 
-def test_what_a_pass_took_too_long_is_made_up_for_by_a_pause_first() -> None:
+def test_what_a_pass_took_too_long_is_made_up_for_by_a_pause_first():
     now, late = [0.0], iter([0.25, 0.0, 0.25, 0.0])
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         now[0] += seconds + next(late)
 
     sleeper = Sleeper(StageSpec(0.5, 1.0, 1), 0, sleep, lambda: now[0])

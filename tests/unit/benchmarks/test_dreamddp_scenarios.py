@@ -1,11 +1,7 @@
 """The comparison of DreamDDP: blocks, what a run measures of its layers, what that lets expect."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +19,6 @@ from workloads.dreamddp_scenarios import (
     PROFILED_TAU,
     REDUCED,
     REPLICAS,
-    ColumnScenario,
     PlannedColumn,
     holds,
     measured_profile,
@@ -36,7 +31,7 @@ SCENARIO = next(one for one in FULL_RUN if one.name == "gpt2_8")
 RESNET = next(one for one in FULL_RUN if one.name == "resnet18_8")
 
 
-def ideal(scenario: ColumnScenario) -> LayerProfile:
+def ideal(scenario):
     """The profile of an ideal link."""
     model = scenario.model
     seconds = model.sent(REPLICAS) / model.parameters / (scenario.mbps * MEGABIT)
@@ -50,13 +45,13 @@ def ideal(scenario: ColumnScenario) -> LayerProfile:
 
 
 @pytest.mark.parametrize("scenario", FULL_RUN, ids=lambda one: one.name)
-def test_links_have_the_ratio_of_the_column(scenario: ColumnScenario) -> None:
+def test_links_have_the_ratio_of_the_column(scenario):
     profile = ideal(scenario)
     assert sum(profile.communication_ns) / profile.compute_ns == pytest.approx(scenario.column.ratio, rel=1e-6)
 
 
 @pytest.mark.parametrize("policy", COMPARED)
-def test_the_window_has_a_whole_number_of_periods(policy: str, tmp_path: Path) -> None:
+def test_the_window_has_a_whole_number_of_periods(policy, tmp_path):
     block, period = SCENARIO.block(policy, tmp_path / "profile"), SCENARIO.iterations if policy in REDUCED else H
     begins = [0.0]
     for step in range(1, block.last):  # one iteration of each period takes longer, wherever it is
@@ -65,7 +60,7 @@ def test_the_window_has_a_whole_number_of_periods(policy: str, tmp_path: Path) -
     assert SCENARIO.seconds(policy, logs) == pytest.approx((period + 1) / period)
 
 
-def test_every_policy_is_one_of_the_package(tmp_path: Path) -> None:
+def test_every_policy_is_one_of_the_package(tmp_path):
     write_profile(ideal(SCENARIO), tmp_path / "profile.json")
     for policy in COMPARED:
         block = SCENARIO.block(policy, tmp_path / "profile.json")
@@ -76,7 +71,7 @@ def test_every_policy_is_one_of_the_package(tmp_path: Path) -> None:
         assert config.sync is not None
 
 
-def profiled_logs(exchange: Sequence[float], local: Sequence[float]) -> list[StepLog]:
+def profiled_logs(exchange, local):
     """Logs in which the last replica is 0.1 s late at each synchronisation, whose exchanges get shorter by a tenth from
     one to the next; those of the first one, which is the first to use its memory, take 3 s more. `local`: seconds of
     the iterations of a period, the last of which ends with a synchronisation."""
@@ -98,7 +93,7 @@ def profiled_logs(exchange: Sequence[float], local: Sequence[float]) -> list[Ste
     return logs
 
 
-def test_a_run_measures_its_layers() -> None:
+def test_a_run_measures_its_layers():
     model = LayeredModel((100, 200, 300), (0.1, 0.1, 0.1), (0.2, 0.2, 0.2), 0.0, 1200)
     profile = measured_profile(model, profiled_logs((0.5, 0.25, 1.0), (0.9, 1.08, 0.9)))
     assert [layer.communication for layer in profile.layers] == pytest.approx([0.5, 0.25, 1.0])
@@ -107,7 +102,7 @@ def test_a_run_measures_its_layers() -> None:
     profile.require_names(["layers.0", "layers.1", "layers.2"])
 
 
-def test_plain_reduces_bucket_by_bucket_behind_the_backward() -> None:
+def test_plain_reduces_bucket_by_bucket_behind_the_backward():
     """Buckets of one layer: the reduction begins when the first backward of 4 has ended, and then lasts longer."""
     slow = dataclasses.replace(SCENARIO)
     slow.__dict__["model"] = LayeredModel((100,) * 4, (0.1,) * 4, (0.15,) * 4, 0.0, 400)
@@ -118,7 +113,7 @@ def test_plain_reduces_bucket_by_bucket_behind_the_backward() -> None:
 
 
 @pytest.mark.parametrize("scenario", FULL_RUN, ids=lambda one: one.name)
-def test_no_plan_is_better_than_its_bound(scenario: ColumnScenario) -> None:
+def test_no_plan_is_better_than_its_bound(scenario):
     plan = PlannedColumn.of(scenario, ideal(scenario))
     assert plan.least <= plan.seconds[DREAMDDP] + 1e-9, "the plan is in whole nanoseconds"
     assert plan.seconds[DREAMDDP] - 1e-9 <= plan.seconds[ENP] <= plan.seconds[FULL]
@@ -127,7 +122,7 @@ def test_no_plan_is_better_than_its_bound(scenario: ColumnScenario) -> None:
     assert plan.seconds[FULL] / plan.seconds[DREAMDDP] <= plan.bound(FULL, 0.0) * 1.0001
 
 
-def test_some_columns_allow_less_than_the_paper_claims() -> None:
+def test_some_columns_allow_less_than_the_paper_claims():
     plan = PlannedColumn.of(RESNET, ideal(RESNET))
     assert plan.bound(FULL, 0.0) == pytest.approx(1.13, abs=0.01)
     assert plan.bound(PLAIN, plan.seconds[PLAIN]) < 1.73
@@ -135,7 +130,7 @@ def test_some_columns_allow_less_than_the_paper_claims() -> None:
     assert holds(1.16, 1.16, 2.0) and not holds(1.15, 1.16, 2.0)
 
 
-def result_of(scenario: ColumnScenario, gains: float) -> ColumnResult:
+def result_of(scenario, gains):
     """A column in which dreamddp takes what is planned, and the others `gains` times what is."""
     result = ColumnResult(scenario, ideal(scenario))
     plan = result.plan.seconds
@@ -143,7 +138,7 @@ def result_of(scenario: ColumnScenario, gains: float) -> ColumnResult:
     return result
 
 
-def test_claims_hold_where_measured_times_are_the_planned_ones() -> None:
+def test_claims_hold_where_measured_times_are_the_planned_ones():
     by_column = {one.name: result_of(one, 1.0).figures() for one in FULL_RUN}
     values = over_columns(by_column)
     assert values["period_error"] == pytest.approx(0.0, abs=1e-9) and values["period_error_holds"]
@@ -158,7 +153,7 @@ def test_claims_hold_where_measured_times_are_the_planned_ones() -> None:
     assert not over_columns({"one": result_of(RESNET, 0.9).figures()})["over_full_x_holds"]
 
 
-def test_a_period_that_takes_longer_than_planned_is_an_error() -> None:
+def test_a_period_that_takes_longer_than_planned_is_an_error():
     result = result_of(SCENARIO, 1.0)
     result.seconds = [row | {DREAMDDP: 1.06 * row[DREAMDDP]} for row in result.seconds]
     figures = result.figures()

@@ -1,7 +1,5 @@
 """How much is bubbles, who sends to whom, within how many iterations a version fits: by hand, and as a job plans it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,20 +17,20 @@ from workloads.pipelines.simulate import PipelineLink, Times, simulate
 GRID = 20  # seconds of an iteration
 
 
-def timeline(rank: int, busy: frozenset[int]) -> Timeline:
+def timeline(rank, busy):
     """Busy in these seconds of GRID."""
     spans = tuple(Span(Kind.FORWARD, float(at), float(at + 1)) for at in sorted(busy))
     return Timeline(rank, float(GRID), spans)
 
 
-def shared(timelines: tuple[Timeline, ...], placement: CopyPlacement = CopyPlacement.RING) -> list[float]:
+def shared(timelines, placement=CopyPlacement.RING):
     """Seconds that each rank shares with its destination."""
     found = fitting.plan(timelines, 1, 1, placement=placement)
     assert found is not None
     return [one.shared_seconds for one in found.senders]
 
 
-def test_the_slowest_rank_decides_how_many_iterations_a_version_takes() -> None:
+def test_the_slowest_rank_decides_how_many_iterations_a_version_takes():
     timelines = timeline(0, frozenset(range(0, 16))), timeline(1, frozenset(range(2, 16)))  # both idle 16-20
     assert shared(timelines) == [4.0, 4.0]
     assert [fitting.fit(timelines, nbytes, 100.0) for nbytes in (1, 400, 400.5, 401, 1200)] == [1, 1, 2, 2, 3]
@@ -43,7 +41,7 @@ def test_the_slowest_rank_decides_how_many_iterations_a_version_takes() -> None:
     assert fitting.fit(timelines, 400 * 101, 100.0) is None, "more iterations than a job would take"
 
 
-def test_stages_of_one_node_share_its_link_and_use_what_another_leaves() -> None:
+def test_stages_of_one_node_share_its_link_and_use_what_another_leaves():
     """Four stages on two nodes: 1 and 0 send to 3, 2 and 3 to 1; rank 0 idles twice as long as rank 1."""
     busy = {0: range(0, 12), 1: range(0, 16), 2: range(0, 12), 3: range(0, 12)}
     timelines = [timeline(rank, frozenset(those)) for rank, those in busy.items()]
@@ -55,9 +53,7 @@ def test_stages_of_one_node_share_its_link_and_use_what_another_leaves() -> None
 
 @pytest.mark.parametrize("schedule", [one for one in PipelineSchedule if one is not PipelineSchedule.CHIMERA])
 @pytest.mark.parametrize(("ranks", "count"), [(4, 16), (8, 32), (8, 8)])
-def test_the_first_stage_shares_little_with_the_last_and_pairs_share_what_neighbours_do(
-    schedule: PipelineSchedule, ranks: int, count: int
-) -> None:
+def test_the_first_stage_shares_little_with_the_last_and_pairs_share_what_neighbours_do(schedule, ranks, count):
     found = simulate(Pipeline(schedule, ranks, count, 2 if schedule is PipelineSchedule.INTERLEAVED else 1), Times())
     first, *others = shared(found)
     assert first <= min(others) / 2
@@ -70,9 +66,7 @@ def test_the_first_stage_shares_little_with_the_last_and_pairs_share_what_neighb
 
 @settings(max_examples=60)
 @given(st.integers(2, 6), st.integers(1, 12), st.floats(0, 1), st.floats(1e5, 1e8), st.floats(1e5, 1e8))
-def test_more_bytes_or_less_bandwidth_never_take_fewer_iterations(
-    ranks: int, count: int, latency: float, nbytes: float, bandwidth: float
-) -> None:
+def test_more_bytes_or_less_bandwidth_never_take_fewer_iterations(ranks, count, latency, nbytes, bandwidth):
     found = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, ranks, count), Times(links=(PipelineLink(latency),)))
     usual = fitting.fit(found, nbytes, bandwidth)
     more, slower, kept = (
@@ -89,7 +83,7 @@ def test_more_bytes_or_less_bandwidth_never_take_fewer_iterations(
 
 @pytest.mark.parametrize("per_node", [1, 2])
 @pytest.mark.parametrize("granularity", Granularity)
-def test_it_is_the_plan_that_a_job_makes(granularity: Granularity, per_node: int) -> None:
+def test_it_is_the_plan_that_a_job_makes(granularity, per_node):
     found = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 8, 16), Times(links=(PipelineLink(0.2),)))
     forecast = fitting.plan(found, 6_000_000, 1e6, per_node=per_node, reserved=0.1, layers=10, granularity=granularity)
     nodes = [f"n{rank // per_node}" for rank in range(8)]
@@ -105,7 +99,7 @@ def test_it_is_the_plan_that_a_job_makes(granularity: Granularity, per_node: int
     assert forecast == made and made.fill_layers is not None
 
 
-def test_with_layers_a_plan_has_both_fills_and_bytes_fill_at_least_as_much() -> None:
+def test_with_layers_a_plan_has_both_fills_and_bytes_fill_at_least_as_much():
     timelines = simulate(
         Pipeline(PipelineSchedule.ONE_F_ONE_B, 8, 32), Times((0.015,), (0.03,), (0.015,), links=(PipelineLink(1e-3),))
     )
@@ -118,7 +112,7 @@ busy_instants = st.frozensets(st.integers(0, GRID - 1))
 
 
 @given(busy_instants)
-def test_a_bubble_share_is_the_part_of_the_time_in_which_a_rank_does_not_compute(busy: frozenset[int]) -> None:
+def test_a_bubble_share_is_the_part_of_the_time_in_which_a_rank_does_not_compute(busy):
     other = timeline(1, frozenset())
     shares = fitting.bubble_shares([timeline(0, busy), other])
     assert shares == pytest.approx((1 - len(busy) / GRID, 1))
@@ -138,15 +132,13 @@ def test_a_bubble_share_is_the_part_of_the_time_in_which_a_rank_does_not_compute
         (1, 1, [None], [None]),
     ],
 )
-def test_copies_go_to_the_nearest_stage_of_the_node_before_or_of_the_partner(
-    ranks: int, per_node: int, ring: list[int | None], pairs: list[int | None]
-) -> None:
+def test_copies_go_to_the_nearest_stage_of_the_node_before_or_of_the_partner(ranks, per_node, ring, pairs):
     assert [fitting.destination(rank, ranks, per_node, CopyPlacement.RING) for rank in range(ranks)] == ring
     assert [fitting.destination(rank, ranks, per_node, CopyPlacement.PAIRS) for rank in range(ranks)] == pairs
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.sampled_from(CopyPlacement))
-def test_each_node_has_the_copy_of_one_other(nodes: int, per_node: int, placement: CopyPlacement) -> None:
+def test_each_node_has_the_copy_of_one_other(nodes, per_node, placement):
     ranks = nodes * per_node
     found = {(rank // per_node, fitting.destination(rank, ranks, per_node, placement)) for rank in range(ranks)}
     if nodes == 1:

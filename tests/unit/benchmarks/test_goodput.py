@@ -1,7 +1,5 @@
 """Goodput: against a job that is played out, by hand, and in its limits."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -24,11 +22,11 @@ COSTS = Costs(
 )
 
 
-def played_out(every: float, wait: float, lag: float, failures: float, down: float, useful: float) -> float:
+def played_out(every, wait, lag, failures, down, useful):
     """Useful time over all time of a job that fails at random; in seconds, `failures` a second."""
     chance = random.Random(5)
     clock = done = since = 0.0  # all time; work that is done; work since the last save
-    kept: list[tuple[float, float]] = [(0.0, 0.0)]  # (when it counts, work that is in it)
+    kept = [(0.0, 0.0)]  # (when it counts, work that is in it)
     fails = chance.expovariate(failures)
     while done < useful:
         step = min(every - since, fails - clock) if fails > clock else 0.0
@@ -55,7 +53,7 @@ def played_out(every: float, wait: float, lag: float, failures: float, down: flo
         (ProtectionKind.BAFT, 0.2, 20.0),  # two iterations
     ],
 )
-def test_goodput_is_that_of_a_job_played_out(protection: ProtectionKind, wait: float, lag: float) -> None:
+def test_goodput_is_that_of_a_job_played_out(protection, wait, lag):
     cluster = replace(CLUSTER, hw_rate=0.04, sw_rate=0.01)
     plan = plan_goodput(cluster, COSTS, TIMELINES, restart_seconds=120)
     found = plan.of(protection)
@@ -67,7 +65,7 @@ def test_goodput_is_that_of_a_job_played_out(protection: ProtectionKind, wait: f
     assert 1 - found.goodput == pytest.approx(1 - seen, rel=0.06)
 
 
-def test_a_checkpoint_in_storage_by_hand() -> None:
+def test_a_checkpoint_in_storage_by_hand():
     found = plan_goodput(CLUSTER, COSTS, TIMELINES, restart_seconds=120).of(ProtectionKind.DISK)
     failures = 64 * 0.005
     best = math.sqrt(2 * 32 * DAY / failures)  # 640 GiB at 20 GiB/s
@@ -78,7 +76,7 @@ def test_a_checkpoint_in_storage_by_hand() -> None:
     assert found.goodput == pytest.approx((1 - failures / DAY * (2080 + 152)) / (1 + 32 / 4160))
 
 
-def test_checkfreq_by_hand() -> None:
+def test_checkfreq_by_hand():
     found = plan_goodput(CLUSTER, COSTS, TIMELINES).of(ProtectionKind.CHECKFREQ)
     assert found.every == math.ceil(math.sqrt(2 * 0.2 * DAY / 0.32) / 10) == 33
     assert found.lost_seconds == pytest.approx(165 + 31.8)  # half an interval, and what is left of the write
@@ -88,10 +86,10 @@ def test_checkfreq_by_hand() -> None:
     assert waits.save_share == pytest.approx(2.0 / (10 * math.ceil(math.sqrt(2 * 2.0 * DAY / 0.32) / 10)))
 
 
-def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
+def test_baft_by_hand_with_a_planner_of_ones_own():
     asked = []
 
-    def fit(timelines: object, nbytes: float, bandwidth: float) -> int:
+    def fit(timelines, nbytes, bandwidth):
         asked.append((nbytes, bandwidth))
         return 3
 
@@ -107,7 +105,7 @@ def test_baft_by_hand_with_a_planner_of_ones_own() -> None:
     assert found.goodput == pytest.approx(1 - 64 * 0.001 / DAY * (45 + 122))
 
 
-def test_without_shared_bubbles_baft_sends_at_the_links_rate() -> None:
+def test_without_shared_bubbles_baft_sends_at_the_links_rate():
     plan = plan_goodput(CLUSTER, COSTS, TIMELINES[:1])
     assert plan.iterations_per_version is None and plan.bubble_share == pytest.approx(3 / 11)
     baft, reft = plan.of(ProtectionKind.BAFT), plan.of(ProtectionKind.REFT)
@@ -115,14 +113,14 @@ def test_without_shared_bubbles_baft_sends_at_the_links_rate() -> None:
 
 
 @given(st.floats(0.01, 5), st.floats(1, 100), st.floats(1e-4, 1))
-def test_goodput_and_intervals_name_one_interval_for_snapshots(wait: float, state: float, rate: float) -> None:
+def test_goodput_and_intervals_name_one_interval_for_snapshots(wait, state, rate):
     cluster, costs = replace(CLUSTER, hw_rate=rate), replace(COSTS, snapshot_seconds=wait, state_gib=state)
     reft = plan_goodput(cluster, costs, TIMELINES).of(ProtectionKind.REFT)
     tiers = next(one for one in plan_intervals(cluster, costs).schemes if one.scheme is Scheme.RAIM5).tiers
     assert reft.every == tiers[0].every == tiers[1].every
 
 
-def test_nothing_fails_nothing_is_saved() -> None:
+def test_nothing_fails_nothing_is_saved():
     plan = plan_goodput(replace(CLUSTER, hw_rate=0, sw_rate=0), COSTS, TIMELINES)
     assert all(one.goodput == 1 and one.every is None and one.save_share == 0 for one in plan.upkeeps)
     assert "never" in table([plan])
@@ -133,8 +131,8 @@ rates = st.floats(1e-6, 1)
 
 @given(rates, rates, st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0, 5), st.floats(0, 5000))
 def test_goodput_is_a_share_and_storage_at_once_is_never_better_than_behind(
-    hardware: float, software: float, state: float, storage: float, snapshot: float, restart: float
-) -> None:
+    hardware, software, state, storage, snapshot, restart
+):
     cluster = replace(CLUSTER, hw_rate=hardware, sw_rate=software)
     costs = replace(COSTS, state_gib=state, storage_gib_per_second=storage, snapshot_seconds=snapshot)
     plan = plan_goodput(cluster, costs, TIMELINES, restart)
@@ -145,7 +143,7 @@ def test_goodput_is_a_share_and_storage_at_once_is_never_better_than_behind(
     assert all(b.goodput <= a.goodput + slack for a, b in zip(plan.upkeeps, worse.upkeeps, strict=True))
 
 
-def test_more_replicas_have_less_to_send_each_and_fail_more_often() -> None:
+def test_more_replicas_have_less_to_send_each_and_fail_more_often():
     plans = plan_growth(CLUSTER, COSTS, TIMELINES)
     assert [plan.nodes for plan in plans] == [64, 256, 1024, 4096]
     assert [plan.failures for plan in plans] == pytest.approx([0.32, 1.28, 5.12, 20.48])
@@ -156,7 +154,7 @@ def test_more_replicas_have_less_to_send_each_and_fail_more_often() -> None:
     assert table(plans).count("BAFT") == 4
 
 
-def test_what_is_no_time_is_refused() -> None:
+def test_what_is_no_time_is_refused():
     with pytest.raises(ConfigError, match="restart_seconds: expected a number from 0 to 1e9, found -1"):
         plan_goodput(CLUSTER, COSTS, TIMELINES, -1)
     with pytest.raises(ConfigError, match="timelines: expected an iteration longer than 0 s"):

@@ -1,7 +1,5 @@
 """What local SGD can gain at most: the model reproduces the table of the EDiT paper."""
 
-from __future__ import annotations
-
 import pytest
 
 from workloads.local_bounds import (
@@ -20,18 +18,18 @@ COMPUTE = T * PLAIN / PACED
 
 
 @pytest.mark.parametrize(("lag", "printed"), [(1.5, 230.12), (2.5, 227.58), (3.5, 225.08), (4.5, 223.07)])
-def test_a_consistent_straggler_of_8_costs_own_paces_what_the_paper_prints(lag: float, printed: float) -> None:
+def test_a_consistent_straggler_of_8_costs_own_paces_what_the_paper_prints(lag, printed):
     gain = own_pace_gain(COMPUTE, T, lag, [0.0] * 7 + [1.0])
     plain = PLAIN * T / (T + lag)
     assert gain * plain == pytest.approx(printed, rel=0.0035)
 
 
-def test_the_work_of_the_straggler_caps_the_gain() -> None:
+def test_the_work_of_the_straggler_caps_the_gain():
     assert own_pace_gain(1.0, 1.0, 0.95, [0.0] * 7 + [1.0]) == pytest.approx(1.83, abs=0.005)
     assert own_pace_gain(1.0, 1.0, 0.95, [0.0] * 3 + [1.0]) == pytest.approx(1.71, abs=0.01)
 
 
-def test_periods_wait_for_the_replica_that_lagged_longest() -> None:
+def test_periods_wait_for_the_replica_that_lagged_longest():
     consistent = [[0, 0, 8]]
     assert periodic_gain(1.0, 1.0, 0.5, consistent, 8, 0.0) == pytest.approx(1.0)
     even = [[1, 1, 0], [0, 2, 0]]
@@ -39,11 +37,11 @@ def test_periods_wait_for_the_replica_that_lagged_longest() -> None:
     assert periodic_gain(1.0, 2.65, 0.5, [[0, 0, 0]], 4, 0.0) == pytest.approx(2.65), "no replica lags"
 
 
-def test_a_stall_takes_its_share_of_own_paces() -> None:
+def test_a_stall_takes_its_share_of_own_paces():
     assert own_pace_gain(1.0, 2.65, 0.0, [0.0] * 8, 0.1) == pytest.approx(0.9 * 2.65)
 
 
-def test_the_laggard_of_an_iteration_is_the_same_for_all_policies() -> None:
+def test_the_laggard_of_an_iteration_is_the_same_for_all_policies():
     drawn = [laggard(Stragglers.RANDOM, step, 8, 1) for step in range(1, 65)]
     assert drawn == [laggard(Stragglers.RANDOM, step, 8, 1) for step in range(1, 65)]
     assert drawn != [laggard(Stragglers.RANDOM, step, 8, 2) for step in range(1, 65)]
@@ -54,18 +52,18 @@ def test_the_laggard_of_an_iteration_is_the_same_for_all_policies() -> None:
     assert lagging(Stragglers.NONE, range(5), 4, 1) == [0, 0, 0, 0]
 
 
-def test_only_the_first_module_is_waited_for_if_the_others_hide_behind_forwards() -> None:
+def test_only_the_first_module_is_waited_for_if_the_others_hide_behind_forwards():
     load = LinkLoad(modules=16, exchange=0.16, forward=0.2)
     assert load.layered_stall == pytest.approx(0.01) and load.stall_ratio == pytest.approx(1 / 16)
 
 
-def test_what_is_longer_than_a_forward_is_waited_for() -> None:
+def test_what_is_longer_than_a_forward_is_waited_for():
     load = LinkLoad(modules=4, exchange=8.0, forward=4.0)  # 2 s and 1 s each
     assert load.layered_stall == pytest.approx(2 + 3 * 1)
 
 
-def test_the_rate_of_a_link_is_found() -> None:
-    def plain(rate: float) -> float:
+def test_the_rate_of_a_link_is_found():
+    def plain(rate):
         return 1.0 + 3.0 / rate
 
     rate = 1.0

@@ -1,9 +1,5 @@
 """Pictures of bubbles: every job, schedule and protection is in them."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ft_plugins.errors import ConfigError
@@ -19,7 +15,7 @@ from workloads.quality_runs import POLICIES, QualityOutcome, QualityScale, by_po
 from workloads.study import study_scale, study_shape  # noqa: E402
 
 
-def test_every_picture_names_what_it_shows(tmp_path: Path) -> None:
+def test_every_picture_names_what_it_shows(tmp_path):
     shapes = [study_shape(job) for batch in PAPER.values() for job in batch]
     scales = [study_scale(job) for job in FAMILY]
     names = [job.name for job in PAPER[64]]
@@ -32,14 +28,14 @@ def test_every_picture_names_what_it_shows(tmp_path: Path) -> None:
     )
     for draw, what, labels in drawn:
         path = tmp_path / f"{draw.__name__}.svg"
-        draw(what, path)  # type: ignore[operator]
+        draw(what, path)
         text = path.read_text()
         assert not [label for label in labels if f"<!-- {label}" not in text], draw.__name__
     with pytest.raises(ConfigError, match=r"picture.gif: expected a name that ends in one of .png, .svg, .pdf"):
         pictures.draw_shapes(shapes, tmp_path / "picture.gif")
 
 
-def test_losses_are_drawn_by_policy_with_and_without_garbage(tmp_path: Path) -> None:
+def test_losses_are_drawn_by_policy_with_and_without_garbage(tmp_path):
     scale = QualityScale(40, 4, 10)
     made = [
         QualityOutcome(run, tuple((4 * at, 3.0 / at) for at in range(1, 11)), 2)

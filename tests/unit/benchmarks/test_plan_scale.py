@@ -1,7 +1,5 @@
 """The job whose plans are measured is one that the project's own functions accept, and every plan has a figure."""
 
-from __future__ import annotations
-
 import pytest
 
 from ft_plugins.snapshot.capture.double import replica_shares
@@ -17,7 +15,7 @@ LARGE_JOBS_TOO = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_facts_that_are_derived_are_those_that_ranks_compute(shape: str) -> None:
+def test_facts_that_are_derived_are_those_that_ranks_compute(shape):
     job = ScaledJob(topology_of(64, shape))
     for rank in (0, 9, 63):
         layout = job.layout(rank)
@@ -30,12 +28,12 @@ def test_facts_that_are_derived_are_those_that_ranks_compute(shape: str) -> None
         assert 0 <= job.shapes[rank].nbytes - layout.nbytes <= 8192
 
 
-def test_a_shape_that_is_too_large_has_fewer_stages() -> None:
+def test_a_shape_that_is_too_large_has_fewer_stages():
     assert (topology_of(64, "tp8 pp16").pp, topology_of(512, "tp8 pp16").pp) == (4, 16)
     assert all(topology_of(ranks, shape).world_size == ranks for ranks in (64, 512) for shape in SHAPES)
 
 
-def test_every_plan_has_a_figure_and_messages_to_the_smp_stay_short() -> None:
+def test_every_plan_has_a_figure_and_messages_to_the_smp_stay_short():
     figures = {figure.plan: figure for figure in plan_figures(512, "tp4 pp4")}
     assert set(figures) >= LARGE_JOBS_TOO
     assert all(isinstance(one, PlanFigure) and one.seconds >= 0 and one.peak_bytes > 0 for one in figures.values())

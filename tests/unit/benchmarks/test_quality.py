@@ -1,9 +1,6 @@
 """What local SGD does to the loss: which runs are done, and how figures follow from them."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 
@@ -22,8 +19,6 @@ from workloads.quality_runs import (
     SMOKE,
     STRUCK,
     QualityOutcome,
-    QualityRun,
-    QualityScale,
     SynchronisationRecord,
     by_policy,
     elastic,
@@ -40,15 +35,15 @@ SCALE = FULL["noisy_digits"]
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if POLICIES[name]])
-def test_a_job_takes_the_settings_of_each_policy(policy: str) -> None:
+def test_a_job_takes_the_settings_of_each_policy(policy):
     """Those that switch a part off are so large that it never acts."""
     assert Config.from_json({"sync": dict(run_of("text", 1, policy, SCALE).sync)}).sync is not None
 
 
-def test_runs_that_are_in_the_folder_are_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_are_in_the_folder_are_not_done_again(tmp_path, monkeypatch):
     done = []
 
-    def train(run: QualityRun, folder: Path) -> QualityOutcome:
+    def train(run, folder):
         done.append(run)
         return QualityOutcome(run, ((60, 1.0 + run.seed),), 2)
 
@@ -61,8 +56,8 @@ def test_runs_that_are_in_the_folder_are_not_done_again(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("scale", FULL.values())
 def test_losses_are_taken_right_after_synchronisations_and_garbage_comes_when_replicas_are_judged(
-    scale: QualityScale,
-) -> None:
+    scale,
+):
     every = scale.iterations // scale.evaluations
     assert every % scale.tau == 0 and every * scale.evaluations == scale.iterations
     first, last = scale.garbage
@@ -70,7 +65,7 @@ def test_losses_are_taken_right_after_synchronisations_and_garbage_comes_when_re
     assert (first - scale.warmup) // scale.tau > SyncConfig().penalty_warmup
 
 
-def test_the_runs_of_a_seed_differ_in_nothing_but_policy_and_garbage() -> None:
+def test_the_runs_of_a_seed_differ_in_nothing_but_policy_and_garbage():
     made = runs("text", 3, SCALE)
     assert len({(one.learner, one.seed, one.scale) for one in made}) == 1
     assert [(one.policy, bool(one.garbage)) for one in made] == [
@@ -86,12 +81,12 @@ def test_the_runs_of_a_seed_differ_in_nothing_but_policy_and_garbage() -> None:
 
 
 def outcome(
-    policy: str,
-    seed: int,
-    losses: tuple[float, ...],
-    garbage: bool = False,
-    left_out: dict[str, list[int]] | None = None,
-) -> QualityOutcome:
+    policy,
+    seed,
+    losses,
+    garbage=False,
+    left_out=None,
+):
     run = run_of("digits", seed, policy, SCALE, garbage)
     points = tuple((32 * number, loss) for number, loss in enumerate(losses, 1))
     records = (
@@ -101,7 +96,7 @@ def outcome(
     return QualityOutcome(run, points, 2, records if policy == EDIT else ())
 
 
-def test_ratios_are_of_the_same_seed_and_of_the_mean_of_the_last_losses() -> None:
+def test_ratios_are_of_the_same_seed_and_of_the_mean_of_the_last_losses():
     found = by_policy(
         [
             outcome(EDIT, 2, (9.0, 4.0, 4.0, 4.0)),
@@ -114,7 +109,7 @@ def test_ratios_are_of_the_same_seed_and_of_the_mean_of_the_last_losses() -> Non
     assert ratios(found, (EDIT, False), (PLAIN, False)) == [1.0, 0.5]
 
 
-def test_the_peak_is_that_since_the_garbage_began() -> None:
+def test_the_peak_is_that_since_the_garbage_began():
     count = SCALE.evaluations
     before, after = SCALE.garbage[0] // 32, count - SCALE.garbage[0] // 32
     clean = outcome(EDIT, 1, (1.0,) * count)
@@ -122,7 +117,7 @@ def test_the_peak_is_that_since_the_garbage_began() -> None:
     assert worst(by_policy([clean, struck], "digits"), EDIT) == [3.0]
 
 
-def test_the_best_rate_is_that_of_the_least_loss_with_as_many_replicas() -> None:
+def test_the_best_rate_is_that_of_the_least_loss_with_as_many_replicas():
     """Plain's grows with the replicas, EDiT's does not."""
     best = {PLAIN: {2: 0.25, 4: 0.5, 8: 1.0}, EDIT: dict.fromkeys(REPLICAS, 0.5)}
     made = [
@@ -135,7 +130,7 @@ def test_the_best_rate_is_that_of_the_least_loss_with_as_many_replicas() -> None
     )
 
 
-def test_losses_of_the_other_parts_are_over_those_of_plain() -> None:
+def test_losses_of_the_other_parts_are_over_those_of_plain():
     made = [
         QualityOutcome(run, ((1, 1.8 if run.policy.startswith(EDIT) else 2.0),), 2)
         for run in (*elastic("text", 1, SCALE), *longer("text", 1, SCALE))
@@ -146,13 +141,13 @@ def test_losses_of_the_other_parts_are_over_those_of_plain() -> None:
 
 
 @pytest.mark.parametrize("scale", FULL.values())
-def test_replicas_are_equal_when_their_number_changes(scale: QualityScale) -> None:
+def test_replicas_are_equal_when_their_number_changes(scale):
     for run in elastic("text", 1, scale):
         assert len(run.bounds) == 4 and (run.bounds[0], run.bounds[-1]) == (0, scale.iterations)
         assert all(bound % scale.tau == 0 for bound in run.bounds)
 
 
-def test_replicas_go_on_from_the_model_of_fewer_or_more(tmp_path: Path) -> None:
+def test_replicas_go_on_from_the_model_of_fewer_or_more(tmp_path):
     """So its last third begins where its second ended, not where a new model would."""
     learners.prepare(("text",))
     grown = next(run for run in elastic("text", 1, SMOKE) if run.policy == f"{EDIT} growing")
@@ -163,7 +158,7 @@ def test_replicas_go_on_from_the_model_of_fewer_or_more(tmp_path: Path) -> None:
     assert [one.iteration for one in found.synchronisations][-1] == 60 and from_line(to_line(found)) == found
 
 
-def test_what_was_left_out_is_a_share_of_modules_of_replicas() -> None:
+def test_what_was_left_out_is_a_share_of_modules_of_replicas():
     one = outcome(EDIT, 1, (1.0,), garbage=True, left_out={"0": [GARBAGE_RANK], "1": [GARBAGE_RANK, 3]})
     assert one.left_out_of_garbage == 1.0
     assert one.left_out(range(4)) == 3 / (2 * 2 * 4)
@@ -181,9 +176,7 @@ def test_what_was_left_out_is_a_share_of_modules_of_replicas() -> None:
         (0.9, 0.95, math.inf, (True, True)),
     ],
 )
-def test_the_claims_follow_from_medians(
-    edit: float, edit_garbage: float, diloco_garbage: float, holds: tuple[bool, bool]
-) -> None:
+def test_the_claims_follow_from_medians(edit, edit_garbage, diloco_garbage, holds):
     made = []
     for seed, other in ((1, 1.0), (2, 0.01), (3, 100.0)):  # whose median is that of seed 1
         final = {PLAIN: 2.0, EDIT: 2.0 * edit * other}

@@ -1,11 +1,9 @@
 """A few emulated nodes and a real lead form two rounds, and what is measured is of them."""
 
-from __future__ import annotations
-
 from workloads.rendezvous_scale import NAME_LENGTH, SILENCE, _name, measure
 
 
-def test_nodes_form_a_round_lose_one_and_form_the_next_with_a_substitute() -> None:
+def test_nodes_form_a_round_lose_one_and_form_the_next_with_a_substitute():
     found = measure(nodes=6, waiting_seconds=SILENCE / 4)
     assert found.nodes == 6
     assert found.first_round_seconds > 0 and found.next_round_seconds > 0
@@ -19,6 +17,6 @@ def test_nodes_form_a_round_lose_one_and_form_the_next_with_a_substitute() -> No
     assert found.longest_reply_seconds > 0
 
 
-def test_names_are_as_long_as_they_may_be_and_sort_by_number() -> None:
+def test_names_are_as_long_as_they_may_be_and_sort_by_number():
     names = [_name(number) for number in (0, 1, 9, 10, 2047)]
     assert names == sorted(names) and {len(name) for name in names} == {48}

@@ -1,7 +1,5 @@
 """What saving is compared with: CheckFreq's way, and the largest stage of a pipeline."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import torch
@@ -10,7 +8,7 @@ from double_capture import largest_stage
 from workloads.saving_peers import CheckFreq
 
 
-def test_what_checkfreq_writes_is_the_state_before_the_update_that_waited_for_its_copy() -> None:
+def test_what_checkfreq_writes_is_the_state_before_the_update_that_waited_for_its_copy():
     state = {"a": torch.arange(4.0), "b": torch.ones(2)}
     with ExitStack() as stack:
         system = CheckFreq(state, stack)
@@ -25,7 +23,7 @@ def test_what_checkfreq_writes_is_the_state_before_the_update_that_waited_for_it
     assert not folder.exists()
 
 
-def test_stages_have_equal_numbers_of_tensors_in_order() -> None:
+def test_stages_have_equal_numbers_of_tensors_in_order():
     state = {str(size): torch.zeros(size) for size in (1, 9, 2, 3, 4, 5)}
     assert list(largest_stage(state, 1)) == list(state)
     assert list(largest_stage(state, 3)) == ["1", "9"] and list(largest_stage(state, 2)) == ["1", "9", "2"]

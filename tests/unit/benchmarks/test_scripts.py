@@ -1,13 +1,10 @@
 """Each benchmark, started as its users start it, ends with one line of JSON. It measures as little as it can here."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,7 +17,7 @@ FOLDER = Path(__file__).parents[3] / "benchmarks"
 SECONDS = 1800.0  # a bound for a benchmark that hangs; most take seconds
 
 
-def test_every_benchmark_is_known_and_has_a_line_in_the_table() -> None:
+def test_every_benchmark_is_known_and_has_a_line_in_the_table():
     scripts = {path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text()}
     assert scripts == BENCHMARKS.keys() | {"all"} and {row.benchmark for row in ROWS} == BENCHMARKS.keys()
     assert all(benchmark.quick <= 180 for benchmark in BENCHMARKS.values())
@@ -28,7 +25,7 @@ def test_every_benchmark_is_known_and_has_a_line_in_the_table() -> None:
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_it_ends_with_its_figures_as_one_line_of_json(name: str, tmp_path: Path) -> None:
+def test_it_ends_with_its_figures_as_one_line_of_json(name, tmp_path):
     if reason := BENCHMARKS[name].missing(smoke=True):
         pytest.skip(reason)
     words = [sys.executable, str(FOLDER / "all.py"), "--smoke", "--only", name, "--output", str(tmp_path)]
@@ -56,7 +53,7 @@ def test_it_ends_with_its_figures_as_one_line_of_json(name: str, tmp_path: Path)
 
 @pytest.mark.all_configurations
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_that_is_stopped_leaves_no_process_memory_network_or_folder(number: signal.Signals) -> None:
+def test_one_that_is_stopped_leaves_no_process_memory_network_or_folder(number):
     words = [sys.executable, str(FOLDER / "recovery.py"), "--smoke", "--namespaces"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as script:
         try:
@@ -73,13 +70,13 @@ def test_one_that_is_stopped_leaves_no_process_memory_network_or_folder(number: 
     assert not list(Path("/sys/class/net").glob(f"ft{script.pid % 100000}b")), errors
 
 
-def smps_of(job: str) -> list[list[str]]:
+def smps_of(job):
     """The command lines of the job's SMPs."""
     lines = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
     return [words for words in lines if "--run-dir" in words and words[words.index("--job") + 1].startswith(job)]
 
 
-def wait_until(found: Callable[[], list[list[str]]]) -> list[list[str]]:
+def wait_until(found):
     deadline = time.monotonic() + SECONDS
     while not (now := found()):
         assert time.monotonic() < deadline, "the job did not start"

@@ -1,7 +1,5 @@
 """The rules by which results stand in the paper's order: its own table passes, what is out of order does not."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -17,19 +15,18 @@ TABLE = {  # 1 of the paper, ResNet-18
     "sync_50": (93.9, 93.4, 84.3, 28.5),
     "dyn": (93.9, 93.4, 85.2, 33.2),
 }
-Key = tuple[str, str]
 
 
-def table(changed: dict[Key, float] | None = None) -> dict[Key, list[float]]:
+def table(changed=None):
     found = {(noise, method): [row[at]] for method, row in TABLE.items() for at, noise in enumerate(VARIANCES)}
     return found | {key: [value] for key, value in (changed or {}).items()}
 
 
-def broken(results: dict[Key, list[float]]) -> set[str]:
+def broken(results):
     return {one.rule for one in judge(SCALES["digits"].losses(CLEAN, results)) if not one.holds}
 
 
-def test_the_paper_s_own_table_is_in_order_and_every_rule_is_judged() -> None:
+def test_the_paper_s_own_table_is_in_order_and_every_rule_is_judged():
     verdicts = judge(SCALES["digits"].losses(CLEAN, table()))
     assert order_holds(verdicts)
     assert {one.rule for one in verdicts} == {"harm", "growth", "close", "gain", "often", "never"}
@@ -48,17 +45,17 @@ def test_the_paper_s_own_table_is_in_order_and_every_rule_is_judged() -> None:
         ("gain", {("1e-2", "noised"): math.nan, ("1e-2", "dyn"): math.nan}),
     ],
 )
-def test_what_is_out_of_order_breaks_its_rule(rule: str, changed: dict[Key, float]) -> None:
+def test_what_is_out_of_order_breaks_its_rule(rule, changed):
     assert rule in broken(table(changed))
 
 
-def test_a_run_without_a_number_left_is_the_worst_and_what_is_finite_has_gained() -> None:
+def test_a_run_without_a_number_left_is_the_worst_and_what_is_finite_has_gained():
     assert not broken(table({("1e-1", "noised"): math.nan}))
 
 
-def test_of_a_loss_less_is_better() -> None:
+def test_of_a_loss_less_is_better():
     assert SCALES["text"].losses([2.0], {("1e-2", "noised"): [2.5]}) == {("1e-2", "noised"): pytest.approx(10.0)}
 
 
-def test_nothing_judged_is_no_order() -> None:
+def test_nothing_judged_is_no_order():
     assert not order_holds(judge({}))

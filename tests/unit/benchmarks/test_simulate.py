@@ -1,7 +1,5 @@
 """The simulator against closed forms, against what a pipeline must keep, and by hand."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.model.timeline import Kind, Span, Timeline
+from ft_plugins.model.timeline import Kind
 from workloads.pipelines import simulate as simulator
 from workloads.pipelines.pipeline import Compute, MessagePost, Pass, Pipeline, PipelineSchedule
 from workloads.pipelines.simulate import PipelineLink, Times, simulate
@@ -37,11 +35,11 @@ some_pipelines = st.one_of(
 
 
 @st.composite
-def uneven(draw: st.DrawFn) -> tuple[Pipeline, Times]:
+def uneven(draw):
     """A pipeline whose stages, ranks and links all differ."""
     pipeline = draw(some_pipelines)
 
-    def several(least: float, count: int) -> tuple[float, ...]:
+    def several(least, count):
         return tuple(draw(st.lists(st.floats(least, 5), min_size=count, max_size=count)))
 
     backward = several(0.1, pipeline.virtual_stages)
@@ -58,7 +56,7 @@ def uneven(draw: st.DrawFn) -> tuple[Pipeline, Times]:
     return pipeline, times
 
 
-def idle_shares(timelines: tuple[Timeline, ...]) -> list[float]:
+def idle_shares(timelines):
     return [
         1 - sum(span.end - span.begin for span in one.spans if span.kind in BUSY) / one.seconds for one in timelines
     ]
@@ -68,18 +66,14 @@ def idle_shares(timelines: tuple[Timeline, ...]) -> list[float]:
 
 
 @given(st.sampled_from(NOT_SPLIT), st.integers(1, 12), st.integers(1, 40), seconds, seconds, st.booleans())
-def test_the_bubble_share_of_gpipe_and_1f1b(
-    schedule: PipelineSchedule, ranks: int, count: int, forward: float, backward: float, eager: bool
-) -> None:
+def test_the_bubble_share_of_gpipe_and_1f1b(schedule, ranks, count, forward, backward, eager):
     found = simulate(Pipeline(schedule, ranks, count), Times((forward,), (backward,)), eager=eager)
     expected = (ranks - 1) / (count + ranks - 1)
     assert idle_shares(found) == pytest.approx([expected] * ranks, rel=ROUNDING, abs=ROUNDING)
 
 
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(2, 4), seconds, seconds, st.booleans(), st.booleans())
-def test_the_bubble_share_of_interleaved(
-    ranks: int, groups: int, chunks: int, forward: float, backward: float, overlap: bool, eager: bool
-) -> None:
+def test_the_bubble_share_of_interleaved(ranks, groups, chunks, forward, backward, overlap, eager):
     pipeline = Pipeline(PipelineSchedule.INTERLEAVED, ranks, ranks * groups, chunks, overlap=overlap)
     found = simulate(pipeline, Times((forward,), (backward,)), eager=eager)
     expected = (ranks - 1) / (chunks * pipeline.microbatches + ranks - 1)
@@ -87,9 +81,7 @@ def test_the_bubble_share_of_interleaved(
 
 
 @given(st.integers(1, 8), st.integers(0, 30), seconds, st.booleans())
-def test_zero_bubble_idles_for_forward_plus_backward_minus_weight(
-    ranks: int, more: int, unit: float, eager: bool
-) -> None:
+def test_zero_bubble_idles_for_forward_plus_backward_minus_weight(ranks, more, unit, eager):
     # Qi et al., table 1: (p-1)(T_F + T_B - T_W), for passes of one length and at least p microbatches
     count = ranks + more
     found = simulate(
@@ -99,7 +91,7 @@ def test_zero_bubble_idles_for_forward_plus_backward_minus_weight(
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.booleans())
-def test_the_bubble_share_of_chimera(half: int, units: int, eager: bool) -> None:
+def test_the_bubble_share_of_chimera(half, units, eager):
     # Li and Hoefler, table 2: (D-2)/(2N+D-2) for passes of one length; (D-2)/(3N/2+D-2) if the backward takes twice
     ranks, count = 2 * half, 2 * half * units
     pipeline = Pipeline(PipelineSchedule.CHIMERA, ranks, count)
@@ -112,7 +104,7 @@ def test_the_bubble_share_of_chimera(half: int, units: int, eager: bool) -> None
 
 
 @given(st.integers(2, 10), st.integers(1, 40), seconds, seconds, st.floats(0.05, 1))
-def test_zero_bubble_idles_less_than_1f1b(ranks: int, count: int, forward: float, backward: float, part: float) -> None:
+def test_zero_bubble_idles_less_than_1f1b(ranks, count, forward, backward, part):
     times = Times((forward,), (backward,), (part * min(backward / 2, forward),))
     least = simulate(Pipeline(PipelineSchedule.ZERO_BUBBLE, ranks, count), times)
     usual = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, ranks, count), times)
@@ -124,12 +116,10 @@ def test_zero_bubble_idles_less_than_1f1b(ranks: int, count: int, forward: float
 
 
 @given(uneven(), st.booleans())
-def test_no_pass_begins_before_its_input_is_there_and_no_rank_does_two_things(
-    case: tuple[Pipeline, Times], eager: bool
-) -> None:
+def test_no_pass_begins_before_its_input_is_there_and_no_rank_does_two_things(case, eager):
     pipeline, times = case
     found = simulate(pipeline, times, eager=eager)
-    at: dict[tuple[Kind, int, int], list[Span]] = defaultdict(list)
+    at = defaultdict(list)
     for one in found:
         assert all(before.end <= after.begin for before, after in zip(one.spans, one.spans[1:], strict=False))
         assert one.spans[0].begin >= 0 and one.spans[-1].end <= one.seconds
@@ -155,16 +145,14 @@ def test_no_pass_begins_before_its_input_is_there_and_no_rank_does_two_things(
 
 
 @given(uneven())
-def test_a_sender_that_need_not_wait_makes_nothing_later(case: tuple[Pipeline, Times]) -> None:
+def test_a_sender_that_need_not_wait_makes_nothing_later(case):
     waiting, eager = simulate(*case), simulate(*case, eager=True)
     assert eager[0].seconds <= waiting[0].seconds
     assert not [span for one in eager for span in one.spans if span.kind is Kind.SEND]
 
 
 @given(uneven(), st.booleans())
-def test_slower_links_make_nothing_earlier_and_the_same_again_is_the_same(
-    case: tuple[Pipeline, Times], eager: bool
-) -> None:
+def test_slower_links_make_nothing_earlier_and_the_same_again_is_the_same(case, eager):
     pipeline, times = case
     slower = replace(times, links=tuple(PipelineLink(2 * link.latency, link.bandwidth / 2) for link in times.links))
     found = simulate(pipeline, times, eager=eager)
@@ -175,13 +163,13 @@ def test_slower_links_make_nothing_earlier_and_the_same_again_is_the_same(
 # ------------------------------------------------------------------------------------------------ by hand
 
 
-def test_two_ranks_of_1f1b_by_hand() -> None:
+def test_two_ranks_of_1f1b_by_hand():
     times = Times(
         (1.0,), (2.0,), reduce=(0.25, 1.0), update=(0.5,), links=(PipelineLink(0.1, 10.0),), message_bytes=1.0
     )
     first, last = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 2, 2), times)  # a message takes 0.2 s
 
-    def shown(one: Timeline) -> list[tuple[str, float, float, int]]:
+    def shown(one):
         return [(span.kind.value, round(span.begin, 9), round(span.end, 9), span.microbatch) for span in one.spans]
 
     assert shown(first) == [
@@ -211,14 +199,14 @@ def test_two_ranks_of_1f1b_by_hand() -> None:
     assert apart.spans[-1].begin == pytest.approx(8.6) and apart.seconds == pytest.approx(10.35)
 
 
-def test_deepspeed_sends_an_activation_only_after_the_gradient_that_it_waits_for() -> None:
+def test_deepspeed_sends_an_activation_only_after_the_gradient_that_it_waits_for():
     times = Times((1.0,), (1.0,), links=(PipelineLink(0.5),))
     pairs = simulate(Pipeline(PipelineSchedule.ONE_F_ONE_B, 4, 8), times)[0].seconds
     apart = simulate(Pipeline(PipelineSchedule.DEEPSPEED, 4, 8), times)[0].seconds
     assert apart > pairs
 
 
-def test_overlapped_messages_hide_behind_passes_in_the_steady_part() -> None:
+def test_overlapped_messages_hide_behind_passes_in_the_steady_part():
     times = Times((1.0,), (2.0,), links=(PipelineLink(0.05),))
     blocking, overlapped = (
         simulate(Pipeline(PipelineSchedule.INTERLEAVED, 4, 32, 2, overlap=overlap), times)[0].seconds
@@ -227,7 +215,7 @@ def test_overlapped_messages_hide_behind_passes_in_the_steady_part() -> None:
     assert overlapped < blocking
 
 
-def test_a_program_that_cannot_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_end_is_told_of(monkeypatch):
     pipeline = Pipeline(PipelineSchedule.ONE_F_ONE_B, 2, 1)
     one_sided = [MessagePost((), (pipeline.activation(0, 0),), True)], [Compute(Pass.FORWARD, 0, 0)]
     monkeypatch.setattr(simulator, "program", lambda pipeline, rank: one_sided[rank])
@@ -245,6 +233,6 @@ def test_a_program_that_cannot_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -
         ({"links": (PipelineLink(0, 0),)}, "links: expected latency >= 0 and bandwidth > 0"),
     ],
 )
-def test_times_that_do_not_fit_are_refused(times: dict[str, tuple[float, ...]], said: str) -> None:
+def test_times_that_do_not_fit_are_refused(times, said):
     with pytest.raises(ConfigError, match=said):
-        simulate(Pipeline(PipelineSchedule.ZERO_BUBBLE, 3, 4), Times(**times))  # type: ignore[arg-type]
+        simulate(Pipeline(PipelineSchedule.ZERO_BUBBLE, 3, 4), Times(**times))

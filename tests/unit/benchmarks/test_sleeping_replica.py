@@ -1,7 +1,5 @@
 """The emulated replica."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import cycle
 
@@ -27,7 +25,7 @@ from workloads.sleeping_replica import (
 )
 
 
-def test_an_emulated_update_is_one_update_also_in_a_process_that_has_another_optimizer() -> None:
+def test_an_emulated_update_is_one_update_also_in_a_process_that_has_another_optimizer():
     parameter, calls = torch.nn.Parameter(torch.ones(2)), []
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # wraps the step of its class
     optimizer = EmulatedSgd([parameter], EmulatedDevice(StageSpec(0.0, 0.0, 0), 0), 0.0)
@@ -38,7 +36,7 @@ def test_an_emulated_update_is_one_update_also_in_a_process_that_has_another_opt
     assert calls == ["before", "after"] and parameter.tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
-def test_equal_layers_share_the_times_and_parameters_of_the_model() -> None:
+def test_equal_layers_share_the_times_and_parameters_of_the_model():
     model = SleepingModel(layers=4, width=100, bucketed=2, compute=1.0)
     layered = model.layered
     assert layered.widths == (100,) * 4 and layered.bucket_bytes == 800 and len(layered) == 4
@@ -46,34 +44,34 @@ def test_equal_layers_share_the_times_and_parameters_of_the_model() -> None:
     assert layered.parameters == model.parameters and layered.sent(8) == model.sent(8) == 2 * 7 / 8 * 1600
 
 
-def test_tensors_that_share_memory_are_counted_once() -> None:
+def test_tensors_that_share_memory_are_counted_once():
     others = live_tensors()
     kept = torch.zeros(1 << 20)
     views = [kept[:10], kept.view(1024, 1024)]
     assert bytes_besides(others) == 4 << 20 and not bytes_besides([*others, views[0]])
 
 
-def _held(rank: int, world: int) -> list[float]:
+def _held(rank, world):
     torch.set_num_threads(1)
     scenario = dataclasses.replace(SMOKE[0], compute=0.01)
     blocks = [scenario.block(policy, 0.0, 1) for policy in (PLAIN, POST_LOCAL, DILOCO, EDIT)]
     return [run_block(rank, world, block).held / block.model.parameters for block in blocks]
 
 
-def test_sessions_hold_the_last_synchronised_parameters_and_the_momentum() -> None:
+def test_sessions_hold_the_last_synchronised_parameters_and_the_momentum():
     """4 bytes each; what else they hold is small."""
     preload()
     for held in gang(_held, 2, seconds=300):
         assert held == [pytest.approx(each, abs=0.1) for each in (0, 4, 8, 8)]
 
 
-def _reduced(rank: int, world: int) -> list[list[list[float]]]:
+def _reduced(rank, world):
     """The gradients of the second iteration, without groups and with two, both of which are used."""
     found = []
     for count in (0, 2):
         torch.manual_seed(1)
         layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
-        model = DistributedDataParallel(layers, bucket_cap_mb=1e-6)  # type: ignore[arg-type]
+        model = DistributedDataParallel(layers, bucket_cap_mb=1e-6)
         taken = cycle(groups := [dist.new_group() for _ in range(count)])
         if groups:
             model.register_comm_hook(taken, lambda state, bucket: simultaneous(next(state), bucket))
@@ -86,6 +84,6 @@ def _reduced(rank: int, world: int) -> list[list[list[float]]]:
     return found
 
 
-def test_reductions_of_several_buckets_at_a_time_give_the_same_gradients() -> None:
+def test_reductions_of_several_buckets_at_a_time_give_the_same_gradients():
     first, *others = [each for one in gang(_reduced, 2, seconds=300) for each in one]
     assert others == [first] * 3

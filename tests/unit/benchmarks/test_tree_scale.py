@@ -1,7 +1,5 @@
 """What the benchmark of the tree measures is what happened: versions everywhere, the lost node, every connection."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ DETECT = 1.5
 
 
 @pytest.mark.parametrize(("nodes", "depth", "sockets"), [(1, 0, 0), (8, 1, 7), (40, 2, 9)])
-def test_a_small_job_is_measured(nodes: int, depth: int, sockets: int) -> None:
+def test_a_small_job_is_measured(nodes, depth, sockets):
     figures = measure(nodes, 2.0, DETECT)
     assert (figures.nodes, figures.depth, figures.iterations, figures.sockets) == (nodes, depth, 2, sockets)
     assert 0 <= figures.processor_share <= figures.processor_share_busiest < 1
@@ -26,7 +24,7 @@ def test_a_small_job_is_measured(nodes: int, depth: int, sockets: int) -> None:
     assert figures.sockets_after_loss <= 2 * 17
 
 
-def test_a_machine_that_is_too_slow_delays_iterations_and_the_figures_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_is_too_slow_delays_iterations_and_the_figures_say_so(monkeypatch):
     """As slow as if encoding took longer than the three iterations are to take together."""
     monkeypatch.setattr(tree_scale, "_ENCODING_SECONDS", 2.0)
     figures = measure(2, 3.0, DETECT)

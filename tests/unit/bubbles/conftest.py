@@ -1,12 +1,7 @@
 """Two processes with a gate between them."""
 
-from __future__ import annotations
-
 import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from multiprocessing.connection import Connection
-from pathlib import Path
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,7 +13,7 @@ WAIT_SECONDS = 90.0  # for anything that takes milliseconds
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> np.ndarray:
+def memory(tmp_path):
     """Memory that two processes share."""
     path = tmp_path / "gate"
     path.write_bytes(bytes(GATE_BYTES))
@@ -26,14 +21,14 @@ def memory(tmp_path: Path) -> np.ndarray:
 
 
 @pytest.fixture
-def trainer() -> Callable[..., AbstractContextManager[tuple[Callable[[], object], int]]]:
+def trainer():
     """Fork a process that runs a function; yields a function for its next message, and its pid. Killed afterwards."""
 
     @contextmanager
-    def begin(act: Callable[[Connection], None]) -> Iterator[tuple[Callable[[], object], int]]:
+    def begin(act):
         ours, theirs = _fork.Pipe()
 
-        def next_message() -> object:
+        def next_message():
             assert ours.poll(WAIT_SECONDS), "no message from the other process"
             return ours.recv()
 

@@ -36,7 +36,7 @@ class Until:
     end: int | None = None
 
     @property
-    def done(self) -> bool:
+    def done(self):
         self.end = self.clock.now + self.ms * MS if self.end is None else self.end
         return self.clock.now >= self.end
 
@@ -44,27 +44,27 @@ class Until:
 class Device(LateDevice):
     """One stream, whose work takes time by `clock`; memory of its gate, and when each bubble really was."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock):
         super().__init__([0])
         self.clock, self.memory = clock, np.zeros(GATE_BYTES, dtype=np.uint8)
-        self.edges: list[tuple[int, int, int]] = []  # iteration and bubble that begins, at which time; -1: it is over
+        self.edges = []  # iteration and bubble that begins, at which time; -1: it is over
 
-    def compute(self, ms: int) -> None:
-        self.training.give(lambda: None, Until(self.clock, ms))  # type: ignore[arg-type]
+    def compute(self, ms):
+        self.training.give(lambda: None, Until(self.clock, ms))
 
-    def note(self, iteration: int, bubble: int) -> None:
+    def note(self, iteration, bubble):
         self.training.give(lambda: self.edges.append((iteration, bubble, self.clock.now)))
 
-    def run_to(self, now: int) -> None:
+    def run_to(self, now):
         self.clock.now = now
         self.training.run(1 << 20)
 
 
-def grants() -> tuple[Grant, ...]:
+def grants():
     return tuple(Grant(at, 2 * at, BEGIN / 1e3, DEADLINE / 1e3, NBYTES) for at in range(BUBBLES))
 
 
-def play(device: Device, keeper: Gatekeeper, iteration: int, passes: list[int], waits: list[int]) -> None:
+def play(device, keeper, iteration, passes, waits):
     """The host gives an iteration to its device, ahead of it: passes of so many ms, between them receives."""
     with Queued(device.training):
         keeper.iteration_begin(iteration)
@@ -81,7 +81,7 @@ def play(device: Device, keeper: Gatekeeper, iteration: int, passes: list[int], 
         device.note(iteration, -1)
 
 
-def started(device: Device) -> tuple[Gate, Gatekeeper]:
+def started(device):
     gate = Gate(device.memory, device.clock)
     with Queued(device.training):
         gate.follow(CudaStores(gate.memory, CPU, device))
@@ -95,8 +95,8 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=BUBBLES, max_size=BUBBLES)
 @given(st.lists(st.tuples(LENGTHS, LENGTHS, st.integers(0, 60)), min_size=1, max_size=5), st.lists(st.integers(1, 9)))
 @settings(deadline=None)
 def test_whatever_the_host_does_it_is_open_within_the_bubbles_of_the_device_and_for_no_longer_than_planned(
-    iterations: list[tuple[list[int], list[int], int]], looks: list[int]
-) -> None:
+    iterations, looks
+):
     """The host gives each iteration to its device some ms after the one before. A reader looks now and then."""
     device = Device(Clock())
     _, keeper = started(device)
@@ -132,7 +132,7 @@ def test_whatever_the_host_does_it_is_open_within_the_bubbles_of_the_device_and_
     assert reader.read() is None and not device.training.queue
 
 
-def test_a_sender_that_waits_uses_each_bubble_although_the_host_was_through_all_before_the_first() -> None:
+def test_a_sender_that_waits_uses_each_bubble_although_the_host_was_through_all_before_the_first():
     device = Device(Clock())
     _, keeper = started(device)
     clock = device.clock
@@ -143,11 +143,11 @@ def test_a_sender_that_waits_uses_each_bubble_although_the_host_was_through_all_
     class Steps(Stop):
         """Time passes, and the device goes on, while the sender waits."""
 
-        def wait(self, timeout: float | None = None) -> bool:
+        def wait(self, timeout=None):
             device.run_to(clock.now + max(1, int(1e9 * (timeout or 0))))
             return not device.training.queue
 
-        def is_set(self) -> bool:
+        def is_set(self):
             return not device.training.queue
 
     while (allowed := pacer.take(1 << 30, Steps(clock, 0))).nbytes:
@@ -158,7 +158,7 @@ def test_a_sender_that_waits_uses_each_bubble_although_the_host_was_through_all_
     assert pacer.inside_bytes > NBYTES * BUBBLES * 4 // 2
 
 
-def test_nothing_wakes_who_waits_for_a_device_so_it_looks_often() -> None:
+def test_nothing_wakes_who_waits_for_a_device_so_it_looks_often():
     device = Device(Clock())
     gate, _ = started(device)
     gate.plan(2, 0.5, 7.0)
@@ -167,7 +167,7 @@ def test_nothing_wakes_who_waits_for_a_device_so_it_looks_often() -> None:
     assert reader.wait(reader.openings, 1.0) == POLL_SECONDS
 
 
-def rank_of(device: Device) -> tuple[Baft, Gate]:
+def rank_of(device):
     baft = Baft(
         0, BaftConfig(link_mbps=8.0), Events("n", 0), (), device.clock, lambda words: CudaStores(words, CPU, device)
     )
@@ -182,7 +182,7 @@ AHEAD = Timeline(
 )  # fmt: skip
 
 
-def test_the_device_opens_it_where_the_host_has_left_its_bubbles_before_and_nowhere_else() -> None:
+def test_the_device_opens_it_where_the_host_has_left_its_bubbles_before_and_nowhere_else():
     device = Device(Clock())
     baft, gate = rank_of(device)
     waits = replace(AHEAD, leads=(0.0,) * len(AHEAD.leads))
@@ -199,7 +199,7 @@ def test_the_device_opens_it_where_the_host_has_left_its_bubbles_before_and_nowh
     assert found is None, found
 
 
-def test_memory_that_cannot_be_registered_leaves_the_gate_to_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_cannot_be_registered_leaves_the_gate_to_the_host(capsys):
     device = Device(Clock())
     device.status = 712
     baft, gate = rank_of(device)
@@ -210,7 +210,7 @@ def test_memory_that_cannot_be_registered_leaves_the_gate_to_the_host(capsys: py
         CudaStores(gate.memory, CPU, device)
 
 
-def test_an_opening_is_the_one_that_the_host_would_have_made() -> None:
+def test_an_opening_is_the_one_that_the_host_would_have_made():
     device = Device(Clock())
     gate, _ = started(device)
     with Queued(device.training):
@@ -224,12 +224,12 @@ def test_an_opening_is_the_one_that_the_host_would_have_made() -> None:
     assert late == Opening(1, 5, 1, windows), "who has not looked before the edge knows no deadline"
 
 
-def test_a_device_without_memory_leaves_the_gate_closed_and_training_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_device_without_memory_leaves_the_gate_closed_and_training_alone(capfd):
     class Full:
-        def store(self, words: object, at: int) -> bool:
+        def store(self, words, at):
             raise RuntimeError("out of memory")
 
-        def close(self) -> None:
+        def close(self):
             pass
 
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
@@ -245,13 +245,13 @@ def test_a_device_without_memory_leaves_the_gate_closed_and_training_alone(capfd
     assert (said.out + said.err).count("the device could not open its gate") == 1
 
 
-def test_a_reader_that_was_suspended_while_it_looked_counts_from_when_it_saw_the_opening() -> None:
+def test_a_reader_that_was_suspended_while_it_looked_counts_from_when_it_saw_the_opening():
     class Suspended(Clock):
         """The reader's process stands still right after it has read the time."""
 
         after = 0
 
-        def __call__(self) -> int:
+        def __call__(self):
             now = super().__call__()
             self.now, self.after = self.now + self.after, 0
             return now

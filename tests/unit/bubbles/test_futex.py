@@ -1,7 +1,5 @@
 """A word that another process changes wakes who waits for it, and nothing is missed in between."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading
@@ -17,11 +15,11 @@ FOR_EVER = 3600.0  # seconds: longer than a test may take
 
 
 @pytest.fixture
-def words() -> np.ndarray:
+def words():
     return np.frombuffer(mmap.mmap(-1, 4096), dtype=np.uint64)
 
 
-def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
+def test_a_change_by_another_process_ends_the_wait(words):
     word = FutexWord(words, 3)
     ready, go = os.pipe()
     pid = os.fork()
@@ -38,18 +36,18 @@ def test_a_change_by_another_process_ends_the_wait(words: np.ndarray) -> None:
         os.close(end)
 
 
-def test_a_word_that_has_changed_already_is_not_waited_for(words: np.ndarray) -> None:
+def test_a_word_that_has_changed_already_is_not_waited_for(words):
     words[3] = 5
     assert FutexWord(words, 3).wait(4, FOR_EVER) == 0.0
 
 
-def test_a_wait_is_over_after_its_time(words: np.ndarray) -> None:
+def test_a_wait_is_over_after_its_time(words):
     began = time.monotonic()
     assert FutexWord(words, 3).wait(0, 0.05) == 0.0
     assert time.monotonic() - began > 0.04
 
 
-def test_other_threads_run_while_one_waits(words: np.ndarray) -> None:
+def test_other_threads_run_while_one_waits(words):
     """A wait that kept the interpreter would let nobody wake it before its time is over."""
     waiter = threading.Thread(target=FutexWord(words, 0).wait, args=(0, FOR_EVER), daemon=True)
     waiter.start()
@@ -59,7 +57,7 @@ def test_other_threads_run_while_one_waits(words: np.ndarray) -> None:
         waiter.join(0.01)
 
 
-def test_without_a_futex_it_is_looked_at_again_and_again(words: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_futex_it_is_looked_at_again_and_again(words, monkeypatch):
     monkeypatch.setattr(gate, "_futex", None)
     word = FutexWord(words, 0)
     word.wake()

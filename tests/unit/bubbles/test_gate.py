@@ -1,13 +1,10 @@
 """The gate between two processes: what is read was written whole, by one opening; closed unless its trainer says so."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,18 +24,18 @@ WAIT_SECONDS = 90.0  # for anything that takes milliseconds
 MS = 1_000_000  # nanoseconds
 
 
-def grant(bubble: int, begin: float, deadline: float, nbytes: int, after: int = 0) -> Grant:
+def grant(bubble, begin, deadline, nbytes, after=0):
     return Grant(bubble, after, begin, deadline, nbytes)
 
 
-def empty() -> np.ndarray:
+def empty():
     return np.zeros(GATE_BYTES, dtype=np.uint8)
 
 
 # what is read
 
 
-def test_a_gate_is_closed_until_it_is_opened_and_after_it_was_closed() -> None:
+def test_a_gate_is_closed_until_it_is_opened_and_after_it_was_closed():
     gate = Gate(empty())
     assert gate.read() is None
     gate.close()
@@ -51,7 +48,7 @@ def test_a_gate_is_closed_until_it_is_opened_and_after_it_was_closed() -> None:
     assert gate.read() == Opening(2, 3, 8, ((20 * MS, 21 * MS, 9),))
 
 
-def test_as_many_windows_fit_as_a_bubble_has() -> None:
+def test_as_many_windows_fit_as_a_bubble_has():
     gate = Gate(empty())
     gate.open([grant(1, i / 1e3, (i + 1) / 1e3, i) for i in range(WINDOWS)], 0, 0)
     found = gate.read()
@@ -59,7 +56,7 @@ def test_as_many_windows_fit_as_a_bubble_has() -> None:
 
 
 @given(st.integers(0, GATE_BYTES), st.integers(0, GATE_BYTES))
-def test_a_mixture_of_two_openings_is_not_read(low: int, high: int) -> None:
+def test_a_mixture_of_two_openings_is_not_read(low, high):
     """A writer that was ended, or whose stores are seen in another order: any bytes old, the others new."""
     memory, later = empty(), empty()
     for buffer, number in ((memory, 1), (later, 2)):
@@ -73,7 +70,7 @@ def test_a_mixture_of_two_openings_is_not_read(low: int, high: int) -> None:
         assert Gate(memory).read() in (before, None)
 
 
-def test_it_lies_in_a_segment_between_what_else_is_in_the_header(segment_path: Path) -> None:
+def test_it_lies_in_a_segment_between_what_else_is_in_the_header(segment_path):
     create(segment_path, Shape(64, 100, 1, 5), 3, {"model": "x" * 2900}, 4)
     segment, other = Segment(segment_path), Segment(segment_path)
     before = segment.bytes.copy()
@@ -89,8 +86,8 @@ def test_it_lies_in_a_segment_between_what_else_is_in_the_header(segment_path: P
     other.close()
 
 
-def test_a_reader_never_sees_half_an_opening_of_another_process(memory: np.ndarray, trainer: Trainer) -> None:
-    def act(tell: Connection) -> None:
+def test_a_reader_never_sees_half_an_opening_of_another_process(memory, trainer):
+    def act(tell):
         gate, number = Gate(memory), 0
         while True:  # every number of an opening follows from its first
             number += 1
@@ -117,7 +114,7 @@ def test_a_reader_never_sees_half_an_opening_of_another_process(memory: np.ndarr
 # the trainer's side: counting spans
 
 
-def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it() -> None:
+def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it():
     transfer = Transfer(0, 0, 1, 1, 230)
     first = grant(0, 0, 0.010, 100, after=-1), grant(3, 0.002, 0.020, 80, after=2)
     late = first[1]._replace(nbytes=50)
@@ -125,11 +122,11 @@ def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it(
     gate = Gate(empty())
     keeper = Gatekeeper(gate, plan)
 
-    def played(iteration: int) -> list[tuple[int, int] | None]:
+    def played(iteration):
         """(bubble, bytes) that the gate says before and after each of three spans."""
-        said: list[tuple[int, int] | None] = []
+        said = []
 
-        def look() -> None:
+        def look():
             found = gate.read()
             said.append((found.bubble, found.windows[0][2]) if found else None)
 
@@ -151,7 +148,7 @@ def test_a_trainer_that_counts_spans_opens_each_bubble_as_planned_and_closes_it(
     assert played(2) == played(0), "for what was late"
 
 
-def test_a_bubble_stays_open_while_messages_are_sent_and_waited_for_in_it() -> None:
+def test_a_bubble_stays_open_while_messages_are_sent_and_waited_for_in_it():
     plan = SenderPlan(Transfer(0, 0, 1, 1, 9), (), (grant(1, 0, 1.0, 9, after=0),), 1.0, 1.0)
     gate = Gate(empty())
     keeper = Gatekeeper(gate, plan)
@@ -165,7 +162,7 @@ def test_a_bubble_stays_open_while_messages_are_sent_and_waited_for_in_it() -> N
     assert gate.read() is None
 
 
-def test_one_that_no_bubble_carries_is_not_stopped_by_compute() -> None:
+def test_one_that_no_bubble_carries_is_not_stopped_by_compute():
     plan = SenderPlan(Transfer(0, 0, 1, 1, 9), (), (grant(1, 0, 1.0, 9, after=-1),), 1.0, 1.0)
     gate = Gate(empty())
     keeper = Gatekeeper(gate, plan, steady=True)
@@ -178,15 +175,13 @@ def test_one_that_no_bubble_carries_is_not_stopped_by_compute() -> None:
 
 
 @pytest.mark.parametrize(("shift", "used"), [(-0.06, False), (-0.04, True), (0.04, True), (0.06, False)])
-def test_a_bubble_that_begins_sooner_or_later_than_planned_is_told_of_and_lets_nothing_go(
-    shift: float, used: bool
-) -> None:
-    opened: list[int] = []
+def test_a_bubble_that_begins_sooner_or_later_than_planned_is_told_of_and_lets_nothing_go(shift, used):
+    opened = []
 
     class Watched(Gate):
         """What a reader could see at any moment."""
 
-        def open(self, grants: Sequence[Grant], iteration: int, now_ns: int) -> None:
+        def open(self, grants, iteration, now_ns):
             super().open(grants, iteration, now_ns)
             found = self.read()
             assert found is not None
@@ -204,7 +199,7 @@ def test_a_bubble_that_begins_sooner_or_later_than_planned_is_told_of_and_lets_n
     assert opened == [9 if used else 0] and gate.openings == 1
 
 
-def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left() -> None:
+def test_a_new_trainer_begins_with_a_closed_gate_whatever_the_one_before_it_left():
     memory = empty()
     Gate(memory).open([grant(1, 0, 10.0, 5)], 0, 0)
     plan = SenderPlan(Transfer(0, 0, 1, 1, 5), (), (), 0, 0)

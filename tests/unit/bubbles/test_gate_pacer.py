@@ -4,8 +4,6 @@ Trainers are real processes that are killed in the middle of what they do. Times
 clock, CLOCK_MONOTONIC, so they are compared without tolerance.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -33,17 +31,15 @@ Trainer = Callable[[Callable[[Connection], None]], AbstractContextManager[tuple[
 WAIT_SECONDS = 90.0  # for anything that takes milliseconds
 
 
-def grant(bubble: int, begin: float, deadline: float, nbytes: int, after: int = 0) -> Grant:
+def grant(bubble, begin, deadline, nbytes, after=0):
     return Grant(bubble, after, begin, deadline, nbytes)
 
 
-def empty() -> np.ndarray:
+def empty():
     return np.zeros(GATE_BYTES, dtype=np.uint8)
 
 
-def send(
-    pacer: GatePacer, stop: Stop, clock: Clock, takes: Callable[[int], float], over: tuple[Gate, int] | None = None
-) -> list[bool | None]:
+def send(pacer, stop, clock, takes, over=None):
     """Frames go until no more may: how each ended. One of so many bytes `takes` so many nanoseconds. The trainer closes
     its gate at a time, when the bubble is `over`."""
     ended = []
@@ -58,16 +54,16 @@ def send(
 class Free:
     """Lets everything go at once."""
 
-    def begins(self, nbytes: int) -> None: ...
+    def begins(self, nbytes): ...
 
-    def take(self, nbytes: int, stop: threading.Event) -> Allowance:
+    def take(self, nbytes, stop):
         return Allowance(nbytes)
 
-    def ended(self, allowed: Allowance) -> None:
+    def ended(self, allowed):
         raise AssertionError("who was not allowed by the gate is not counted there")
 
 
-def test_no_more_goes_than_was_planned_nor_than_gets_through_in_time() -> None:
+def test_no_more_goes_than_was_planned_nor_than_gets_through_in_time():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0.010, 0.020, 1000)], 0, 0)
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock), Stop(clock, 100 * MS)
@@ -78,7 +74,7 @@ def test_no_more_goes_than_was_planned_nor_than_gets_through_in_time() -> None:
     assert pacer.take(10_000, stop) == Allowance(0) and stop.is_set()
 
 
-def test_who_is_late_goes_on_in_the_next_bubble() -> None:
+def test_who_is_late_goes_on_in_the_next_bubble():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
     stop = Stop(clock, 200 * MS, {50 * MS: lambda: gate.open([grant(2, 0.001, 0.011, 2000)], 0, 50 * MS)})
@@ -94,7 +90,7 @@ def test_who_is_late_goes_on_in_the_next_bubble() -> None:
     assert pacer.filled() == [(2, second.nbytes)], "what was late was in no bubble"
 
 
-def test_what_went_in_bubbles_is_told_of_those_of_the_plan_that_stands() -> None:
+def test_what_went_in_bubbles_is_told_of_those_of_the_plan_that_stands():
     clock, gate = Clock(), Gate(empty())
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock), Stop(clock, 100_000 * MS)
     for turn, bubble in enumerate((7, 3)):
@@ -106,7 +102,7 @@ def test_what_went_in_bubbles_is_told_of_those_of_the_plan_that_stands() -> None
     assert pacer.inside_bytes == 200
 
 
-def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
+def test_what_went_in_which_bubble_is_told_of_the_fullest_ones():
     clock, gate = Clock(), Gate(empty())
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock), Stop(clock, 100_000 * MS)
     for turn in range(2):
@@ -120,7 +116,7 @@ def test_what_went_in_which_bubble_is_told_of_the_fullest_ones() -> None:
     assert pacer.inside_bytes == sum(nbytes for _, nbytes in pacer.filled())
 
 
-def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower() -> None:
+def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_get_slower():
     """100 bytes a millisecond were planned; it is a tenth, and a round trip more for each frame."""
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
@@ -144,12 +140,12 @@ def test_on_a_link_slower_than_planned_frames_end_with_their_window_and_copies_g
     assert pacer.inside_bytes - before >= 850
 
 
-def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
+def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time():
     """A bubble of 10 ms every 500, which is over before its window begins: 100 bytes a millisecond, frames of 1000."""
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, Free(), limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
 
-    def bubbles(first: int, last: int) -> list[int]:
+    def bubbles(first, last):
         """Milliseconds at which frames went."""
         went, end = [], 500 * MS * last
         opened = {500 * MS * number: lambda: gate.open([grant(1, 0.012, 0.022, 9000)], 0, clock.now)
@@ -175,7 +171,7 @@ def test_a_copy_that_meets_no_window_goes_on_in_a_trickle_of_the_time() -> None:
     assert pacer.take(1000, Stop(clock, clock.now + 60_000 * MS)) == Allowance(0), "held"
 
 
-def test_a_trickle_on_a_slow_link_goes_in_frames_that_nobody_waits_for_long() -> None:
+def test_a_trickle_on_a_slow_link_goes_in_frames_that_nobody_waits_for_long():
     """100 bytes a millisecond, and bubbles that are over before their windows begin."""
     clock, gate = Clock(), Gate(empty())
     pacer, went = GatePacer(gate, clock_ns=clock), []
@@ -190,7 +186,7 @@ def test_a_trickle_on_a_slow_link_goes_in_frames_that_nobody_waits_for_long() ->
     assert len(went) > 50 and set(went[1:]) == {100 * 16}, "of 16 ms, in a hundredth of the time"
 
 
-def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
+def test_who_waits_for_a_rare_bubble_is_not_starved():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     gate.open([grant(1, 0, 0.001, 1000)], 0, 0)
@@ -199,7 +195,7 @@ def test_who_waits_for_a_rare_bubble_is_not_starved() -> None:
     assert pacer.take(1000, stop).deadline_ns >= 30_000 * MS
 
 
-def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
+def test_one_frame_that_was_stuck_does_not_starve_a_copy():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
@@ -215,7 +211,7 @@ def test_one_frame_that_was_stuck_does_not_starve_a_copy() -> None:
 
 
 @pytest.mark.parametrize("short", [0.003, 0.006, 0.020])
-def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(short: float) -> None:
+def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(short):
     """A tenth of what was planned, and 5 ms besides for each frame. An iteration of a second has a bubble of 100 ms and
     three short ones, of which those of 20 ms can carry a frame. Then a profile is taken: nothing goes for a while."""
     clock, gate, link = Clock(), Gate(empty()), 125 / MS
@@ -244,7 +240,7 @@ def test_bubbles_in_which_nothing_can_go_do_not_make_a_slow_link_look_faster(sho
     assert min(moved[10:20] + moved[27:]) >= 0.9 * LIMITS.slow_frame_seconds * 1e9 * link, "and it is used"
 
 
-def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_was_shortened() -> None:
+def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_was_shortened():
     clock, gate, link = Clock(), Gate(empty()), 1000 / MS
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
     gate.plan(1, 1.0, 0.0)
@@ -261,18 +257,18 @@ def test_windows_of_another_plan_are_used_whole_though_a_bubble_of_that_number_w
     assert pacer.inside_bytes - before > 0.9 * 200_000
 
 
-def test_how_full_windows_were_is_told_of_those_in_which_there_was_something_to_send() -> None:
+def test_how_full_windows_were_is_told_of_those_in_which_there_was_something_to_send():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock)
 
-    def begins(at: int) -> Callable[[], None]:
+    def begins(at):
         return lambda: gate.open([grant(1, 0.001, 0.011, 1000)], 0, at * MS)
 
     opened = {at * MS: begins(at) for at in range(0, 600, 100)}
     closed = {at * MS: gate.close for at in (12, 112, 212, 306, 412, 512)}  # the fourth one before its time
     stop, went = Stop(clock, 1000 * MS, {**opened, **closed}), [0] * 6
 
-    def frame() -> None:
+    def frame():
         """Of a tenth of what a bubble may carry, in a tenth of its time."""
         allowed = pacer.take(100, stop)
         went[clock.now // (100 * MS)] += allowed.nbytes
@@ -292,7 +288,7 @@ def test_how_full_windows_were_is_told_of_those_in_which_there_was_something_to_
     assert pacer.fullness.offered == 1000 + 300 + 1000 + 1000, "of the second no more was wanted"
 
 
-def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
+def test_a_bubble_with_two_windows_is_not_used_between_them():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock), Stop(clock, 100 * MS)
@@ -300,7 +296,7 @@ def test_a_bubble_with_two_windows_is_not_used_between_them() -> None:
     assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
 
 
-def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
+def test_the_second_window_of_a_bubble_has_bytes_of_its_own():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 100), grant(1, 0.030, 0.040, 50)], 0, 0)
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock), Stop(clock, 100 * MS)
@@ -308,7 +304,7 @@ def test_the_second_window_of_a_bubble_has_bytes_of_its_own() -> None:
     assert pacer.take(1000, stop) == Allowance(50, 40 * MS) and clock.now == 30 * MS
 
 
-def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
+def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 10_000)], 0, 0)
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=300), clock_ns=clock)
@@ -318,7 +314,7 @@ def test_less_than_is_worth_a_frame_waits_unless_it_is_all_there_is() -> None:
     assert pacer.take(1000, Stop(clock, 20 * MS)).nbytes == 0
 
 
-def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled() -> None:
+def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled():
     """Each frame is kept short of the deadline by the margin: what is then left must not be too little for one more."""
     clock, gate, link = Clock(), Gate(empty()), 1000 / (100 * MS)  # bytes per nanosecond
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=600), clock_ns=clock)
@@ -331,7 +327,7 @@ def test_on_a_slow_link_less_is_worth_a_frame_and_small_windows_are_filled() -> 
         assert pacer.inside_bytes - before >= 980 and pacer.late_bytes == 0, bubble
 
 
-def test_a_window_of_less_than_is_worth_a_frame_is_taken_while_half_of_it_gets_through() -> None:
+def test_a_window_of_less_than_is_worth_a_frame_is_taken_while_half_of_it_gets_through():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=300), clock_ns=clock)
     gate.open([grant(1, 0, 0.001, 100)], 0, 0)
@@ -342,7 +338,7 @@ def test_a_window_of_less_than_is_worth_a_frame_is_taken_while_half_of_it_gets_t
     assert pacer.take(1000, Stop(clock, 40 * MS)).nbytes == 0
 
 
-def test_what_a_dead_trainer_left_open_does_not_hold_back_what_goes_by_rate() -> None:
+def test_what_a_dead_trainer_left_open_does_not_hold_back_what_goes_by_rate():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 1000)], 0, 0)
     clock.now = 50 * MS
@@ -350,7 +346,7 @@ def test_what_a_dead_trainer_left_open_does_not_hold_back_what_goes_by_rate() ->
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now == 50 * MS
 
 
-def test_a_gate_that_is_closed_early_lets_nothing_more_go() -> None:
+def test_a_gate_that_is_closed_early_lets_nothing_more_go():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 1.0, 1000)], 0, 0)
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock)
@@ -359,7 +355,7 @@ def test_a_gate_that_is_closed_early_lets_nothing_more_go() -> None:
     assert pacer.take(10, Stop(clock, 50 * MS)) == Allowance(0)
 
 
-def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is() -> None:
+def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=0.1, least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now == 0, "there is no plan yet"
@@ -370,7 +366,7 @@ def test_where_no_gate_is_opened_for_long_another_pacer_takes_over_until_one_is(
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(70) and clock.now - began > 99 * MS
 
 
-def test_who_has_lost_patience_once_goes_on_until_a_gate_is_opened() -> None:
+def test_who_has_lost_patience_once_goes_on_until_a_gate_is_opened():
     """Frames of the other pacer that take long must not each be followed by as long a wait."""
     clock, gate = Clock(), Gate(empty())
     gate.plan(1, 1.0, 0.0)
@@ -391,7 +387,7 @@ def test_who_has_lost_patience_once_goes_on_until_a_gate_is_opened() -> None:
     assert pacer.take(70, Stop(clock, clock.now + 50_000 * MS)) == Allowance(0)
 
 
-def test_where_a_plan_is_taken_back_or_never_came_nobody_waits_for_bubbles() -> None:
+def test_where_a_plan_is_taken_back_or_never_came_nobody_waits_for_bubbles():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     for _ in range(3):  # iterations are recorded: closed for a moment between them
@@ -410,7 +406,7 @@ def test_where_a_plan_is_taken_back_or_never_came_nobody_waits_for_bubbles() -> 
     assert pacer.take(70, Stop(clock, began + 9000 * MS)).nbytes == 70 and clock.now - began < 1100 * MS
 
 
-def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next_bubble() -> None:
+def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next_bubble():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)  # by a trainer before
     gate.close()
@@ -422,7 +418,7 @@ def test_who_comes_when_a_gate_is_closed_that_has_been_opened_waits_for_the_next
     assert pacer.take(70, Stop(clock, 1000 * MS, reopened)).nbytes == 60 and clock.now >= 30 * MS
 
 
-def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
+def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
@@ -437,7 +433,7 @@ def test_who_has_not_asked_for_long_waits_for_a_bubble_all_the_same() -> None:
     assert pacer.take(70, Stop(clock, clock.now + 70_000 * MS)) == Allowance(70), "its trainer opens none any more"
 
 
-def test_bubbles_may_be_further_apart_than_patience_lasts_if_iterations_are_that_long() -> None:
+def test_bubbles_may_be_further_apart_than_patience_lasts_if_iterations_are_that_long():
     clock, gate = Clock(), Gate(empty())
     gate.plan(1, 40.0, 0.0)
     pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=60.0, least_frame_bytes=1), clock_ns=clock)
@@ -449,7 +445,7 @@ def test_bubbles_may_be_further_apart_than_patience_lasts_if_iterations_are_that
     assert clock.now - began > 119_000 * MS
 
 
-def test_who_comes_where_there_is_a_plan_already_waits_for_its_bubbles() -> None:
+def test_who_comes_where_there_is_a_plan_already_waits_for_its_bubbles():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 0.010, 50)], 0, 0)
     gate.close()
@@ -458,7 +454,7 @@ def test_who_comes_where_there_is_a_plan_already_waits_for_its_bubbles() -> None
     assert pacer.take(70, Stop(clock, 1000 * MS)) == Allowance(0), "its SMP is a new one, training is not"
 
 
-def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over() -> None:
+def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_over():
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, Free(), limits=PacingLimits(patience_seconds=0.1, least_frame_bytes=1), clock_ns=clock)
     assert pacer.take(70, Stop(clock, MS)).nbytes == 70, "there is no plan yet"
@@ -472,7 +468,7 @@ def test_a_gate_that_is_held_lets_nothing_go_until_it_is_closed_or_its_time_is_o
     assert pacer.take(70, Stop(clock, clock.now + 50 * MS)).nbytes == 50
 
 
-def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() -> None:
+def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through():
     clock, memory = Clock(), empty()
     gate, pacer = (
         Gate(memory),
@@ -496,7 +492,7 @@ def test_a_trainer_sees_that_a_frame_has_begun_to_move_and_that_it_is_through() 
     assert pacer.take(70, Stop(clock, clock.now + MS)) == Allowance(0) and gate.moved == seen[-1]
 
 
-def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
+def test_what_is_through_after_the_bubble_has_ended_early_is_late():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 1.0, 100_000)], 0, 0)
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1), clock_ns=clock), Stop(clock, 100 * MS)
@@ -520,13 +516,13 @@ def test_what_is_through_after_the_bubble_has_ended_early_is_late() -> None:
         (10, 1),
     ],
 )
-def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble(carried: int, frame: float) -> None:
+def test_a_frame_is_no_longer_than_it_may_outlast_its_bubble(carried, frame):
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(1, 0, 1.0, carried)], 0, 0)
     assert GatePacer(gate, clock_ns=clock).take(10**8, Stop(clock, 2000 * MS)).nbytes == frame
 
 
-def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late() -> None:
+def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late():
     """A tenth of what was planned with: after a few frames no more is let go than gets through."""
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, limits=PacingLimits(least_frame_bytes=10), clock_ns=clock)
@@ -545,7 +541,7 @@ def test_on_a_slower_link_than_planned_less_goes_in_a_window_and_none_of_it_late
     assert pacer.inside_bytes <= 1.1 * 20 * one, "but mostly left to training's messages"
 
 
-def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_of_them() -> None:
+def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_of_them():
     """Ends of windows filled with ever smaller frames would teach that nothing gets through."""
     clock, gate, link = Clock(), Gate(empty()), 10 / MS
     pacer, frames = GatePacer(gate, limits=PacingLimits(least_frame_bytes=1000), clock_ns=clock), 0
@@ -565,7 +561,7 @@ def test_where_each_frame_takes_a_while_besides_its_bytes_a_window_goes_in_few_o
 
 @pytest.mark.parametrize("slower", [1.0, 0.9 * LIMITS.much_slower, 1.1 * LIMITS.much_slower, 10.0, 30.0])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_of_a_link_much_slower_than_planned_each_rank_takes_a_part_of_a_rate(slower: float, ranks: int) -> None:
+def test_of_a_link_much_slower_than_planned_each_rank_takes_a_part_of_a_rate(slower, ranks):
     clock, gate, link = Clock(), Gate(empty()), 10_000 / MS / slower
     pacer = GatePacer(gate, rate_duty=LARGEST_RATE_DUTY / ranks, clock_ns=clock)
     for bubble in range(12):
@@ -579,7 +575,7 @@ def test_of_a_link_much_slower_than_planned_each_rank_takes_a_part_of_a_rate(slo
     assert abs(taken - share) <= 0.1 * share + LIMITS.slow_frame_seconds / 0.5
 
 
-def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mostly_lasts() -> None:
+def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mostly_lasts():
     """100 ms by the plan, in fact 70 to 130: nobody is made to wait for a frame as often as it ends early."""
     clock, gate, drawn = Clock(), Gate(empty()), random.Random(7)
     pacer, link, waited, early = GatePacer(gate, clock_ns=clock), 1_000_000 / MS, 0, 0
@@ -595,7 +591,7 @@ def test_a_bubble_that_is_over_now_earlier_and_now_later_is_used_as_far_as_it_mo
     assert pacer.inside_bytes >= 400 * 0.7 * 0.9 * 10**8, "what is there in any case is used"
 
 
-def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
+def test_a_rate_goes_as_time_passes_and_is_in_no_bubble():
     clock, gate = Clock(), Gate(empty())
     gate.open([grant(STEADY, 0, 0.100, 1000)], 0, 0)
     pacer, stop = GatePacer(gate, limits=PacingLimits(least_frame_bytes=100), clock_ns=clock), Stop(clock, 1000 * MS)
@@ -612,7 +608,7 @@ def test_a_rate_goes_as_time_passes_and_is_in_no_bubble() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_by_a_rate_a_slow_link_is_left_to_training_half_of_the_time(ranks: int) -> None:
+def test_by_a_rate_a_slow_link_is_left_to_training_half_of_the_time(ranks):
     """10 bytes a millisecond were planned, and are all that the link carries; a node's ranks share it."""
     clock, gate, share = Clock(), Gate(empty()), LARGEST_RATE_DUTY / ranks
     gate.open([grant(STEADY, 0, 10.0, 100_000)], 0, 0)
@@ -625,11 +621,11 @@ def test_by_a_rate_a_slow_link_is_left_to_training_half_of_the_time(ranks: int) 
 
 
 @pytest.mark.parametrize("granted", [5, 30_000, 100_000, 150_000, 1_000_000])
-def test_all_that_is_granted_as_a_rate_goes_in_frames_that_a_slow_link_carries_soon(granted: int) -> None:
+def test_all_that_is_granted_as_a_rate_goes_in_frames_that_a_slow_link_carries_soon(granted):
     clock, gate, link, frames = Clock(), Gate(empty()), 500 / MS, []
     pacer = GatePacer(gate, clock_ns=clock)
 
-    def takes(nbytes: int) -> float:
+    def takes(nbytes):
         frames.append(nbytes)
         return nbytes / link
 
@@ -642,7 +638,7 @@ def test_all_that_is_granted_as_a_rate_goes_in_frames_that_a_slow_link_carries_s
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_fast_link_carries_the_rate_that_was_planned(ranks: int) -> None:
+def test_a_fast_link_carries_the_rate_that_was_planned(ranks):
     """Of 1.25 GB/s half are granted to a node's ranks; each frame takes 0.3 ms besides its bytes."""
     clock, gate = Clock(), Gate(empty())
     pacer = GatePacer(gate, rate_duty=LARGEST_RATE_DUTY / ranks, clock_ns=clock)
@@ -650,7 +646,7 @@ def test_a_fast_link_carries_the_rate_that_was_planned(ranks: int) -> None:
     gate.open([grant(STEADY, 0, 1.0, granted)], 0, 0)
     longest = []
 
-    def takes(nbytes: int) -> float:
+    def takes(nbytes):
         longest.append(0.3 * MS + nbytes / 1.25)
         return longest[-1]
 
@@ -661,7 +657,7 @@ def test_a_fast_link_carries_the_rate_that_was_planned(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_without_a_plan_half_of_any_link_is_left_to_training_but_for_what_is_sent_first(ranks: int) -> None:
+def test_without_a_plan_half_of_any_link_is_left_to_training_but_for_what_is_sent_first(ranks):
     clock, gate, link = Clock(), Gate(empty()), 10_000 / MS
     pacer = GatePacer(gate, Free(), rate_duty=LARGEST_RATE_DUTY / ranks, clock_ns=clock)
     first = pacer.take(10**5, Stop(clock, 10**12))
@@ -679,7 +675,7 @@ def test_without_a_plan_half_of_any_link_is_left_to_training_but_for_what_is_sen
 # the decision alone
 
 
-def test_the_decision_follows_from_state_opening_and_time_and_changes_nothing() -> None:
+def test_the_decision_follows_from_state_opening_and_time_and_changes_nothing():
     gate = Gate(empty())
     closed = GateSight(0, 0, 0, None)
     state = PacingState.start(PacingLimits(least_frame_bytes=10), closed, 0, has_fallback=True)
@@ -700,8 +696,8 @@ def test_the_decision_follows_from_state_opening_and_time_and_changes_nothing() 
 # two processes
 
 
-def test_what_a_dead_trainer_left_open_ends_by_its_deadline(memory: np.ndarray, trainer: Trainer) -> None:
-    def act(tell: Connection) -> None:
+def test_what_a_dead_trainer_left_open_ends_by_its_deadline(memory, trainer):
+    def act(tell):
         Gate(memory).open([grant(1, 0, 0.3, 1 << 40)], 0, time.monotonic_ns())
         tell.send(time.monotonic_ns())
         signal.pause()
@@ -712,7 +708,7 @@ def test_what_a_dead_trainer_left_open_ends_by_its_deadline(memory: np.ndarray, 
         opened = told()
         assert isinstance(opened, int)
         os.kill(pid, signal.SIGKILL)
-        deadline = gate.read().windows[0][1]  # type: ignore[union-attr]
+        deadline = gate.read().windows[0][1]
         assert opened < deadline <= opened + 300 * MS
         timer = threading.Timer((deadline - time.monotonic_ns()) / 1e9 + 0.2, stop.set)
         timer.start()
@@ -724,10 +720,10 @@ def test_what_a_dead_trainer_left_open_ends_by_its_deadline(memory: np.ndarray, 
     assert count > 0 and gate.read() is not None, "nobody has closed it"
 
 
-def test_the_pacer_of_one_process_follows_the_bubbles_of_another(memory: np.ndarray, trainer: Trainer) -> None:
+def test_the_pacer_of_one_process_follows_the_bubbles_of_another(memory, trainer):
     """Twelve bubbles of 30 ms, of which 1,000 bytes may go each: no more goes, and only while the gate is open."""
 
-    def act(tell: Connection) -> None:
+    def act(tell):
         gate = Gate(memory)
         for number in range(12):
             begin = time.monotonic_ns()
@@ -739,10 +735,10 @@ def test_the_pacer_of_one_process_follows_the_bubbles_of_another(memory: np.ndar
         tell.send(None)
 
     pacer, stop = GatePacer(Gate(memory), limits=PacingLimits(least_frame_bytes=1)), threading.Event()
-    taken: list[tuple[int, Allowance, int]] = []
+    taken = []
     with trainer(act) as (told, _):
 
-        def send() -> None:
+        def send():
             while True:
                 asked = time.monotonic_ns()
                 allowed = pacer.take(300, stop)

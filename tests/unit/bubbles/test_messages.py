@@ -1,8 +1,5 @@
 """What messages take, found again in schedules that were played with links of known speed."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,7 +15,7 @@ ONE = (tuple(range(STAGES)),)
 PLAIN = [schedule for schedule in PipelineSchedule if schedule is not PipelineSchedule.INTERLEAVED]
 
 
-def played(schedule: PipelineSchedule, latencies: Sequence[float], chunks: int = 1) -> tuple[Timeline, ...]:
+def played(schedule, latencies, chunks=1):
     pipeline = Pipeline(schedule, STAGES, MICROBATCHES, chunks)
     times = Times((0.1 / chunks,), (0.2 / chunks,), (0.1 / chunks,), links=tuple(map(PipelineLink, latencies)))
     return simulate(pipeline, times, eager=True)
@@ -27,7 +24,7 @@ def played(schedule: PipelineSchedule, latencies: Sequence[float], chunks: int =
 # not Chimera's, which no framework runs: its messages go both ways
 @pytest.mark.parametrize("schedule", [one for one in PLAIN if one is not PipelineSchedule.CHIMERA])
 @pytest.mark.parametrize("seconds", [0.002, 0.03])
-def test_what_messages_take_is_found_in_every_schedule(schedule: PipelineSchedule, seconds: float) -> None:
+def test_what_messages_take_is_found_in_every_schedule(schedule, seconds):
     found = traffic(played(schedule, [seconds]), ONE)
     assert sorted(found) == list(range(STAGES)) and all(own.received and own.sent for own in found.values())
     # DeepSpeed's stages send only when they have received, so that two may be on their way one after another
@@ -37,12 +34,12 @@ def test_what_messages_take_is_found_in_every_schedule(schedule: PipelineSchedul
             assert seconds - 1e-9 <= took <= most + 1e-9  # sums are rounded
 
 
-def test_of_an_interleaved_schedule_too_where_messages_wait_for_other_passes() -> None:
+def test_of_an_interleaved_schedule_too_where_messages_wait_for_other_passes():
     found = traffic(played(PipelineSchedule.INTERLEAVED, [0.01], 2), ONE)
     assert all(own.seconds == pytest.approx(0.01) for own in found.values())
 
 
-def test_links_are_told_apart_and_pipelines_too() -> None:
+def test_links_are_told_apart_and_pipelines_too():
     quick, slow = (
         played(PipelineSchedule.ONE_F_ONE_B, [0.001]),
         played(PipelineSchedule.ONE_F_ONE_B, [0.001, 0.03, 0.002, 0.0]),
@@ -60,7 +57,7 @@ def test_links_are_told_apart_and_pipelines_too() -> None:
     assert [*backwards] == [pytest.approx(0.002)], "from the stage behind"
 
 
-def line(rank: int, *spans: tuple[Kind, float, float, int]) -> Timeline:
+def line(rank, *spans):
     return Timeline(rank, 1.0, tuple(Span(kind, begin, end, microbatch) for kind, begin, end, microbatch in spans))
 
 
@@ -68,20 +65,20 @@ FIRST = line(0, (Kind.FORWARD, 0.0, 0.1, 0), (Kind.FORWARD, 0.1, 0.2, 1), (Kind.
 SECOND = line(1, (Kind.FORWARD, 0.104, 0.25, 0), (Kind.FORWARD, 0.25, 0.5, 1), (Kind.FORWARD, 0.6, 0.9, 2))
 
 
-def test_what_nobody_has_waited_for_takes_as_long_as_others_on_its_way_and_all_as_the_median_of_them() -> None:
+def test_what_nobody_has_waited_for_takes_as_long_as_others_on_its_way_and_all_as_the_median_of_them():
     found = traffic((FIRST, SECOND), ((0, 1),))
     assert found[1].received == {0: pytest.approx(0.052), 2: pytest.approx(0.052)}, "4 and 100 ms"
     assert found[0].sent == {span: pytest.approx(0.052) for span in range(3)}
     assert found[1].sent == found[0].received == {}, "what was received in no pass of this rank is not known"
 
 
-def test_what_would_have_come_before_it_was_sent_took_no_time_and_who_is_alone_has_no_messages() -> None:
+def test_what_would_have_come_before_it_was_sent_took_no_time_and_who_is_alone_has_no_messages():
     assert traffic((FIRST, line(1, (Kind.FORWARD, 0.05, 0.15, 0))), ((0, 1),))[1].received == {0: 0.0}
     assert traffic((FIRST,), ((0,),)) == {0: Traffic()}
     assert traffic((FIRST,), ()) == {}
 
 
-def test_a_bubble_is_left_free_where_no_message_is_under_way() -> None:
+def test_a_bubble_is_left_free_where_no_message_is_under_way():
     spans = [(Kind.FORWARD, 0.1, 0.2, 0), (Kind.FORWARD, 0.5, 0.6, 1), (Kind.REDUCE, 0.7, 0.8, -1)]
     timeline = line(0, *spans)
     idle = bubbles(timeline)

@@ -1,7 +1,5 @@
 """A copy that its bubbles did not carry in the planned iterations goes on at a rate, by a clock of its own."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -24,9 +22,7 @@ COPY, PER_MS = 200_000, 1000  # bytes, and those that the link carries in a mill
 class LateBubbles:
     """A trainer whose bubbles are over before their windows begin, and a sender of one copy after the other."""
 
-    def __init__(
-        self, iterations: int, window_bytes: int = 10 * PER_MS, latency_ms: int = 0, rate_duty: float = 0.5
-    ) -> None:
+    def __init__(self, iterations, window_bytes=10 * PER_MS, latency_ms=0, rate_duty=0.5):
         """A frame takes `latency_ms` besides its bytes."""
         self.latency_ms = latency_ms
         self.clock, self.gate = Clock(), Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
@@ -37,7 +33,7 @@ class LateBubbles:
         closed = {at + 10 * MS: self.gate.close for at in opened}
         self.stop = Stop(self.clock, iterations * PERIOD, {**opened, **closed})
 
-    def send(self, nbytes: int) -> list[tuple[int, int]]:
+    def send(self, nbytes):
         """Send a copy. When each frame began and ended, in milliseconds."""
         went = []
         self.pacer.begins(nbytes)
@@ -51,7 +47,7 @@ class LateBubbles:
         return went
 
 
-def overdue_copy() -> LateBubbles:
+def overdue_copy():
     """One of which nothing has gone, half a second after it was due."""
     late = LateBubbles(0)
     late.pacer.begins(COPY)
@@ -62,12 +58,12 @@ def overdue_copy() -> LateBubbles:
     return late
 
 
-def part_of_the_time(went: list[tuple[int, int]]) -> float:
+def part_of_the_time(went):
     """In which frames were under way, each with the rest after it; without the last one, which has none."""
     return sum(ended - began for began, ended in went[:-1]) / (went[-1][0] - went[0][0])
 
 
-def test_what_bubbles_did_not_carry_in_time_is_through_at_two_and_a_half_times_the_plan() -> None:
+def test_what_bubbles_did_not_carry_in_time_is_through_at_two_and_a_half_times_the_plan():
     late = LateBubbles(40)
     for begin in (0, 20_000):
         late.clock.now = begin * MS
@@ -79,7 +75,7 @@ def test_what_bubbles_did_not_carry_in_time_is_through_at_two_and_a_half_times_t
         assert max(later[0] - sooner[1] for sooner, later in pairwise(went)) < 400, "evenly, without bursts"
 
 
-def test_a_copy_whose_bubbles_are_never_opened_is_overdue_at_the_same_time() -> None:
+def test_a_copy_whose_bubbles_are_never_opened_is_overdue_at_the_same_time():
     """On a busy machine each bubble may begin at another time than planned. Its trainer opens none of them then."""
     late = LateBubbles(0)
     late.stop = Stop(late.clock, 40 * PERIOD)
@@ -90,7 +86,7 @@ def test_a_copy_whose_bubbles_are_never_opened_is_overdue_at_the_same_time() -> 
         assert late.pacer.rate_bytes == COPY * (1 + begin // 20_000)
 
 
-def test_an_overdue_copy_of_a_steady_rate_goes_as_any_other_and_at_no_other_rate() -> None:
+def test_an_overdue_copy_of_a_steady_rate_goes_as_any_other_and_at_no_other_rate():
     """Four ranks share the link, and a frame takes long whatever its bytes: the granted rate carries little."""
     late = LateBubbles(0, latency_ms=100, rate_duty=0.125)
     steady = Grant(STEADY, -1, 0.0, PERIOD / 1e9, COPY // PLANNED)
@@ -102,7 +98,7 @@ def test_an_overdue_copy_of_a_steady_rate_goes_as_any_other_and_at_no_other_rate
         assert late.send(COPY)[-1][1] - began < times * PLANNED * 1000
 
 
-def test_a_copy_that_waited_for_a_plan_has_all_of_its_iterations() -> None:
+def test_a_copy_that_waited_for_a_plan_has_all_of_its_iterations():
     late = LateBubbles(0)
     late.pacer.begins(COPY)
     late.clock.now = 60_000 * MS
@@ -111,7 +107,7 @@ def test_a_copy_that_waited_for_a_plan_has_all_of_its_iterations() -> None:
     assert late.pacer.take(COPY, Stop(late.clock, 63_100 * MS)).nbytes
 
 
-def test_a_plan_that_replaces_another_does_not_postpone_what_is_overdue() -> None:
+def test_a_plan_that_replaces_another_does_not_postpone_what_is_overdue():
     """On a busy machine a job may plan again and again, each time sooner than a copy becomes overdue."""
     late = LateBubbles(0)
     late.pacer.begins(COPY)
@@ -121,28 +117,28 @@ def test_a_plan_that_replaces_another_does_not_postpone_what_is_overdue() -> Non
     assert late.pacer.take(COPY, Stop(late.clock, 3100 * MS)).nbytes
 
 
-def test_more_than_fits_in_that_time_takes_its_part_of_the_link_and_no_more() -> None:
+def test_more_than_fits_in_that_time_takes_its_part_of_the_link_and_no_more():
     late = LateBubbles(40)
     went = late.send(20 * COPY)
     assert 0.4 < part_of_the_time(went) <= 0.5
     assert went[-1][1] > 5000
 
 
-def test_of_a_link_much_slower_than_planned_an_overdue_copy_takes_an_eighth() -> None:
+def test_of_a_link_much_slower_than_planned_an_overdue_copy_takes_an_eighth():
     late = LateBubbles(120, window_bytes=10 * 10 * PER_MS)
     went = late.send(20 * COPY)
     assert went[0][0] > 3000
     assert 0.1 < part_of_the_time(went) <= 0.125
 
 
-def test_the_end_of_a_small_copy_does_not_pass_a_slow_link_for_a_busy_machine() -> None:
+def test_the_end_of_a_small_copy_does_not_pass_a_slow_link_for_a_busy_machine():
     late = LateBubbles(120, window_bytes=10 * 10 * PER_MS, latency_ms=1)
     late.send(1)
     # a frame takes 16 ms, of which 1 ms is none of the link's
     assert part_of_the_time(late.send(20 * COPY)) <= 0.125 * 16 / 15
 
 
-def test_frames_of_an_overdue_copy_go_one_at_a_time_whichever_lane_they_are_of() -> None:
+def test_frames_of_an_overdue_copy_go_one_at_a_time_whichever_lane_they_are_of():
     late = overdue_copy()
     first = late.pacer.take(COPY, Stop(late.clock, 3600 * MS))
     assert first.nbytes and not late.pacer.take(COPY, Stop(late.clock, 3700 * MS)).nbytes
@@ -150,14 +146,14 @@ def test_frames_of_an_overdue_copy_go_one_at_a_time_whichever_lane_they_are_of()
     assert late.pacer.take(COPY, Stop(late.clock, 9000 * MS)).nbytes
 
 
-def test_on_a_fast_link_too_frames_are_compared_that_one_payload_can_carry() -> None:
+def test_on_a_fast_link_too_frames_are_compared_that_one_payload_can_carry():
     assert LIMITS.payload_bytes == PAYLOAD_LIMIT
     state = PacingState.start(LIMITS, GateSight(0, 0, 0, None), 0)
     state.window_rate = 10.0  # GB/s
     assert state.largest_frame() == PAYLOAD_LIMIT and state.overdue_bytes() == PAYLOAD_LIMIT // GROWTH
 
 
-def test_where_a_frame_takes_long_whatever_its_bytes_an_overdue_copy_goes_in_few_of_them() -> None:
+def test_where_a_frame_takes_long_whatever_its_bytes_an_overdue_copy_goes_in_few_of_them():
     """As on a machine whose ranks share cores: a tenth of a second for each frame, and four ranks share the link."""
     late = LateBubbles(400, latency_ms=100, rate_duty=0.125)
     late.send(COPY)  # the first one finds how large a frame may be
@@ -169,7 +165,7 @@ def test_where_a_frame_takes_long_whatever_its_bytes_an_overdue_copy_goes_in_few
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_while_the_gate_is_held_an_overdue_copy_waits(held: bool) -> None:
+def test_while_the_gate_is_held_an_overdue_copy_waits(held):
     late = overdue_copy()
     if held:
         late.gate.hold(600.0, late.clock.now)
@@ -177,14 +173,14 @@ def test_while_the_gate_is_held_an_overdue_copy_waits(held: bool) -> None:
     assert bool(allowed.nbytes) is not held
 
 
-def test_a_copy_without_a_plan_is_never_overdue() -> None:
+def test_a_copy_without_a_plan_is_never_overdue():
     late = LateBubbles(0)
     late.pacer.begins(COPY)
     late.gate.plan(0, 0.0, 0.0)
     assert not late.pacer.take(COPY, Stop(late.clock, 60_000 * MS)).nbytes
 
 
-def test_larger_frames_are_kept_only_while_they_take_hardly_longer() -> None:
+def test_larger_frames_are_kept_only_while_they_take_hardly_longer():
     limits, usual, most = LIMITS, 1000, 16_000
     busy = OverdueFrames()
     assert busy.size(usual, most) == 4000
@@ -206,7 +202,7 @@ def test_larger_frames_are_kept_only_while_they_take_hardly_longer() -> None:
     assert slow.size(usual, most) == 4000, "it may have become faster"
 
 
-def judged(*frames: tuple[int, int]) -> PacingState:
+def judged(*frames):
     """After frames of (bytes, ms) of a copy that is overdue, on a link that is planned to carry PER_MS."""
     sight = GateSight(1, PLANNED, PERIOD, None, 1000 * PER_MS)
     state = PacingState.start(LIMITS, sight, 0)
@@ -218,7 +214,7 @@ def judged(*frames: tuple[int, int]) -> PacingState:
     return state
 
 
-def test_two_frames_that_were_stuck_do_not_pass_a_busy_machine_for_a_slow_link_where_another_was_quick() -> None:
+def test_two_frames_that_were_stuck_do_not_pass_a_busy_machine_for_a_slow_link_where_another_was_quick():
     most = 16 * PER_MS
     stuck = (most // GROWTH, 200), (most, 750)
     assert judged(*stuck).overdue_bytes() < most // GROWTH, "as on a slow link"

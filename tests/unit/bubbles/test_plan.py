@@ -4,11 +4,8 @@ What is planned is checked by arithmetic of its own: grants against bubbles and 
 to be through between any two moments. Schedules are real ones (1F1B, interleaved, DeepSpeed's, GPipe), played in order.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from random import Random
@@ -19,45 +16,41 @@ from hypothesis import strategies as st
 
 from ft_plugins.bubbles.bubble_plan import (
     LARGEST_RATE_DUTY,
-    BubblePlan,
-    SenderPlan,
     plan_bubbles,
     rate_duties,
 )
-from ft_plugins.bubbles.filling import Grant, Granularity, Transfer, transfers_of
+from ft_plugins.bubbles.filling import Granularity, Transfer, transfers_of
 from ft_plugins.bubbles.windows import Reserve
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Bubble, Kind, SenderFacts, Span, Timeline
 from ft_plugins.redundancy.neighbour import plan_neighbours
 from harness.operations import instructions
 
-Op = tuple[str, int, int]  # F or B, microbatch, virtual stage
-
 # schedules: in which order each rank computes what
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> list[list[Op]]:
+def one_f_one_b(ranks, microbatches):
     orders = []
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, microbatches)
-        ops: list[Op] = [("F", i, rank) for i in range(ahead)]
+        ops = [("F", i, rank) for i in range(ahead)]
         for i in range(microbatches - ahead):
             ops += [("F", ahead + i, rank), ("B", i, rank)]
         orders.append(ops + [("B", i, rank) for i in range(microbatches - ahead, microbatches)])
     return orders
 
 
-def gpipe(ranks: int, microbatches: int) -> list[list[Op]]:
+def gpipe(ranks, microbatches):
     return [[(kind, i, rank) for kind in "FB" for i in range(microbatches)] for rank in range(ranks)]
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> list[list[Op]]:
+def interleaved(ranks, microbatches, chunks=2):
     """Megatron's, for microbatches in multiples of the ranks."""
     orders = []
     total = microbatches * chunks
     for rank in range(ranks):
 
-        def op(kind: str, number: int, rank: int = rank) -> Op:
+        def op(kind, number, rank=rank):
             turn, place = divmod(number, ranks * chunks)
             chunk = place // ranks if kind == "F" else chunks - 1 - place // ranks
             return kind, turn * ranks + place % ranks, chunk * ranks + rank
@@ -70,11 +63,11 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> list[list[Op]
     return orders
 
 
-def deepspeed(ranks: int, microbatches: int) -> list[list[Op]]:
+def deepspeed(ranks, microbatches):
     """`TrainSchedule.steps`: steps in which even and odd stages take turns."""
-    orders: list[list[Op]] = []
+    orders = []
     for rank in range(ranks):
-        ops: list[Op] = []
+        ops = []
         for step in range(2 * (microbatches + ranks - 1)):
             if step % 2 == rank % 2:
                 kind, number = "F", step // 2 - rank // 2
@@ -88,12 +81,12 @@ def deepspeed(ranks: int, microbatches: int) -> list[list[Op]]:
     return orders
 
 
-def played(orders: list[list[Op]], jitter: float = 0.3, seed: int = 1) -> dict[int, Timeline]:
+def played(orders, jitter=0.3, seed=1):
     """The timelines: forward 10 ms, backward 20 ms and up to so much more, each waiting for what it needs."""
     random, last = Random(seed), max(op[2] for ops in orders for op in ops)
-    done: dict[Op, float] = {}
+    done = {}
     clock, at = [0.0] * len(orders), [0] * len(orders)
-    spans: list[list[Span]] = [[] for _ in orders]
+    spans = [[] for _ in orders]
     while any(place < len(ops) for place, ops in zip(at, orders, strict=True)):
         before = sum(at)
         for rank, ops in enumerate(orders):
@@ -115,9 +108,9 @@ def played(orders: list[list[Op]], jitter: float = 0.3, seed: int = 1) -> dict[i
     return {rank: Timeline(rank, max(clock), tuple(those)) for rank, those in enumerate(spans)}
 
 
-def bubbles_of(timeline: Timeline) -> tuple[Bubble, ...]:
+def bubbles_of(timeline):
     """All time between compute spans."""
-    found: list[Bubble] = []
+    found = []
     end = 0.0
     for number, span in enumerate([*timeline.spans, Span(Kind.UPDATE, timeline.seconds, timeline.seconds)]):
         if span.begin > end:
@@ -126,7 +119,7 @@ def bubbles_of(timeline: Timeline) -> tuple[Bubble, ...]:
     return tuple(found)
 
 
-def around(bubbles: Mapping[int, Sequence[Bubble]], seconds: float) -> dict[int, Timeline]:
+def around(bubbles, seconds):
     """Timelines whose spans end where those bubbles begin."""
     found = {}
     for rank, those in bubbles.items():
@@ -138,7 +131,7 @@ def around(bubbles: Mapping[int, Sequence[Bubble]], seconds: float) -> dict[int,
     return found
 
 
-def ring(ranks: int, nbytes: int, per_node: int = 1, layers: int = 0) -> list[Transfer]:
+def ring(ranks, nbytes, per_node=1, layers=0):
     """Each stage sends to the nearest earlier one on another node."""
     found = []
     for rank in range(ranks):
@@ -152,7 +145,7 @@ def ring(ranks: int, nbytes: int, per_node: int = 1, layers: int = 0) -> list[Tr
 # what holds for every plan
 
 
-def inside(grant: Grant, edge: float, sender: Sequence[Bubble], receiver: Sequence[Bubble], reserve: Reserve) -> bool:
+def inside(grant, edge, sender, receiver, reserve):
     """Whether a grant, counted from `edge`, lies in a bubble of each, out of what is reserved. Rounding: 1e-9 s."""
     (own,) = (bubble for bubble in sender if bubble.index == grant.bubble)
     begin, end = edge + grant.begin, edge + grant.deadline
@@ -163,7 +156,7 @@ def inside(grant: Grant, edge: float, sender: Sequence[Bubble], receiver: Sequen
     )
 
 
-def turns_of(plan: BubblePlan) -> Iterator[dict[int, tuple[Grant, ...]]]:
+def turns_of(plan):
     """By iteration what each sender is granted; what every iteration offers, last."""
     for number in range(plan.iterations):
         yield {
@@ -173,13 +166,13 @@ def turns_of(plan: BubblePlan) -> Iterator[dict[int, tuple[Grant, ...]]]:
 
 
 def check(
-    plan: BubblePlan,
-    transfers: Sequence[Transfer],
-    timelines: Mapping[int, Timeline],
-    bubbles: Mapping[int, Sequence[Bubble]],
-    speed: float | Mapping[int, float],
-    reserve: Reserve,
-) -> None:
+    plan,
+    transfers,
+    timelines,
+    bubbles,
+    speed,
+    reserve,
+):
     """Every byte once; no grant out of a shared window; no link carries more than it can between any two moments."""
     assert [one.transfer for one in plan.senders] == list(transfers)
     of = {one.sender: one for one in transfers}
@@ -188,7 +181,7 @@ def check(
         assert granted == (0 if one.reason else one.transfer.nbytes)
         assert len(one.iterations) <= plan.iterations
     for turn in turns_of(plan):
-        links: dict[tuple[str, int], list[tuple[float, float, int]]] = defaultdict(list)
+        links = defaultdict(list)
         for sender, grants in turn.items():
             for grant in grants:
                 edge = timelines[sender].spans[grant.after].end if grant.after >= 0 else 0.0
@@ -215,9 +208,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("granularity", Granularity)
 @pytest.mark.parametrize("per_node", [1, 2])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_byte_of_a_real_schedule_goes_out_in_a_shared_bubble(
-    name: str, per_node: int, granularity: Granularity
-) -> None:
+def test_every_byte_of_a_real_schedule_goes_out_in_a_shared_bubble(name, per_node, granularity):
     timelines = played(SCHEDULES[name])
     bubbles = {rank: bubbles_of(timeline) for rank, timeline in timelines.items()}
     transfers, reserve = ring(4, 4_000_000, per_node, 12), Reserve(0.001, 0.0005)
@@ -239,7 +230,7 @@ def test_every_byte_of_a_real_schedule_goes_out_in_a_shared_bubble(
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[Transfer], dict[int, tuple[Bubble, ...]], dict[int, float]]:
+def jobs(draw):
     """Up to 5 ranks anywhere on up to 3 nodes, idle at random, each with something to send to another node's."""
     count = draw(st.integers(2, 5))
     nodes = [0, 1, *draw(st.lists(st.integers(0, 2), min_size=count - 2, max_size=count - 2))]
@@ -259,11 +250,11 @@ def jobs(draw: st.DrawFn) -> tuple[list[Transfer], dict[int, tuple[Bubble, ...]]
 @settings(max_examples=300)
 @given(jobs(), st.sampled_from(Granularity), st.sampled_from([0, 0.5, 1]), st.sampled_from([0, 4.25, 40]))
 def test_whatever_the_bubbles_every_byte_is_planned_once_or_refused_with_a_reason(
-    job: tuple[list[Transfer], dict[int, tuple[Bubble, ...]], dict[int, float]],
-    granularity: Granularity,
-    kept: float,
-    ready: float,
-) -> None:
+    job,
+    granularity,
+    kept,
+    ready,
+):
     transfers, bubbles, speed = job
     timelines = around(bubbles, 30.0)
     reserve = Reserve(kept, kept / 2)
@@ -288,18 +279,16 @@ def test_whatever_the_bubbles_every_byte_is_planned_once_or_refused_with_a_reaso
     st.integers(1, 90),
     st.integers(0, 3),
 )
-def test_a_single_sender_takes_as_many_iterations_as_counting_ticks_says(
-    own: list[tuple[int, int]], other: list[tuple[int, int]], need: int, kept: int
-) -> None:
+def test_a_single_sender_takes_as_many_iterations_as_counting_ticks_says(own, other, need, kept):
     """A byte a second, bubbles of whole seconds; two ranks that are idle where the lists say."""
 
-    def idle(pairs: list[tuple[int, int]]) -> tuple[Bubble, ...]:
+    def idle(pairs):
         ticks = {at for low, high in pairs for at in range(low, high)}
         begins = sorted(at for at in ticks if at - 1 not in ticks)
         ends = sorted(at + 1 for at in ticks if at + 1 not in ticks)
         return tuple(Bubble(i, float(b), float(e), i) for i, (b, e) in enumerate(zip(begins, ends, strict=True)))
 
-    def left(bubbles: Sequence[Bubble]) -> set[int]:
+    def left(bubbles):
         return {at for b in bubbles for at in range(int(b.begin) + kept, int(b.end) - kept)}
 
     bubbles = {0: idle(own), 1: idle(other)}
@@ -311,7 +300,7 @@ def test_a_single_sender_takes_as_many_iterations_as_counting_ticks_says(
     assert plan.iterations == (ceil(need / shared) if not sender.reason else ceil(need / (LARGEST_RATE_DUTY * 20)))
 
 
-def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that() -> None:
+def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that():
     """A host is at the end of a span before its device is; windows are the device's."""
     spans = (Span(Kind.FORWARD, 0.0, 2.0), Span(Kind.BACKWARD, 6.0, 8.0))
     usual = {rank: Timeline(rank, 8.0, spans) for rank in range(2)}
@@ -326,7 +315,7 @@ def test_where_the_host_is_ahead_of_its_device_grants_are_later_by_that() -> Non
 
 
 @pytest.mark.parametrize(("left", "carried"), [(4.0, 300), (2.0, 100), (0.5, 0)])
-def test_a_bubble_is_over_when_the_host_tells_of_what_comes_next(left: float, carried: int) -> None:
+def test_a_bubble_is_over_when_the_host_tells_of_what_comes_next(left, carried):
     """Then the gate is closed: the device may still be idle, or has not even begun to be."""
     spans = (Span(Kind.FORWARD, 0.0, 2.0), Span(Kind.RECV, 2.0, 6.0), Span(Kind.BACKWARD, 6.0, 8.0))
     leads = (0.0, 0.0, 0.0, 1.5, 1.5, 1.5, 4.0 - left, 0.0)
@@ -340,7 +329,7 @@ def test_a_bubble_is_over_when_the_host_tells_of_what_comes_next(left: float, ca
     assert "runs ahead of its device" in other.reason and other.bytes_per_second > 0
 
 
-def test_of_three_that_share_a_link_none_is_crowded_out_of_its_only_bubble() -> None:
+def test_of_three_that_share_a_link_none_is_crowded_out_of_its_only_bubble():
     """Any plan that lets the first two take what they like in the first second needs another iteration."""
     bubbles = {rank: tuple(Bubble(i, t, t + 1.0, i) for i, t in enumerate(times))
                for rank, times in enumerate([(0.0, 1.0), (0.0, 2.0), (1.0,), (0.0, 1.0, 2.0)])}  # fmt: skip
@@ -351,7 +340,7 @@ def test_of_three_that_share_a_link_none_is_crowded_out_of_its_only_bubble() -> 
     check(plan, transfers, timelines, bubbles, 1000.0, Reserve(0, 0))
 
 
-def test_one_with_a_longer_window_begins_when_the_one_with_the_short_window_is_through() -> None:
+def test_one_with_a_longer_window_begins_when_the_one_with_the_short_window_is_through():
     bubbles = {0: (Bubble(0, 0.0, 10.0, -1),), 1: (Bubble(0, 0.0, 5.0, -1),), 2: (Bubble(0, 0.0, 10.0, -1),)}
     transfers = [Transfer(rank, 0, 2, 1, 500) for rank in range(2)]
     plan = plan_bubbles(transfers, around(bubbles, 10.0), bubbles, 100.0, Reserve(0, 0))
@@ -359,7 +348,7 @@ def test_one_with_a_longer_window_begins_when_the_one_with_the_short_window_is_t
     assert grants == [[(5.0, 10.0, 500)], [(0.0, 5.0, 500)]] and plan.iterations == 1
 
 
-def test_a_node_that_receives_from_two_gives_each_its_part_of_the_link() -> None:
+def test_a_node_that_receives_from_two_gives_each_its_part_of_the_link():
     bubbles = {rank: (Bubble(0, 0.0, 10.0, -1),) for rank in range(3)}
     transfers = [Transfer(0, 0, 2, 2, 3000), Transfer(1, 1, 2, 2, 1000)]
     timelines = around(bubbles, 10.0)
@@ -367,7 +356,7 @@ def test_a_node_that_receives_from_two_gives_each_its_part_of_the_link() -> None
     assert [sender.every[0].nbytes for sender in plan.senders] == [1500, 500] and plan.iterations == 2
 
 
-def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_there_are_no_others() -> None:
+def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_there_are_no_others():
     """Of four senders each has a quarter of the link, and of two windows one carries 50 bytes for each, one 200."""
     bubbles = {rank: (Bubble(0, 0.0, 2.0, -1), Bubble(1, 4.0, 12.0, 3)) for rank in range(5)}
     transfers = [Transfer(rank, 0, 4, 1, 1000) for rank in range(4)]
@@ -382,7 +371,7 @@ def test_a_window_that_carries_less_than_is_worth_a_frame_is_left_alone_unless_t
 # grants, and the trainer that counts spans
 
 
-def planned(ready: float = 0.0, need: int = 250) -> tuple[BubblePlan, SenderPlan]:
+def planned(ready=0.0, need=250):
     own = (Bubble(0, 1.0, 2.0, 0), Bubble(1, 4.0, 6.0, 5))
     bubbles = {0: own, 1: (Bubble(0, 0.0, 4.5, 0), Bubble(1, 5.0, 9.0, 1))}
     timelines = around(bubbles, 10.0)
@@ -390,7 +379,7 @@ def planned(ready: float = 0.0, need: int = 250) -> tuple[BubblePlan, SenderPlan
     return plan, plan.senders[0]
 
 
-def test_a_bubble_in_which_the_receiver_computes_has_two_grants_and_counts_from_its_begin() -> None:
+def test_a_bubble_in_which_the_receiver_computes_has_two_grants_and_counts_from_its_begin():
     _, sender = planned()
     first, second, third = sender.grants_after(0, 0) + sender.grants_after(0, 5)
     assert (first.bubble, first.begin, first.deadline, first.nbytes) == pytest.approx((0, 0.1, 0.9, 80))
@@ -399,7 +388,7 @@ def test_a_bubble_in_which_the_receiver_computes_has_two_grants_and_counts_from_
     assert sender.grants_after(0, 3) == ()
 
 
-def test_a_bubble_behind_a_reduction_counts_from_the_span_before_the_reduction() -> None:
+def test_a_bubble_behind_a_reduction_counts_from_the_span_before_the_reduction():
     """Both bubbles begin after the same compute span: its end is what a trainer can tell."""
     bubbles = {0: (Bubble(0, 1.0, 2.0, 0), Bubble(1, 5.0, 6.0, 0)), 1: (Bubble(0, 0.0, 9.0, -1),)}
     plan = plan_bubbles([Transfer(0, 0, 1, 1, 150)], around(bubbles, 10.0), bubbles, 100.0, Reserve(0, 0))
@@ -407,20 +396,20 @@ def test_a_bubble_behind_a_reduction_counts_from_the_span_before_the_reduction()
     assert found == [(0, 0.0, 1.0), (1, 4.0, 5.0)]
 
 
-def test_what_is_left_goes_in_the_next_iteration_and_after_that_all_bubbles_are_open_for_what_was_late() -> None:
+def test_what_is_left_goes_in_the_next_iteration_and_after_that_all_bubbles_are_open_for_what_was_late():
     plan, sender = planned()
     assert plan.iterations == 2
     assert [[grant.nbytes for grant in turn] for turn in sender.iterations] == [[80, 30, 80], [60]]
     assert sender.grants_after(1, 5) == () and sender.grants_after(2, 5) == sender.grants_after(0, 5)
 
 
-def test_nothing_is_planned_before_the_version_is_there() -> None:
+def test_nothing_is_planned_before_the_version_is_there():
     plan, sender = planned(ready=5.5)
     assert [[grant.nbytes for grant in turn] for turn in sender.iterations] == [[40], [80, 30, 80], [20]]
     assert plan.iterations == 3
 
 
-def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> None:
+def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it():
     neighbours = plan_neighbours(["a", "a", "b", "b"], [(0, 2), (1, 3)], [100, 70, 50, 20])
     assert transfers_of(neighbours.copies)[:2] == (Transfer(0, 0, 2, 1, 100), Transfer(1, 0, 3, 1, 70))
     facts = {rank: SenderFacts(extra_bytes=rank + 1) for rank in range(3)}
@@ -428,8 +417,8 @@ def test_what_is_sent_is_what_the_neighbours_keep_and_what_goes_beside_it() -> N
     assert transfers_of(neighbours.copies[2:], facts)[0] == Transfer(2, 1, 0, 0, 53)
 
 
-def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it() -> None:
-    def layers(nbytes: list[int], *senders: tuple[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it():
+    def layers(nbytes, *senders):
         """Of two ranks: what goes beside the slot of each, and its layers."""
         facts = {rank: SenderFacts(extra_bytes=extra, layers=known) for rank, (extra, known) in enumerate(senders)}
         return [one.layers for one in transfers_of(plan_neighbours(["a", "b"], [(0, 1)], nbytes).copies, facts)]
@@ -440,7 +429,7 @@ def test_what_goes_beside_a_slot_is_planned_like_a_layer_of_it() -> None:
 
 
 @pytest.mark.parametrize("granularity", Granularity)
-def test_by_layers_a_bubble_is_open_for_as_much_as_whole_layers_have(granularity: Granularity) -> None:
+def test_by_layers_a_bubble_is_open_for_as_much_as_whole_layers_have(granularity):
     """100 bytes fit into each iteration's only bubble, layers have 60, 60 and 30."""
     bubbles = {rank: (Bubble(0, 0.0, 1.0, -1),) for rank in range(2)}
     transfer = Transfer(0, 0, 1, 1, 150, (60, 60, 30))
@@ -455,7 +444,7 @@ def test_by_layers_a_bubble_is_open_for_as_much_as_whole_layers_have(granularity
 # fallbacks, refusals
 
 
-def test_a_schedule_without_bubbles_says_so_and_is_paced_by_a_rate() -> None:
+def test_a_schedule_without_bubbles_says_so_and_is_paced_by_a_rate():
     timelines = {rank: Timeline(rank, 2.0, (Span(Kind.FORWARD, 0, 2),)) for rank in range(2)}
     plan = plan_bubbles([Transfer(0, 0, 1, 1, 1000)], timelines, {0: (), 1: ()}, 1e4, Reserve(0, 0))
     assert plan.senders[0].reason == "its schedule has no bubbles" and plan.paced_by_rate == plan.senders
@@ -464,7 +453,7 @@ def test_a_schedule_without_bubbles_says_so_and_is_paced_by_a_rate() -> None:
     assert "rank 0 is paced by a rate, 500 bytes/s: its schedule has no bubbles" in plan.table()
 
 
-def test_one_that_cannot_keep_up_goes_by_a_rate_and_the_others_by_bubbles() -> None:
+def test_one_that_cannot_keep_up_goes_by_a_rate_and_the_others_by_bubbles():
     bubbles = {0: (Bubble(0, 0.0, 1.0, -1),), 1: (Bubble(0, 0.5, 1.0, 2),), 2: (Bubble(0, 5.0, 6.0, 2),)}
     timelines = around(bubbles, 10.0)
     transfers = [Transfer(0, 0, 1, 1, 90), Transfer(1, 1, 2, 2, 10), Transfer(2, 2, 2, 0, 100_000)]
@@ -476,7 +465,7 @@ def test_one_that_cannot_keep_up_goes_by_a_rate_and_the_others_by_bubbles() -> N
     ]
 
 
-def test_what_cannot_be_planned_is_refused_in_words() -> None:
+def test_what_cannot_be_planned_is_refused_in_words():
     timelines, bubbles = {0: Timeline(0, 1.0, ()), 1: Timeline(1, 1.0, ())}, {0: (), 1: ()}
     one = Transfer(0, 0, 1, 1, 10)
     with pytest.raises(ConfigError, match="nothing to send"):
@@ -496,14 +485,12 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
 
 @pytest.mark.parametrize("granularity", Granularity)
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
-def test_many_stages_microbatches_and_layers_are_planned_in_steps_of_their_number(
-    granularity: Granularity, jitter: float
-) -> None:
-    def steps(stages: int, microbatches: int, layers: int) -> int:
+def test_many_stages_microbatches_and_layers_are_planned_in_steps_of_their_number(granularity, jitter):
+    def steps(stages, microbatches, layers):
         timelines = played(one_f_one_b(stages, microbatches), jitter)
         bubbles = {rank: bubbles_of(timeline) for rank, timeline in timelines.items()}
         transfers, reserve = ring(stages, 1 << 30, 1, layers), Reserve(*[(1 << 20) / 1.25e9] * 2)
-        plans: list[BubblePlan] = []
+        plans = []
         count = instructions(
             lambda: plans.append(plan_bubbles(transfers, timelines, bubbles, 1.25e9, reserve, granularity))
         )
@@ -516,7 +503,7 @@ def test_many_stages_microbatches_and_layers_are_planned_in_steps_of_their_numbe
     assert steps(16, 256, 48) < 2.5 * steps(16, 128, 48)
 
 
-def test_the_table_says_who_sends_what_when() -> None:
+def test_the_table_says_who_sends_what_when():
     plan, _ = planned()
     assert plan.table().splitlines() == [
         "a version every 2 iteration(s) of 10.000 s, bubbles filled by bytes (100.0% by bytes)",
@@ -525,7 +512,7 @@ def test_the_table_says_who_sends_what_when() -> None:
     ]
 
 
-def test_what_goes_by_a_rate_from_one_node_never_takes_more_than_its_part_of_the_time() -> None:
+def test_what_goes_by_a_rate_from_one_node_never_takes_more_than_its_part_of_the_time():
     shares = rate_duties({4: 3000, 5: 1000, 6: 0})
     assert sum(shares.values()) == pytest.approx(LARGEST_RATE_DUTY)
     assert shares[4] == pytest.approx(3 * shares[5]), "a rank with little is not given what another needs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -20,14 +19,14 @@ from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
 SETTINGS = Profiling(warmup=2, iterations=3, watch_every=1, ask_every=4, tolerance=0.1, misses=3)
 
 
-def lasting(rank: int, seconds: float) -> Timeline:
+def lasting(rank, seconds):
     """Reduces for a quarter of `seconds`, rank 2 for an eighth."""
     spans = (Span(Kind.FORWARD, 0, seconds, 0), Span(Kind.BACKWARD, seconds, 2 * seconds, 0))
     reduced = seconds / (8 if rank == 2 else 4)
     return Timeline(rank, 3 * seconds, (*spans, Span(Kind.REDUCE, 2 * seconds, 2 * seconds + reduced)))
 
 
-def facts(rank: int) -> SenderFacts:
+def facts(rank):
     """What a rank knows of what it sends."""
     return SenderFacts(0.5 + rank, 100 * rank)
 
@@ -46,18 +45,18 @@ class Place:
     round: Round
     ranks: int
 
-    def result(self) -> list[bytes]:
+    def result(self):
         return [self.round.parts[rank] for rank in range(self.ranks)]
 
 
 class Collective:
     """Of one rank: its n-th gather is that of the others."""
 
-    def __init__(self, rank: int, ranks: int, rounds: list[Round]) -> None:
+    def __init__(self, rank, ranks, rounds):
         self.rank, self.ranks, self.rounds = rank, ranks, rounds
         self.started = 0
 
-    def start_gather(self, payload: bytes) -> Place:
+    def start_gather(self, payload):
         if self.started == len(self.rounds):
             self.rounds.append(Round())
         found = self.rounds[self.started]
@@ -69,17 +68,17 @@ class Collective:
 class Recorder:
     """Records what it is given: a timeline, nothing, or an error."""
 
-    def __init__(self) -> None:
-        self.next: Timeline | Exception | None = None
+    def __init__(self):
+        self.next = None
         self.recording = False
         self.free = True
 
-    def iteration_begin(self) -> None:
+    def iteration_begin(self):
         self.recording = True
 
-    def iteration_end(self) -> None: ...
+    def iteration_end(self): ...
 
-    def take(self) -> Timeline | None:
+    def take(self):
         taken, self.recording = self.recording, False
         if isinstance(self.next, Exception) and taken:
             raise self.next
@@ -89,44 +88,44 @@ class Recorder:
 class Job:
     """Some ranks, driven iteration by iteration."""
 
-    def __init__(self, ranks: int = 3, settings: Profiling = SETTINGS) -> None:
-        rounds: list[Round] = []
-        self.profiles: list[list[Profile]] = [[] for _ in range(ranks)]
-        self.agreed: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
-        self.failures: list[list[str]] = [[] for _ in range(ranks)]
+    def __init__(self, ranks=3, settings=SETTINGS):
+        rounds = []
+        self.profiles = [[] for _ in range(ranks)]
+        self.agreed = [[] for _ in range(ranks)]
+        self.failures = [[] for _ in range(ranks)]
         self.recorders = [Recorder() for _ in range(ranks)]
         self.moved = [0] * ranks
         self.profilers = [
             Profiler(
-                rank, self.recorders[rank], Collective(rank, ranks, rounds), settings,  # type: ignore[arg-type]
+                rank, self.recorders[rank], Collective(rank, ranks, rounds), settings,
                 partial(self.make_of, rank), self.agreed[rank].append, self.failures[rank].append,
                 partial(self.knows, rank), partial(self.moved.__getitem__, rank),
             )
             for rank in range(ranks)
         ]  # fmt: skip
         self.step = self.made = 0
-        self.broken: Exception | None = None
-        self.sending: set[int] = set()  # ranks whose copies go
-        self.phases: list[ProfilingPhase] = []
+        self.broken = None
+        self.sending = set()  # ranks whose copies go
+        self.phases = []
 
-    def make_of(self, rank: int, profile: Profile) -> int:
+    def make_of(self, rank, profile):
         """What a rank makes of a profile: another number of each one."""
         self.profiles[rank].append(profile)
         return self.made or 100 * len(self.profiles[rank]) + rank
 
-    def knows(self, rank: int) -> SenderFacts:
+    def knows(self, rank):
         if isinstance(self.broken, Exception):
             raise self.broken
         return facts(rank)
 
-    def iterate(self, times: int, seconds: float | None = 1.0, **unlike: object) -> None:
+    def iterate(self, times, seconds=1.0, **unlike):
         """`times` iterations in which all ranks measure `seconds`; rank `r` measures `unlike['r<r>']`."""
         for _ in range(times):
             self.step += 1
             for rank, profiler in enumerate(self.profilers):
                 measured = unlike.get(f"r{rank}", seconds)
                 number = isinstance(measured, (int, float))
-                self.recorders[rank].next = lasting(rank, measured) if number else measured  # type: ignore
+                self.recorders[rank].next = lasting(rank, measured) if number else measured
                 profiler.iteration_begin(self.step)
             for rank in self.sending:
                 self.moved[rank] += 1
@@ -137,7 +136,7 @@ class Job:
             self.phases.append(phases.pop())
 
 
-def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile() -> None:
+def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile():
     job = Job()
     job.iterate(2, 50.0)  # warming up: not recorded
     job.iterate(3, 1.0, r2=2.0)
@@ -155,7 +154,7 @@ def test_after_warming_up_and_two_messages_all_ranks_have_the_same_profile() -> 
     assert job.phases[-1] is ProfilingPhase.WATCHING
 
 
-def test_what_reductions_take_is_known_and_no_timeline_unpacked_but_the_own_one() -> None:
+def test_what_reductions_take_is_known_and_no_timeline_unpacked_but_the_own_one():
     job = Job()
     job.iterate(8)
     for rank, profiler in enumerate(job.profilers):
@@ -165,14 +164,14 @@ def test_what_reductions_take_is_known_and_no_timeline_unpacked_but_the_own_one(
         assert set(found.timelines.unpacked) == {rank}
 
 
-def test_a_number_beyond_all_bounds_ends_nothing() -> None:
+def test_a_number_beyond_all_bounds_ends_nothing():
     job = Job()
     job.made = 1 << 70
     job.iterate(8)
     assert job.agreed == [[[(1 << 63) - 1] * 3]] * 3
 
 
-def test_every_step_of_a_profile_is_one_of_the_table() -> None:
+def test_every_step_of_a_profile_is_one_of_the_table():
     job = Job()
     job.iterate(30)
     job.iterate(30, 2.0)
@@ -182,7 +181,7 @@ def test_every_step_of_a_profile_is_one_of_the_table() -> None:
     assert job.phases[-1] is ProfilingPhase.OFF
 
 
-def test_iterations_of_another_shape_are_named() -> None:
+def test_iterations_of_another_shape_are_named():
     job = Job()
     job.iterate(3)
     cut = Timeline(1, 9, lasting(1, 9).spans[:1])
@@ -194,7 +193,7 @@ def test_iterations_of_another_shape_are_named() -> None:
     )
 
 
-def test_an_iteration_in_which_copies_went_is_left_out_and_named() -> None:
+def test_an_iteration_in_which_copies_went_is_left_out_and_named():
     job = Job()
     job.iterate(2)
     job.sending = {1}
@@ -207,7 +206,7 @@ def test_an_iteration_in_which_copies_went_is_left_out_and_named() -> None:
     assert found.timelines[0].seconds == 3.0, "a median: of 150, 3 and 3"
 
 
-def test_where_copies_went_in_all_iterations_others_are_recorded() -> None:
+def test_where_copies_went_in_all_iterations_others_are_recorded():
     job = Job()
     job.sending = {0, 1, 2}
     job.iterate(7, 50.0)
@@ -217,7 +216,7 @@ def test_where_copies_went_in_all_iterations_others_are_recorded() -> None:
     assert job.profiles[0] and job.profiles[0][0].timelines[0] == lasting(0, 1.0)
 
 
-def test_copies_that_go_while_a_profile_is_watched_do_not_matter() -> None:
+def test_copies_that_go_while_a_profile_is_watched_do_not_matter():
     job = Job()
     job.iterate(8)
     job.sending = {0, 1, 2}
@@ -225,7 +224,7 @@ def test_copies_that_go_while_a_profile_is_watched_do_not_matter() -> None:
     assert ProfilingPhase.RECORDING in job.phases[8:], "it is missed all the same"
 
 
-def test_a_rank_that_cannot_say_what_it_sends_ends_the_profile_on_all() -> None:
+def test_a_rank_that_cannot_say_what_it_sends_ends_the_profile_on_all():
     job = Job()
     job.broken = OSError("gone")
     job.iterate(8)
@@ -233,7 +232,7 @@ def test_a_rank_that_cannot_say_what_it_sends_ends_the_profile_on_all() -> None:
     assert job.failures == [["rank 0: OSError: gone"]] * 3
 
 
-def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
+def test_when_one_rank_misses_the_profile_too_often_all_record_again():
     job = Job()
     job.iterate(8)
     job.iterate(2, 1.0, r1=1.5)  # slow now and then
@@ -251,9 +250,7 @@ def test_when_one_rank_misses_the_profile_too_often_all_record_again() -> None:
 
 
 @pytest.mark.parametrize(("slower", "again"), [(1.08, True), (1.06, False)])
-def test_where_iterations_are_long_a_profile_is_taken_anew_as_soon_as_bubbles_are_left_alone(
-    slower: float, again: bool
-) -> None:
+def test_where_iterations_are_long_a_profile_is_taken_anew_as_soon_as_bubbles_are_left_alone(slower, again):
     """An iteration of 15 s with an edge after 11.25 s: 0.9 s off are more than a twentieth of it, 0.68 s are not."""
     job = Job()
     job.iterate(8, 5.0)
@@ -262,7 +259,7 @@ def test_where_iterations_are_long_a_profile_is_taken_anew_as_soon_as_bubbles_ar
     assert len(job.profiles[0]) == (2 if again else 1)
 
 
-def test_what_missed_an_old_profile_does_not_count_against_the_new_one() -> None:
+def test_what_missed_an_old_profile_does_not_count_against_the_new_one():
     job = Job()
     job.iterate(8)
     while len(job.agreed[0]) < 2:
@@ -274,7 +271,7 @@ def test_what_missed_an_old_profile_does_not_count_against_the_new_one() -> None
     assert job.phases.count(ProfilingPhase.RECORDING) == recorded
 
 
-def test_while_another_profile_is_made_the_old_one_holds() -> None:
+def test_while_another_profile_is_made_the_old_one_holds():
     job = Job()
     job.iterate(8)
     while job.phases[-1] is not ProfilingPhase.SHARING:
@@ -283,7 +280,7 @@ def test_while_another_profile_is_made_the_old_one_holds() -> None:
 
 
 @pytest.mark.parametrize("when", [4, 12])
-def test_an_error_on_one_rank_ends_the_profile_of_all_and_nothing_else(when: int) -> None:
+def test_an_error_on_one_rank_ends_the_profile_of_all_and_nothing_else(when):
     job = Job()
     job.iterate(when)
     job.iterate(1, r1=OSError("the clock has gone"))
@@ -295,13 +292,11 @@ def test_an_error_on_one_rank_ends_the_profile_of_all_and_nothing_else(when: int
 
 
 @pytest.mark.parametrize("when", [1, 2, 5, 6, 7, 8, 12])  # the end of each phase: 5 SIZING, 6 SHARING, 7 AGREEING
-def test_where_ranks_can_no_longer_gather_the_profile_ends_and_nothing_else(
-    when: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_ranks_can_no_longer_gather_the_profile_ends_and_nothing_else(when, monkeypatch):
     reason = "rank 1: the connection to rank 2 is lost"
-    closed: list[TimelineExchange] = []
+    closed = []
 
-    def lost(place: Place) -> list[bytes]:
+    def lost(place):
         raise ProtocolError(reason)
 
     job = Job()
@@ -315,7 +310,7 @@ def test_where_ranks_can_no_longer_gather_the_profile_ends_and_nothing_else(
     assert len(closed) == (3 if when <= 5 else 0), "a rank that listens for timelines no longer does"
 
 
-def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts() -> None:
+def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts():
     job = Job()
     job.iterate(2 + 2 * 5, r2=None)
     assert job.phases[-1] is ProfilingPhase.RECORDING, "tried again"
@@ -324,13 +319,13 @@ def test_a_rank_that_never_gets_a_recording_ends_it_after_some_attempts() -> Non
     assert job.failures[0] == ["rank 2 recorded no iteration in 3 attempts of 3 iterations"]
 
 
-def test_a_timeline_is_unpacked_as_it_was_packed() -> None:
+def test_a_timeline_is_unpacked_as_it_was_packed():
     spans = (Span(Kind.RECV, 0.1, 0.2), Span(Kind.BACKWARD, 0.3, 0.4, 5, 1))
     one = Timeline(7, 3.5, spans, (10, 2**40), (0.0, 0.1, 0.2))
     assert unpack(pack(one)) == one
 
 
-def test_of_a_job_only_those_timelines_are_unpacked_that_are_asked_for() -> None:
+def test_of_a_job_only_those_timelines_are_unpacked_that_are_asked_for():
     each = [lasting(rank, 1.0 + rank) for rank in range(6)]
     packed = Packed([msgpack.packb(pack(one)) for one in each])
     assert len(packed) == 6 and packed[4] is packed[4] and packed[1:3] == (each[1], each[2])

@@ -1,7 +1,5 @@
 """What a frame takes, told apart into latency and bytes; bounded whatever the frames were."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -13,12 +11,12 @@ from ft_plugins.bubbles.round_trips import LAST, RoundTrips, _fitted
 frames = st.lists(st.tuples(st.integers(1, 1 << 40), st.integers(1, 10**12)), min_size=1, max_size=50)
 
 
-def test_nothing_is_known_before_the_first_frame() -> None:
+def test_nothing_is_known_before_the_first_frame():
     trips = RoundTrips()
     assert not trips and trips.latency == 0
 
 
-def test_latency_and_bytes_are_told_apart_by_frames_of_different_sizes() -> None:
+def test_latency_and_bytes_are_told_apart_by_frames_of_different_sizes():
     trips = RoundTrips()
     for nbytes in (1000, 5000, 200, 3000):
         trips.add(nbytes, 10_000 + 20 * nbytes)
@@ -27,14 +25,14 @@ def test_latency_and_bytes_are_told_apart_by_frames_of_different_sizes() -> None
     assert trips.through(50_000) == pytest.approx(2000, rel=1e-6) and trips.through(9_999) == 0
 
 
-def test_frames_of_one_size_tell_of_bytes_alone() -> None:
+def test_frames_of_one_size_tell_of_bytes_alone():
     trips = RoundTrips()
     for _ in range(5):
         trips.add(100, 1000)
     assert (trips.per_byte, trips.latency) == (10, 0)
 
 
-def test_another_link_is_learnt_within_so_many_frames() -> None:
+def test_another_link_is_learnt_within_so_many_frames():
     trips, sizes = RoundTrips(), [1000 * (1 + at % 3) for at in range(LAST)]
     for per_byte in (1, 10):
         for at, nbytes in enumerate(sizes):
@@ -44,7 +42,7 @@ def test_another_link_is_learnt_within_so_many_frames() -> None:
     assert trips.per_byte == pytest.approx(10, rel=1e-9)
 
 
-def test_frames_that_were_stuck_tell_nothing_as_long_as_they_are_no_more_than_a_quarter() -> None:
+def test_frames_that_were_stuck_tell_nothing_as_long_as_they_are_no_more_than_a_quarter():
     trips, drawn = RoundTrips(), random.Random(3)
     for at in range(10 * LAST):
         nbytes = drawn.randint(1000, 100_000)
@@ -55,7 +53,7 @@ def test_frames_that_were_stuck_tell_nothing_as_long_as_they_are_no_more_than_a_
 
 
 @given(frames)
-def test_whatever_the_frames_were_a_byte_takes_between_half_of_and_all_of_the_mean(told: list[tuple[int, int]]) -> None:
+def test_whatever_the_frames_were_a_byte_takes_between_half_of_and_all_of_the_mean(told):
     trips = RoundTrips()
     for nbytes, took in told:
         trips.add(nbytes, took)
@@ -77,7 +75,7 @@ def test_whatever_the_frames_were_a_byte_takes_between_half_of_and_all_of_the_me
 
 
 @given(frames, st.floats(0, 1e12), st.floats(0, 1e12))
-def test_more_gets_through_in_more_time(told: list[tuple[int, int]], one: float, other: float) -> None:
+def test_more_gets_through_in_more_time(told, one, other):
     trips = RoundTrips()
     for nbytes, took in told:
         trips.add(nbytes, took)

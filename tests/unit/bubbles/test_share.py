@@ -1,7 +1,5 @@
 """Senders that share a link: never more than it carries, and no plan gets all of them through in fewer iterations."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 from math import ceil
@@ -10,7 +8,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.share import NO_RATE, Rates, largest_flow, share
+from ft_plugins.bubbles.share import NO_RATE, largest_flow, share
 from ft_plugins.bubbles.windows import Windows
 
 LINK = 1_000_000  # bytes a second, and windows of whole seconds: what is lost by rounding to bytes does not show
@@ -18,12 +16,12 @@ END = 8
 
 
 @st.composite
-def seconds(draw: st.DrawFn) -> frozenset[int]:
+def seconds(draw):
     """The seconds in which a sender may send."""
     return frozenset(draw(st.sets(st.integers(0, END - 1), max_size=5)))
 
 
-def windows(free: frozenset[int]) -> Windows:
+def windows(free):
     """Each run of seconds as a window of a bubble of its own."""
     begins = sorted(at for at in free if at - 1 not in free)
     ends = sorted(at + 1 for at in free if at + 1 not in free)
@@ -33,7 +31,7 @@ def windows(free: frozenset[int]) -> Windows:
 senders = st.lists(st.tuples(seconds(), st.integers(0, 40).map(lambda x: x * 100_000)), min_size=1, max_size=4)
 
 
-def rate_at(rates: Rates, moment: float) -> float:
+def rate_at(rates, moment):
     return sum(
         rate for begin, end, rate in zip(rates.begin, rates.end, rates.rate, strict=True) if begin <= moment < end
     )
@@ -42,8 +40,8 @@ def rate_at(rates: Rates, moment: float) -> float:
 @settings(max_examples=400)
 @given(senders)
 def test_the_rates_add_up_to_the_link_where_anyone_may_send_and_to_nothing_elsewhere(
-    given_: list[tuple[frozenset[int], int]],
-) -> None:
+    given_,
+):
     found = share([windows(free) for free, _ in given_], [need for _, need in given_], LINK)
     for tick in range(END):
         rates = [rate_at(one, tick + 0.5) for one in found]
@@ -55,8 +53,8 @@ def test_the_rates_add_up_to_the_link_where_anyone_may_send_and_to_nothing_elsew
 @settings(max_examples=200)
 @given(senders)
 def test_a_window_is_used_from_when_its_sender_has_a_rate_until_it_has_none_any_more(
-    given_: list[tuple[frozenset[int], int]],
-) -> None:
+    given_,
+):
     """So that who goes first in windows of its own is not met by one that has longer ones."""
     whole = [windows(free) for free, _ in given_]
     for rates, given_windows in zip(share(whole, [need for _, need in given_], LINK), whole, strict=True):
@@ -67,7 +65,7 @@ def test_a_window_is_used_from_when_its_sender_has_a_rate_until_it_has_none_any_
             assert (low, high) == ((min(ticks), max(ticks) + 1) if ticks else (begin, end))
 
 
-def fewest(given_: list[tuple[frozenset[int], int]]) -> Fraction:
+def fewest(given_):
     """Iterations, as a fraction, that the worst set of senders needs for all that its seconds carry."""
     wanting = [(free, need) for free, need in given_ if need]
     return max(
@@ -79,7 +77,7 @@ def fewest(given_: list[tuple[frozenset[int], int]]) -> Fraction:
 
 @settings(max_examples=400)
 @given(senders)
-def test_all_get_through_in_as_few_iterations_as_any_plan_needs(given_: list[tuple[frozenset[int], int]]) -> None:
+def test_all_get_through_in_as_few_iterations_as_any_plan_needs(given_):
     """No plan can do with less than every set of senders needs by itself; this one needs no more, rounding apart."""
     assume(any(need for _, need in given_) and all(free for free, need in given_ if need))
     times = [windows(free) for free, _ in given_]
@@ -95,9 +93,7 @@ def test_all_get_through_in_as_few_iterations_as_any_plan_needs(given_: list[tup
 
 @settings(max_examples=400)
 @given(st.data(), st.integers(1, 5), st.integers(1, 5))
-def test_a_flow_is_as_large_as_the_smallest_cut_and_the_cut_is_named(
-    data: st.DataObject, senders: int, kinds: int
-) -> None:
+def test_a_flow_is_as_large_as_the_smallest_cut_and_the_cut_is_named(data, senders, kinds):
     rows = st.lists(st.booleans(), min_size=kinds, max_size=kinds)
     may = data.draw(st.lists(rows, min_size=senders, max_size=senders))
     wanted = data.draw(st.lists(st.integers(0, 9), min_size=senders, max_size=senders))
@@ -108,7 +104,7 @@ def test_a_flow_is_as_large_as_the_smallest_cut_and_the_cut_is_named(
         assert sum(row) <= need
     assert all(sum(column) <= space for column, space in zip(zip(*flow, strict=True), room, strict=True))
 
-    def cut(some: set[int]) -> int:
+    def cut(some):
         """What `some` can do at most, and all others want."""
         reached = [space for kind, space in enumerate(room) if any(may[sender][kind] for sender in some)]
         return sum(reached) + sum(need for sender, need in enumerate(wanted) if sender not in some)
@@ -117,24 +113,24 @@ def test_a_flow_is_as_large_as_the_smallest_cut_and_the_cut_is_named(
     assert sum(map(sum, flow)) == min(map(cut, every)) == cut(short)
 
 
-def test_two_with_the_same_windows_share_by_what_they_have_to_send() -> None:
+def test_two_with_the_same_windows_share_by_what_they_have_to_send():
     first, second = share([windows(frozenset({0, 1, 4}))] * 2, [300, 100], LINK)
     assert first.carried(2).tolist() == [1_500_000, 750_000]
     assert second.carried(2).tolist() == [500_000, 250_000]
 
 
-def test_one_that_has_few_windows_goes_first_in_them() -> None:
+def test_one_that_has_few_windows_goes_first_in_them():
     few, many = share([windows(frozenset({0})), windows(frozenset({0, 1, 2, 3}))], [1000, 3000], LINK)
     assert rate_at(few, 0.5) == LINK and rate_at(many, 0.5) == 0
     assert rate_at(many, 1.5) == LINK
 
 
-def test_one_without_windows_keeps_nobody_back() -> None:
+def test_one_without_windows_keeps_nobody_back():
     none, some = share([windows(frozenset()), windows(frozenset({2}))], [10**9, 1000], LINK)
     assert len(none.begin) == 0 and rate_at(some, 2.5) == LINK
 
 
-def test_the_first_iteration_offers_what_comes_after_the_version_is_ready() -> None:
+def test_the_first_iteration_offers_what_comes_after_the_version_is_ready():
     (one,) = share([windows(frozenset({0, 1, 5}))], [1], LINK)
     assert one.carried(2, since=1.25).tolist() == [750_000, LINK]
     assert one.carried(2, since=9).tolist() == [0, 0]

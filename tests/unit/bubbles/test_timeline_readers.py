@@ -1,11 +1,7 @@
 """Each rank receives the timelines that its plan reads, each once, and all ranks agree on who sends what to whom."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +13,11 @@ from ft_plugins.bubbles.timeline.timeline_exchange import RankSummary, TimelineE
 from ft_plugins.bubbles.timeline.timeline_readers import TimelineReaders, receivers, sources
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ConfigError, FtError, ProtocolError
-from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
+from ft_plugins.model.timeline import Kind, SenderFacts, Span, Timeline
 from ft_plugins.redundancy.neighbour import plan_neighbours
 
-Ranks = Callable[..., list[Any]]
 
-
-def job(stages: int, wide: int, per_node: int) -> tuple[TimelineReaders, Any, list[tuple[int, ...]]]:
+def job(stages, wide, per_node):
     """`wide` pipelines, with `per_node` ranks of them on a node, stage by stage."""
     pipelines = [tuple(range(first, stages * wide, wide)) for first in range(wide)]
     nodes = [f"n{rank // per_node}" for rank in range(stages * wide)]
@@ -36,7 +30,7 @@ SHAPES = st.tuples(st.integers(2, 7), st.integers(1, 8), st.integers(1, 4)).filt
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES)
-def test_who_reads_is_known_by_those_that_are_read(shape: tuple[int, int, int]) -> None:
+def test_who_reads_is_known_by_those_that_are_read(shape):
     readers, copies, pipelines = job(*shape)
     ranks = range(math.prod(shape[:2]))
     for rank in ranks:
@@ -50,9 +44,7 @@ def test_who_reads_is_known_by_those_that_are_read(shape: tuple[int, int, int]) 
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, st.data())
-def test_what_one_expects_another_sends_and_equal_timelines_are_sent_once(
-    shape: tuple[int, int, int], data: st.DataObject
-) -> None:
+def test_what_one_expects_another_sends_and_equal_timelines_are_sent_once(shape, data):
     readers, *_ = job(*shape)
     ranks = range(math.prod(shape[:2]))
     digests = data.draw(st.lists(st.integers(1, 6), min_size=len(ranks), max_size=len(ranks)))
@@ -65,7 +57,7 @@ def test_what_one_expects_another_sends_and_equal_timelines_are_sent_once(
         assert list(receivers(sender, readers, digests)) == wanted
 
 
-def test_in_a_large_job_a_rank_reads_the_timelines_of_a_few_nodes() -> None:
+def test_in_a_large_job_a_rank_reads_the_timelines_of_a_few_nodes():
     readers, *_ = job(stages=16, wide=1024, per_node=8)  # 16,384 ranks
     assert max(len(readers.reads(rank)) for rank in range(1, 16384, 97)) == 32
     assert max(len(readers.read_by(rank)) for rank in range(16, 16384, 97)) == 32
@@ -74,7 +66,7 @@ def test_in_a_large_job_a_rank_reads_the_timelines_of_a_few_nodes() -> None:
 # ---- on real ranks ----
 
 
-def timeline(rank: int, equal: bool) -> Timeline:
+def timeline(rank, equal):
     seconds = 1.0 if equal else 1.0 + rank
     return Timeline(rank if not equal else 0, seconds, (Span(Kind.FORWARD, 0.0, seconds, 0),))
 
@@ -84,15 +76,15 @@ class Recorded:
 
     free = True
 
-    def __init__(self, recorded: Timeline) -> None:
+    def __init__(self, recorded):
         self.recorded, self.recording = recorded, False
 
-    def iteration_begin(self) -> None:
+    def iteration_begin(self):
         self.recording = True
 
-    def iteration_end(self) -> None: ...
+    def iteration_end(self): ...
 
-    def take(self) -> Timeline | None:
+    def take(self):
         taken, self.recording = self.recording, False
         return self.recorded if taken else None
 
@@ -103,34 +95,34 @@ class Counted(Collective):
     sent = 0
     deaf = broken = False
 
-    def listen(self, purpose: str) -> Any:
+    def listen(self, purpose):
         if self.deaf:
             raise ConfigError("no port is left")
         return super().listen(purpose)
 
-    def through(self, door: Any, endpoints: Sequence[tuple[str, int]], most_seconds: float = math.inf) -> Any:
+    def through(self, door, endpoints, most_seconds=math.inf):
         transfers = super().through(door, endpoints, min(most_seconds, 2.0) if most_seconds < math.inf else math.inf)
         swap = transfers.swap
 
-        def counted(send: Any, receive: Any) -> None:
+        def counted(send, receive):
             if self.broken:
                 raise ProtocolError("cut off")
             self.sent += len(send)
             swap(send, receive)
 
-        transfers.swap = counted  # type: ignore[method-assign]
+        transfers.swap = counted
         return transfers
 
 
-def _profile(rank: int, world: int, equal: bool, deaf: int, broken: int) -> tuple[dict[int, float], int, str, str]:
+def _profile(rank, world, equal, deaf, broken):
     """Four stages of two ranks, a rank on a node: the seconds of each timeline that is here, how often it was sent."""
     readers, *_ = job(4, 2, 1)
-    failures: list[str] = []
-    profiles: list[Profile] = []
+    failures = []
+    profiles = []
     with Counted() as collective:
         collective.deaf, collective.broken = rank == deaf, rank == broken
         profiler = Profiler(
-            rank, Recorded(timeline(rank, equal)), collective, Profiling(1, 2),  # type: ignore[arg-type]
+            rank, Recorded(timeline(rank, equal)), collective, Profiling(1, 2),
             lambda profile: profiles.append(profile) or 1, on_failure=failures.append, sender=lambda: SenderFacts(rank),
             readers=lambda: readers,
         )  # fmt: skip
@@ -138,7 +130,7 @@ def _profile(rank: int, world: int, equal: bool, deaf: int, broken: int) -> tupl
             profiler.iteration_begin(step)
             profiler.iteration_end(step)
         collective.barrier()
-        seconds: dict[int, float] = {}
+        seconds = {}
         for other in range(world):
             with suppress(FtError, IndexError):
                 seconds[other] = profiles[0].timelines[other].seconds
@@ -147,7 +139,7 @@ def _profile(rank: int, world: int, equal: bool, deaf: int, broken: int) -> tupl
         return seconds, collective.sent, profiler.phase.value, "; ".join(failures)
 
 
-def test_ranks_have_the_timelines_that_they_read_and_no_others(ranks: Ranks) -> None:
+def test_ranks_have_the_timelines_that_they_read_and_no_others(ranks):
     readers, *_ = job(4, 2, 1)
     for rank, (seconds, sent, phase, _) in enumerate(ranks(_profile, 8, False, -1, -1)):
         assert seconds == {other: 1.0 + other for other in readers.reads(rank)}
@@ -155,46 +147,46 @@ def test_ranks_have_the_timelines_that_they_read_and_no_others(ranks: Ranks) -> 
     assert len(readers.reads(3)) == 4, "of eight"
 
 
-def test_equal_timelines_are_not_sent(ranks: Ranks) -> None:
+def test_equal_timelines_are_not_sent(ranks):
     readers, *_ = job(4, 2, 1)
     for rank, (seconds, sent, _, _) in enumerate(ranks(_profile, 8, True, -1, -1)):
         assert seconds == dict.fromkeys(readers.reads(rank), 1.0) and sent == 0
 
 
-def test_if_a_rank_cannot_listen_all_have_all(ranks: Ranks) -> None:
+def test_if_a_rank_cannot_listen_all_have_all(ranks):
     for seconds, sent, phase, _ in ranks(_profile, 8, False, 5, -1):
         assert seconds == {other: 1.0 + other for other in range(8)} and sent == 0
         assert phase == ProfilingPhase.WATCHING.value
 
 
-def test_a_rank_that_does_not_receive_them_ends_the_profile_of_all(ranks: Ranks) -> None:
+def test_a_rank_that_does_not_receive_them_ends_the_profile_of_all(ranks):
     found = ranks(_profile, 8, False, -1, 3)
     assert {phase for *_, phase, _ in found} == {ProfilingPhase.OFF.value}
     assert "cut off" in found[3][3] and all(said for *_, said in found)
 
 
-def test_an_altered_timeline_is_refused() -> None:
+def test_an_altered_timeline_is_refused():
     readers, *_ = job(2, 1, 1)
 
     class Altering:
-        def __enter__(self) -> Altering:
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None: ...
+        def __exit__(self, *_): ...
 
-        def swap(self, send: Any, receive: Any) -> None:
+        def swap(self, send, receive):
             for into in receive.values():
                 into[:] = np.frombuffer(b"altered!", dtype=np.uint8)
 
     class Two:
-        def listen(self, purpose: str) -> Any:
+        def listen(self, purpose):
             return type("Door", (), {"endpoint": ("h", 1), "close": lambda self: None})()
 
-        def through(self, door: Any, endpoints: Any, most_seconds: float) -> Any:
+        def through(self, door, endpoints, most_seconds):
             assert most_seconds <= 60, "training waits"
             return Altering()
 
-        def start_gather(self, payload: bytes) -> Any: ...
+        def start_gather(self, payload): ...
 
     exchange = TimelineExchange(0, Two(), readers)
     own = exchange.summary(RankSummary(), b"timeline")

@@ -1,7 +1,5 @@
 """What an event says of a rank's iteration: everything of a short schedule, a bounded part of a long one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -13,9 +11,9 @@ from ft_plugins.model.timeline import Kind, Span, Timeline, bubbles
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 
 
-def iteration(microbatches: int) -> Timeline:
+def iteration(microbatches):
     """A pass, then a receive that waits, again and again; 10 ms each; then the update."""
-    spans: list[Span] = []
+    spans = []
     for number in range(2 * microbatches):
         begin = 0.02 * number
         spans.append(Span(PASSES[number % 2], begin, begin + 0.01, number // 2))
@@ -24,13 +22,13 @@ def iteration(microbatches: int) -> Timeline:
     return Timeline(3, end + 0.01, (*spans, Span(Kind.UPDATE, end, end + 0.01)))
 
 
-def planned(timeline: Timeline) -> SenderPlan:
+def planned(timeline):
     """A window of a bubble's inner half, in each bubble."""
     every = tuple(Grant(one.index, one.after, 0.0025, 0.0075, 100 + one.index) for one in bubbles(timeline))
     return SenderPlan(Transfer(3, 1, 7, 0, 5000), (every,), every, 0.1, 0.05)
 
 
-def test_what_is_told_can_be_read_back() -> None:
+def test_what_is_told_can_be_read_back():
     timeline = iteration(2)
     told = json.loads(json.dumps(shown(timeline, bubbles(timeline), planned(timeline))))
     row = Row.read(3, told)
@@ -41,7 +39,7 @@ def test_what_is_told_can_be_read_back() -> None:
     assert (row.nbytes, row.receiver, row.reason, told["left_out"]) == (5000, 7, "", 0)
 
 
-def test_where_the_host_is_ahead_windows_are_shown_when_they_are() -> None:
+def test_where_the_host_is_ahead_windows_are_shown_when_they_are():
     timeline = iteration(2)
     ahead = replace(timeline, leads=(0.004,) * (2 + 2 * len(timeline.spans)))
     plan = planned(timeline)
@@ -50,7 +48,7 @@ def test_where_the_host_is_ahead_windows_are_shown_when_they_are() -> None:
     assert told == shown(timeline, bubbles(timeline), plan)
 
 
-def test_windows_after_one_span_are_told_under_the_bubble_that_the_gate_counts_them_by() -> None:
+def test_windows_after_one_span_are_told_under_the_bubble_that_the_gate_counts_them_by():
     """A reduction lies between two bubbles after the same pass: the host opens the gate for both at once."""
     timeline = iteration(2)
     plan = planned(timeline)
@@ -61,7 +59,7 @@ def test_windows_after_one_span_are_told_under_the_bubble_that_the_gate_counts_t
     assert [first.bubble, told["windows"][4][1]] == [0, 0.079]
 
 
-def test_a_long_schedule_is_told_in_part() -> None:
+def test_a_long_schedule_is_told_in_part():
     timeline = iteration(MOST)
     told = shown(timeline, bubbles(timeline), planned(timeline))
     assert [len(told[key]) for key in ("spans", "bubbles", "windows")] == [MOST] * 3

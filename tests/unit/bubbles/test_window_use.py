@@ -1,7 +1,5 @@
 """How much of a window is used in which frames were late."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -13,7 +11,7 @@ from ft_plugins.bubbles.gate.window_use import CUT, REGROWTH, Shortened
 WINDOW, OTHER = (3, 0), (3, 1)
 
 
-def test_all_of_a_window_is_used_until_a_frame_was_late_in_it() -> None:
+def test_all_of_a_window_is_used_until_a_frame_was_late_in_it():
     windows = Shortened()
     windows.opened(WINDOW, 1000)
     assert windows.used(WINDOW, 1000) == 1000
@@ -25,7 +23,7 @@ def test_all_of_a_window_is_used_until_a_frame_was_late_in_it() -> None:
 
 
 @pytest.mark.parametrize("least", [500, 1000])
-def test_frames_are_late_in_one_of_eleven_openings_at_most_whatever_makes_them_late(least: int) -> None:
+def test_frames_are_late_in_one_of_eleven_openings_at_most_whatever_makes_them_late(least):
     """A bubble of 0.5 to 1.5 times what was planned, or of no less; and a few frames that are stuck."""
     windows, drawn, late, used = Shortened(), random.Random(7), 0, 0
     for opening in range(4000):
@@ -40,7 +38,7 @@ def test_frames_are_late_in_one_of_eleven_openings_at_most_whatever_makes_them_l
     assert used / 2000 >= (550 if least == 500 else 800)
 
 
-def test_more_is_used_each_time_until_it_is_all() -> None:
+def test_more_is_used_each_time_until_it_is_all():
     windows = Shortened()
     windows.late(WINDOW, 1000)
     used = []
@@ -50,14 +48,14 @@ def test_more_is_used_each_time_until_it_is_all() -> None:
     assert used == [*range(910, 1000, 10), 1000, 1000]
 
 
-def test_a_window_that_a_new_plan_makes_shorter_is_used_no_longer_than_it_is() -> None:
+def test_a_window_that_a_new_plan_makes_shorter_is_used_no_longer_than_it_is():
     windows = Shortened()
     windows.late(WINDOW, 1000)
     assert windows.used(WINDOW, 300) == 300
 
 
 @given(st.lists(st.booleans(), max_size=50))
-def test_never_more_than_the_window_nor_less_than_all_late_frames_take_of_it(told: list[bool]) -> None:
+def test_never_more_than_the_window_nor_less_than_all_late_frames_take_of_it(told):
     windows, least = Shortened(), 1000
     for late in told:
         if late:

@@ -1,12 +1,10 @@
 """The windows of two ranks are the times in which both are idle, reserves apart: compared with every tick counted."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.bubbles.windows import WINDOWS, Reserve, Windows, shared
+from ft_plugins.bubbles.windows import WINDOWS, Reserve, shared
 from ft_plugins.errors import ConfigError
 from ft_plugins.model.timeline import Bubble
 
@@ -14,7 +12,7 @@ NONE = Reserve(0, 0)
 
 
 @st.composite
-def idle(draw: st.DrawFn, end: int = 24, most: int = 6) -> tuple[Bubble, ...]:
+def idle(draw, end=24, most=6):
     """Bubbles at whole seconds."""
     count = draw(st.integers(0, most))
     edges = sorted(draw(st.lists(st.integers(0, end), min_size=2 * count, max_size=2 * count, unique=True)))
@@ -24,7 +22,7 @@ def idle(draw: st.DrawFn, end: int = 24, most: int = 6) -> tuple[Bubble, ...]:
     )
 
 
-def ticks(bubbles: tuple[Bubble, ...], begin: int, end: int) -> dict[int, int]:
+def ticks(bubbles, begin, end):
     """Which seconds of which bubble are left of it when so much is reserved."""
     return {
         at: place
@@ -33,7 +31,7 @@ def ticks(bubbles: tuple[Bubble, ...], begin: int, end: int) -> dict[int, int]:
     }
 
 
-def run_of(both: dict[int, tuple[int, int]], at: int) -> int:
+def run_of(both, at):
     """How many ticks in a row lie in the same two bubbles as `at`, itself counted."""
     low = high = at
     while both.get(low - 1) == both[at]:
@@ -43,15 +41,15 @@ def run_of(both: dict[int, tuple[int, int]], at: int) -> int:
     return high + 1 - low
 
 
-def told(windows: Windows) -> list[tuple[int, float, float]]:
+def told(windows):
     return list(zip(windows.bubble.tolist(), windows.begin.tolist(), windows.end.tolist(), strict=True))
 
 
 @settings(max_examples=300)
 @given(idle(), idle(), st.integers(0, 2), st.integers(0, 2), st.integers(0, 4))
 def test_a_window_is_where_both_are_idle_for_long_enough_and_nothing_is_reserved(
-    sender: tuple[Bubble, ...], receiver: tuple[Bubble, ...], begin: int, end: int, shortest: int
-) -> None:
+    sender, receiver, begin, end, shortest
+):
     found = told(shared(sender, receiver, Reserve(begin, end, shortest)))
     own, other = ticks(sender, begin, end), ticks(receiver, begin, end)
     both = {at: (place, other[at]) for at, place in own.items() if at in other}
@@ -61,7 +59,7 @@ def test_a_window_is_where_both_are_idle_for_long_enough_and_nothing_is_reserved
     assert all(before[2] <= after[1] for before, after in zip(found, found[1:], strict=False))
 
 
-def test_of_many_windows_of_one_bubble_the_longest_are_taken() -> None:
+def test_of_many_windows_of_one_bubble_the_longest_are_taken():
     sender = (Bubble(0, 0, 1000, -1), Bubble(1, 2000, 3000, 4))
     receiver = tuple(Bubble(i, 20.0 * i, 20.0 * i + 1 + i % 13, i) for i in range(12)) + (Bubble(12, 2100, 2200, 12),)
     found = told(shared(sender, receiver, NONE))
@@ -71,21 +69,21 @@ def test_of_many_windows_of_one_bubble_the_longest_are_taken() -> None:
     assert [low for _, low, _ in found] == sorted(low for _, low, _ in found)
 
 
-def test_bubbles_that_overlap_are_refused() -> None:
+def test_bubbles_that_overlap_are_refused():
     with pytest.raises(ConfigError, match="overlap or are not in order of time"):
         shared((Bubble(0, 0, 2, -1), Bubble(1, 1, 3, 0)), (), NONE)
     with pytest.raises(ConfigError, match="overlap or are not in order of time"):
         shared((), (Bubble(0, 2, 1, -1),), NONE)
 
 
-def test_less_than_no_time_cannot_be_reserved() -> None:
+def test_less_than_no_time_cannot_be_reserved():
     with pytest.raises(ConfigError, match="reserved times of a bubble"):
         Reserve(0.1, -1)
     with pytest.raises(ConfigError, match="0.1 s, 0.2 s, -1 s"):
         Reserve(0.1, 0.2, -1)
 
 
-def test_ranks_that_share_nothing_have_no_windows() -> None:
+def test_ranks_that_share_nothing_have_no_windows():
     assert told(shared((Bubble(0, 0, 1, -1),), (Bubble(0, 1, 2, 3),), NONE)) == []
     assert told(shared((), (), NONE)) == []
     assert shared((Bubble(0, 0, 4, -1),), (Bubble(0, 1, 3, 3),), NONE).seconds == 2

@@ -1,21 +1,17 @@
 """Ranks find each other through the store, and believe none without the secret. The ranks are threads here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from ft_plugins.collective import meeting as module
-from ft_plugins.collective.meeting import Met, RankMeeting, meet
+from ft_plugins.collective.meeting import RankMeeting, meet
 from ft_plugins.collective.operations import FrameKind, framed, payloads
 from ft_plugins.collective.switch import Switch
 from ft_plugins.errors import ConfigError, FtError, ProtocolError
@@ -31,11 +27,11 @@ SECONDS = 90.0
 FOR_EVER = 3600.0  # for what is not waited for: longer than a test may take
 
 
-def together(count: int, work: Callable[[int], Any]) -> list[Any]:
+def together(count, work):
     """What `work(rank)` returns, or raises, by rank."""
-    found: list[Any] = [None] * count
+    found = [None] * count
 
-    def run(rank: int) -> None:
+    def run(rank):
         try:
             found[rank] = work(rank)
         except FtError as error:
@@ -51,21 +47,21 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def meeting(
-    rank: int,
-    count: int,
-    store: Any,
-    secret: bytes = SECRET,
-    on_node: int = 1,
-    seconds: float = SECONDS,
-    encrypt: bool = False,
-) -> RankMeeting:
+    rank,
+    count,
+    store,
+    secret=SECRET,
+    on_node=1,
+    seconds=SECONDS,
+    encrypt=False,
+):
     return RankMeeting(store, "0", rank, count, on_node, secret, "127.0.0.1", encrypt, seconds, Events())
 
 
 @contextlib.contextmanager
-def switches(count: int, on_node: int = 1, seconds: float = SECONDS) -> Iterator[list[Switch]]:
+def switches(count, on_node=1, seconds=SECONDS):
     store = HashStore()
-    met: list[Met] = together(count, lambda rank: meet(meeting(rank, count, store, on_node=on_node)))
+    met = together(count, lambda rank: meet(meeting(rank, count, store, on_node=on_node)))
     made = [Switch(one.place, one.links, seconds) for one in met]
     try:
         yield made
@@ -75,7 +71,7 @@ def switches(count: int, on_node: int = 1, seconds: float = SECONDS) -> Iterator
 
 
 @pytest.mark.parametrize("count, on_node", [(2, 1), (5, 2), (12, 1), (17, 8)])
-def test_what_ranks_gather_arrives_whatever_its_size(count: int, on_node: int) -> None:
+def test_what_ranks_gather_arrives_whatever_its_size(count, on_node):
     bodies = [bytes([rank]) * ((rank * 77_777) % (3 * UNIT)) for rank in range(count)]
     with switches(count, on_node) as made:
         calls = [switch.start(FrameKind.GATHER, framed(body)) for switch, body in zip(made, bodies, strict=True)]
@@ -83,30 +79,30 @@ def test_what_ranks_gather_arrives_whatever_its_size(count: int, on_node: int) -
             assert payloads(switch.result(call), count) == bodies
 
 
-def test_a_word_is_known_to_all_when_the_announcer_goes_on() -> None:
+def test_a_word_is_known_to_all_when_the_announcer_goes_on():
     with switches(20, 4) as made:
         assert not any(switch.knows("degraded") for switch in made)
         assert made[13].announce("degraded", SECONDS) == ""
         assert all(switch.knows("degraded") for switch in made)
 
 
-def kill(switch: Switch) -> None:
+def kill(switch):
     """End its connections as the kernel does for a process that was killed."""
     still = threading.Event()  # its thread does nothing any more: it would see its own connections end
 
-    def stopped() -> None:
+    def stopped():
         still.set()
         time.sleep(0.01)
 
-    switch._serve = lambda link: None  # type: ignore[method-assign]
-    switch._turn = stopped  # type: ignore[method-assign]
+    switch._serve = lambda link: None
+    switch._turn = stopped
     switch._loop.wake()
     assert still.wait(SECONDS)
     for link in tuple(switch._links.values()):
         link.connection.shutdown(socket.SHUT_RDWR)
 
 
-def wait_until(done: Callable[[], bool]) -> None:
+def wait_until(done):
     until = time.monotonic() + SECONDS
     while not done():
         assert time.monotonic() < until
@@ -114,7 +110,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("ended", [[0], [1], [4], [0, 4], [4, 0, 1, 2]])
-def test_a_rank_that_ends_in_order_is_no_loss_and_no_word_waits_for_it(ended: list[int]) -> None:
+def test_a_rank_that_ends_in_order_is_no_loss_and_no_word_waits_for_it(ended):
     """Ranks 0 and 4 have others below them. Whether a word passes a rank that has ended makes no difference."""
     with switches(8, 4) as made:
         neighbours = [list(made[one]._links) for one in ended]
@@ -129,7 +125,7 @@ def test_a_rank_that_ends_in_order_is_no_loss_and_no_word_waits_for_it(ended: li
 
 
 @pytest.mark.parametrize("ended", [0, 1, 4])
-def test_an_operation_that_a_rank_ended_without_fails_on_all_with_its_name(ended: int) -> None:
+def test_an_operation_that_a_rank_ended_without_fails_on_all_with_its_name(ended):
     with switches(8, 4) as made:
         others = [rank for rank in range(8) if rank != ended]
         calls = {rank: made[rank].start(FrameKind.GATHER, b"") for rank in others[:-1]}
@@ -141,7 +137,7 @@ def test_an_operation_that_a_rank_ended_without_fails_on_all_with_its_name(ended
         assert [made[rank].lost for rank in others] == [None] * 7
 
 
-def test_a_rank_may_end_when_it_has_done_its_part_of_an_operation() -> None:
+def test_a_rank_may_end_when_it_has_done_its_part_of_an_operation():
     with switches(2) as made:
         made[1].start(FrameKind.GATHER, framed(b"1"))  # it does not read the result
         wait_until(lambda: bool(made[0]._operations._joining))
@@ -150,7 +146,7 @@ def test_a_rank_may_end_when_it_has_done_its_part_of_an_operation() -> None:
 
 
 @pytest.mark.parametrize("lost, near", [(0, [1, 2, 3, 4]), (1, [0]), (4, [0, 5, 6, 7])])
-def test_a_lost_rank_is_named_by_its_neighbours_and_no_later_word_is_waited_for(lost: int, near: list[int]) -> None:
+def test_a_lost_rank_is_named_by_its_neighbours_and_no_later_word_is_waited_for(lost, near):
     with switches(8, 4) as made:
         kill(made[lost])
         others = [rank for rank in range(8) if rank != lost]
@@ -162,14 +158,14 @@ def test_a_lost_rank_is_named_by_its_neighbours_and_no_later_word_is_waited_for(
             assert "is lost (it has ended)" in made[rank].announce("degraded", FOR_EVER)
 
 
-def test_a_word_that_a_rank_never_takes_is_reported_after_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_a_rank_never_takes_is_reported_after_the_time_for_it(monkeypatch):
     with switches(2) as made:
         monkeypatch.setattr(made[1], "_serve", lambda link: time.sleep(0.01))
         assert made[0].announce("degraded", 0.2) == "rank 0: no answer of some ranks for 0.2 s"
 
 
 @pytest.mark.parametrize("lost", [0, 1, 4])
-def test_a_lost_rank_ends_the_operation_on_all_with_its_name(lost: int) -> None:
+def test_a_lost_rank_ends_the_operation_on_all_with_its_name(lost):
     """Ranks 0 and 4 have others below them, 1 has none."""
     with switches(8, 4) as made:
         others = [rank for rank in range(8) if rank != lost]
@@ -182,7 +178,7 @@ def test_a_lost_rank_ends_the_operation_on_all_with_its_name(lost: int) -> None:
             made[others[0]].result(made[others[0]].start(FrameKind.AGREE, b""))
 
 
-def test_a_rank_that_does_not_take_part_is_named_after_the_jobs_timeout() -> None:
+def test_a_rank_that_does_not_take_part_is_named_after_the_jobs_timeout():
     with switches(3, 1, seconds=0.3) as made:
         call = made[0].start(FrameKind.GATHER, framed(b""))
         made[1].start(FrameKind.GATHER, framed(b""))
@@ -190,7 +186,7 @@ def test_a_rank_that_does_not_take_part_is_named_after_the_jobs_timeout() -> Non
             made[0].result(call)
 
 
-def test_a_result_is_with_the_ranks_below_before_the_caller_may_end() -> None:
+def test_a_result_is_with_the_ranks_below_before_the_caller_may_end():
     large = bytes(8 * UNIT)
     with switches(2) as made:
         calls = [switch.start(FrameKind.GATHER, framed(large)) for switch in made]
@@ -201,7 +197,7 @@ def test_a_result_is_with_the_ranks_below_before_the_caller_may_end() -> None:
 
 @pytest.mark.parametrize("other", [b"", b"another secret, as long"])
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_ranks_with_different_secrets_say_so_and_their_connection_is_of_no_other_use(other: bytes, odd: int) -> None:
+def test_ranks_with_different_secrets_say_so_and_their_connection_is_of_no_other_use(other, odd):
     store = HashStore()
     secrets = [other if rank == odd else SECRET for rank in range(3)]
     met = together(3, lambda rank: meet(meeting(rank, 3, store, secrets[rank])))
@@ -213,7 +209,7 @@ def test_ranks_with_different_secrets_say_so_and_their_connection_is_of_no_other
             assert "has another secret, or only one of the two has one; give --ftp-secret-file" in met[rank].refusal
 
 
-def test_ranks_that_differ_in_encryption_say_so() -> None:
+def test_ranks_that_differ_in_encryption_say_so():
     store = HashStore()
     met = together(2, lambda rank: meet(meeting(rank, 2, store, encrypt=rank == 1)))
     assert [one.refusal for one in met] == [
@@ -222,11 +218,11 @@ def test_ranks_that_differ_in_encryption_say_so() -> None:
     ]
 
 
-def test_a_stranger_that_has_read_the_nonce_in_the_store_takes_no_ranks_place() -> None:
+def test_a_stranger_that_has_read_the_nonce_in_the_store_takes_no_ranks_place():
     store = HashStore()
-    strangers: list[Any] = []
+    strangers = []
 
-    def work(rank: int) -> Any:
+    def work(rank):
         if rank == 1:
             nonce = bytes(store.get("ft_plugins/ranks/0/tree"))[: module.NONCE]
             where = "127.0.0.1", int.from_bytes(store.get("ft_plugins/ranks/0/0")[:2], "big")
@@ -243,12 +239,10 @@ def test_a_stranger_that_has_read_the_nonce_in_the_store_takes_no_ranks_place() 
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError(), ProtocolError("it sent something else")])
-def test_a_rank_that_is_cut_off_between_its_two_proofs_tries_again(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_cut_off_between_its_two_proofs_tries_again(error, monkeypatch):
     check, cut = module._check, [0, 0]
 
-    def once(*words: Any) -> Any:
+    def once(*words):
         if not cut[0]:
             cut[0] = 1
             raise error
@@ -262,8 +256,8 @@ def test_a_rank_that_is_cut_off_between_its_two_proofs_tries_again(
     assert cut == [1, 2]
 
 
-def test_a_rank_that_is_always_cut_off_names_the_other_one_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*words: Any) -> Any:
+def test_a_rank_that_is_always_cut_off_names_the_other_one_and_the_remedy(monkeypatch):
+    def never(*words):
         raise ConnectionResetError
 
     monkeypatch.setattr(module, "_check", never)
@@ -274,15 +268,15 @@ def test_a_rank_that_is_always_cut_off_names_the_other_one_and_the_remedy(monkey
 
 @pytest.mark.parametrize("on_node, local", [(1, [0]), (1, [1]), (2, [0, 1])])
 def test_a_node_that_resolves_its_name_to_loopback_is_reached_at_its_address_towards_another_node(
-    on_node: int, local: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    on_node, local, monkeypatch
+):
     """Ranks of the node whose name all have; others see its address, here another one of this machine."""
     monkeypatch.setattr(own_address, "only_local", lambda address: address == "127.0.1.1")
     monkeypatch.setattr(module, "only_local", own_address.only_local)
     monkeypatch.setattr(own_address, "_on_the_way", lambda host: {"127.0.0.9": "127.0.0.8"}[host])
     store, count = HashStore(), 3 * on_node
 
-    def work(rank: int) -> Met:
+    def work(rank):
         address = "127.0.1.1" if rank in local else "127.0.0.9"
         return meet(replace(meeting(rank, count, store, on_node=on_node), address=address, by_name=True))
 
@@ -296,14 +290,12 @@ def test_a_node_that_resolves_its_name_to_loopback_is_reached_at_its_address_tow
 THIS, OTHER = b"this".ljust(IDENTITY), b"other".ljust(IDENTITY)  # hosts
 
 
-def on_host(
-    rank: int, store: Any, host: bytes, address: str, by_name: bool = False, seconds: float = 1.0
-) -> RankMeeting:
+def on_host(rank, store, host, address, by_name=False, seconds=1.0):
     return replace(meeting(rank, 2, store, seconds=seconds), host=host, address=address, by_name=by_name)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1"])
-def test_a_loopback_address_of_the_rank_above_is_refused_on_another_host_before_it_is_tried(address: str) -> None:
+def test_a_loopback_address_of_the_rank_above_is_refused_on_another_host_before_it_is_tried(address):
     store = HashStore()
     store.set("ft_plugins/ranks/0/tree", TREE)
     store.set("ft_plugins/ranks/0/0", (1).to_bytes(2, "big") + THIS + address.encode())
@@ -316,7 +308,7 @@ def test_a_loopback_address_of_the_rank_above_is_refused_on_another_host_before_
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_loopback_address_of_a_rank_itself_is_refused_on_another_host_than_rank_0s(by_name: bool) -> None:
+def test_a_loopback_address_of_a_rank_itself_is_refused_on_another_host_than_rank_0s(by_name):
     """It may have no rank below it, but its node's SMP would publish the address too. All nodes that resolve the name
     of the job's host to loopback, as copies of one image do, are no emulated ones."""
     store = HashStore()
@@ -328,13 +320,13 @@ def test_a_loopback_address_of_a_rank_itself_is_refused_on_another_host_than_ran
 
 
 @pytest.mark.parametrize("hosts", [(THIS, THIS), (UNKNOWN, THIS), (THIS, UNKNOWN)])
-def test_loopback_addresses_of_one_host_or_of_one_that_is_unknown_are_tried(hosts: tuple[bytes, bytes]) -> None:
+def test_loopback_addresses_of_one_host_or_of_one_that_is_unknown_are_tried(hosts):
     store = HashStore()
     met = together(2, lambda rank: meet(on_host(rank, store, hosts[rank], f"127.0.0.{rank + 3}", seconds=20)))
     assert [sorted(one.links) for one in met] == [[1], [0]] and not any(one.refusal for one in met)
 
 
-def test_nodes_that_are_all_on_loopback_keep_their_addresses() -> None:
+def test_nodes_that_are_all_on_loopback_keep_their_addresses():
     store = HashStore()
     met = together(2, lambda rank: meet(replace(meeting(rank, 2, store), address=f"127.0.0.{rank + 3}", by_name=True)))
     assert [one.address for one in met] == ["127.0.0.3", "127.0.0.4"]
@@ -343,7 +335,7 @@ def test_nodes_that_are_all_on_loopback_keep_their_addresses() -> None:
 @pytest.mark.parametrize(
     "entry, words", [(None, "rank 0: rank 1 did not come in time"), (b"eth0", "the entry of rank 1 in the job's store")]
 )
-def test_without_an_address_of_another_node_the_reason_is_named(entry: bytes | None, words: str) -> None:
+def test_without_an_address_of_another_node_the_reason_is_named(entry, words):
     store = HashStore()
     if entry is not None:
         store.set("ft_plugins/ranks/0/from1", entry)
@@ -365,7 +357,7 @@ def test_without_an_address_of_another_node_the_reason_is_named(entry: bytes | N
         ("0", bytes(2) + UNKNOWN + b"1" * 65),
     ],
 )
-def test_what_a_stranger_writes_to_the_store_is_refused(key: str, entry: bytes) -> None:
+def test_what_a_stranger_writes_to_the_store_is_refused(key, entry):
     store = HashStore()
     store.set("ft_plugins/ranks/0/tree", TREE)
     store.set(f"ft_plugins/ranks/0/{key}", entry)
@@ -373,14 +365,14 @@ def test_what_a_stranger_writes_to_the_store_is_refused(key: str, entry: bytes) 
         meet(meeting(1, 2, store))
 
 
-def test_nodes_with_different_numbers_of_ranks_form_one_tree() -> None:
+def test_nodes_with_different_numbers_of_ranks_form_one_tree():
     """The last node has one rank; each knows its own number only."""
     store = HashStore()
     met = together(5, lambda rank: meet(meeting(rank, 5, store, on_node=1 if rank == 4 else 2)))
     assert [one.place.parent for one in met] == [None, 0, 0, 2, 0]
 
 
-def test_where_no_rank_listens_the_rank_and_the_remedy_are_named() -> None:
+def test_where_no_rank_listens_the_rank_and_the_remedy_are_named():
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -390,12 +382,12 @@ def test_where_no_rank_listens_the_rank_and_the_remedy_are_named() -> None:
         meet(meeting(1, 2, store, seconds=0.2))
 
 
-def test_ranks_that_never_come_are_named() -> None:
+def test_ranks_that_never_come_are_named():
     with pytest.raises(ProtocolError, match="rank 0: rank 1, 2 did not connect to 127.0.0.1:"):
         meet(meeting(0, 3, HashStore(), seconds=0.3))
 
 
-def test_a_forked_child_keeps_no_connection_of_its_parent() -> None:
+def test_a_forked_child_keeps_no_connection_of_its_parent():
     with switches(2) as made:
         descriptors = [link.connection.fileno() for switch in made for link in switch._links.values()]
         read, write = os.pipe()

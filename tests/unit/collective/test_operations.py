@@ -1,17 +1,13 @@
 """What ranks send each other joins to the right result, in whatever order it arrives."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.collective.operations import (
-    Action,
     Finished,
     FrameKind,
     Known,
@@ -30,14 +26,14 @@ from ft_plugins.errors import ProtocolError
 class Network:
     """All ranks of a job; frames between two of them keep their order, nothing else does."""
 
-    def __init__(self, world_size: int, on_node: int, seed: int) -> None:
+    def __init__(self, world_size, on_node, seed):
         self.ranks = [Operations(place_of(rank, world_size, on_node)) for rank in range(world_size)]
-        self.links: dict[tuple[int, int], deque[RankFrame]] = {}
-        self.results: list[list[bytes]] = [[] for _ in range(world_size)]
-        self.known: set[int] = set()  # ranks whose word all others know
+        self.links = {}
+        self.results = [[] for _ in range(world_size)]
+        self.known = set()  # ranks whose word all others know
         self.random = random.Random(seed)
 
-    def act(self, rank: int, actions: Sequence[Action]) -> None:
+    def act(self, rank, actions):
         for action in actions:
             match action:
                 case SendFrame(to, frame):
@@ -48,10 +44,10 @@ class Network:
                 case Known():
                     self.known.add(rank)
 
-    def call(self, rank: int, kind: FrameKind, body: bytes) -> None:
+    def call(self, rank, kind, body):
         self.act(rank, self.ranks[rank].call(kind, body)[1])
 
-    def deliver_one(self) -> bool:
+    def deliver_one(self):
         busy = [link for link, frames in self.links.items() if frames]
         if not busy:
             return False
@@ -59,7 +55,7 @@ class Network:
         self.act(target, self.ranks[target].receive(source, self.links[source, target].popleft()))
         return True
 
-    def run(self) -> None:
+    def run(self):
         while self.deliver_one():
             pass
 
@@ -68,7 +64,7 @@ SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(0, 2**31))
 
 
 @given(SHAPES, st.integers(1, 4))
-def test_gathers_and_agreements_reach_all_in_order(shape: tuple[int, int, int], count: int) -> None:
+def test_gathers_and_agreements_reach_all_in_order(shape, count):
     world_size, on_node, seed = shape
     network = Network(world_size, on_node, seed)
     calls = [(rank, number) for rank in range(world_size) for number in range(count)]
@@ -87,7 +83,7 @@ def test_gathers_and_agreements_reach_all_in_order(shape: tuple[int, int, int], 
 
 
 @given(SHAPES, st.data())
-def test_the_lowest_error_that_is_no_echo_speaks_for_all(shape: tuple[int, int, int], data: st.DataObject) -> None:
+def test_the_lowest_error_that_is_no_echo_speaks_for_all(shape, data):
     world_size, on_node, seed = shape
     network = Network(world_size, on_node, seed)
     raised = data.draw(st.dictionaries(st.integers(0, world_size - 1), st.booleans()))
@@ -101,9 +97,7 @@ def test_the_lowest_error_that_is_no_echo_speaks_for_all(shape: tuple[int, int, 
 
 
 @given(SHAPES, st.data())
-def test_when_all_who_announced_a_word_go_on_everybody_knows_it(
-    shape: tuple[int, int, int], data: st.DataObject
-) -> None:
+def test_when_all_who_announced_a_word_go_on_everybody_knows_it(shape, data):
     """An announcer waits until all know its word; the others may meanwhile have heard it, or announced it, too."""
     world_size, on_node, seed = shape
     network = Network(world_size, on_node, seed)
@@ -120,7 +114,7 @@ def test_when_all_who_announced_a_word_go_on_everybody_knows_it(
     network.run()
 
 
-def test_another_operation_than_that_of_the_other_ranks_is_named() -> None:
+def test_another_operation_than_that_of_the_other_ranks_is_named():
     network = Network(2, 1, 0)
     network.call(0, FrameKind.GATHER, b"")
     network.call(1, FrameKind.AGREE, b"")
@@ -129,18 +123,18 @@ def test_another_operation_than_that_of_the_other_ranks_is_named() -> None:
 
 
 @pytest.mark.parametrize("number", [17, 1 << 60])
-def test_a_rank_far_ahead_is_not_believed(number: int) -> None:
+def test_a_rank_far_ahead_is_not_believed(number):
     with pytest.raises(ProtocolError, match=f"rank 1 is at operation {number}, rank 0 at 0"):
         Operations(place_of(0, 2, 1)).receive(1, RankFrame(FrameKind.GATHER, number, b""))
 
 
 @pytest.mark.parametrize("joined", [b"", b"\1", framed(b"a") + b"\0", framed(b"a"), framed(b"a") * 3, b"\xff" * 16])
-def test_what_is_not_the_payloads_of_two_ranks_is_refused(joined: bytes) -> None:
+def test_what_is_not_the_payloads_of_two_ranks_is_refused(joined):
     with pytest.raises(ProtocolError, match="expected the payloads of 2 ranks"):
         payloads(joined, 2)
 
 
 @pytest.mark.parametrize("body", [b"\xc1", b"\x90", failure(0, "E", "t", False)[:-1], b"\x94\x00\x00\xa0\xa0"])
-def test_an_error_that_cannot_be_read_is_refused(body: bytes) -> None:
+def test_an_error_that_cannot_be_read_is_refused(body):
     with pytest.raises(ProtocolError, match="an error of another rank cannot be read"):
         failed(body)

@@ -1,13 +1,10 @@
 """How long a transfer waits for a rank that is busy."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import ExitStack
 
 import numpy as np
-import pytest
 
 from ft_plugins.collective import transfers as module
 from ft_plugins.collective.meeting import RankDoor
@@ -18,12 +15,12 @@ KEY = bytes(32)
 
 
 def test_a_rank_may_leave_unread_what_it_is_sent_for_as_long_as_a_transfer_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[Link] = []
+    monkeypatch,
+):
+    made = []
 
-    def link(*args: object) -> Link:
-        made.append(Link(*args))  # type: ignore[arg-type]
+    def link(*args):
+        made.append(Link(*args))
         return made[-1]
 
     monkeypatch.setattr(module, "Link", link)

@@ -1,16 +1,12 @@
 """`ft-plugins doctor`: a healthy node is left in peace, and each fault of a node is named, with what to do."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,6 @@ from ft_plugins.doctor.host_facts import (
     DoctorJob,
     EndpointPort,
     HostFacts,
-    PortState,
     ResolvedName,
     UsedFolder,
     gather,
@@ -48,19 +43,19 @@ HEALTHY = HostFacts(
 )  # fmt: skip
 
 
-def port(state: PortState) -> dict[str, Any]:
+def port(state):
     return {"ports": (EndpointPort(DOOR, state, "in use"),)}
 
 
-def environment(**variables: str) -> dict[str, Any]:
+def environment(**variables):
     return {"environment": variables}
 
 
-def test_a_healthy_node_has_no_findings() -> None:
+def test_a_healthy_node_has_no_findings():
     assert findings(JOB, HEALTHY) == () and exit_status(()) == 0
 
 
-FAULTS: list[tuple[dict[str, Any], dict[str, Any], Grade, str, str]] = [
+FAULTS = [
     ({}, {"limits": (replace(SHM, free=GIB), CGROUP)}, Grade.FAILURE, "/dev/shm has 1.0 GiB free", "enlarge it; or"),
     ({}, {"limits": (SHM, replace(CGROUP, free=GIB))}, Grade.FAILURE, "a group has 1.0 GiB free", "raise it; or"),
     ({}, {"limits": None}, Grade.FAILURE, "/dev/shm cannot be examined", "mount a tmpfs"),
@@ -100,9 +95,7 @@ FAULTS: list[tuple[dict[str, Any], dict[str, Any], Grade, str, str]] = [
 
 
 @pytest.mark.parametrize(("job", "facts", "grade", "what", "do"), FAULTS)
-def test_each_fault_is_the_one_finding(
-    job: dict[str, Any], facts: dict[str, Any], grade: Grade, what: str, do: str
-) -> None:
+def test_each_fault_is_the_one_finding(job, facts, grade, what, do):
     (found,) = findings(replace(JOB, **job), replace(HEALTHY, **facts))
     assert (found.grade, exit_status([found])) == (grade, int(grade))
     assert what in found.what and do in found.do and found.why
@@ -121,22 +114,22 @@ def test_each_fault_is_the_one_finding(
         {"descriptors": None, "devices": None, "ptrace_scope": None, "removes_ipc": None},
     ],
 )
-def test_what_is_as_it_should_be_or_unknown_is_no_finding(facts: dict[str, Any]) -> None:
+def test_what_is_as_it_should_be_or_unknown_is_no_finding(facts):
     assert findings(JOB, replace(HEALTHY, **facts)) == ()
 
 
-def test_a_job_of_which_no_endpoint_resolves_does_not_work() -> None:
+def test_a_job_of_which_no_endpoint_resolves_does_not_work():
     facts = replace(HEALTHY, endpoints=(ResolvedName("b", ()), ResolvedName("c", None)))
     assert [each.grade for each in findings(JOB, facts)] == [Grade.FAILURE, Grade.FAILURE]
 
 
-def test_a_job_without_a_figure_on_dockers_shared_memory_is_warned() -> None:
+def test_a_job_without_a_figure_on_dockers_shared_memory_is_warned():
     small = replace(SHM, nbytes=64 << 20, free=64 << 20)
     found = findings(replace(JOB, need=None), replace(HEALTHY, limits=(small,)))
     assert [each.grade for each in found] == [Grade.WARNING, Grade.NOTE] and "only 64.0 MiB in all" in found[0].what
 
 
-def test_nodes_that_are_emulated_on_one_machine_need_no_secret_and_no_address() -> None:
+def test_nodes_that_are_emulated_on_one_machine_need_no_secret_and_no_address():
     job = replace(JOB, endpoints=(Endpoint("127.0.0.1", 29400),), secret_file=None)
     assert findings(job, replace(HEALTHY, own_names=(ResolvedName("a", ("127.0.1.1",)),))) == ()
 
@@ -144,14 +137,14 @@ def test_nodes_that_are_emulated_on_one_machine_need_no_secret_and_no_address() 
 # ---- facts ----
 
 
-def test_a_port_of_this_node_is_free_until_a_process_listens_there() -> None:
+def test_a_port_of_this_node_is_free_until_a_process_listens_there():
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         place = Endpoint("127.0.0.1", listener.getsockname()[1])
         assert gather(DoctorJob(1, (place,))).ports == (EndpointPort(place, "taken", "Address already in use"),)
     assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["free"]
 
 
-def test_the_port_of_another_node_answers_refuses_or_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_port_of_another_node_answers_refuses_or_is_silent(monkeypatch):
     monkeypatch.setattr(host_facts, "only_local", lambda address: False)
     monkeypatch.setattr(host_facts, "network_devices", lambda: ())
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
@@ -159,7 +152,7 @@ def test_the_port_of_another_node_answers_refuses_or_is_silent(monkeypatch: pyte
         assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["answers"]
     assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["refuses"]
 
-    def timed_out(address: object, seconds: float) -> None:
+    def timed_out(address, seconds):
         assert seconds <= host_facts.SECONDS
         raise TimeoutError
 
@@ -167,8 +160,8 @@ def test_the_port_of_another_node_answers_refuses_or_is_silent(monkeypatch: pyte
     assert [each.state for each in gather(DoctorJob(1, (place,))).ports] == ["silent"]
 
 
-def test_a_name_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hanging(seconds: float, call: object, what: str = "") -> None:
+def test_a_name_that_is_never_answered_is_given_up(monkeypatch):
+    def hanging(seconds, call, what=""):
         raise TimeoutError
 
     monkeypatch.setattr(host_facts, "within", hanging)
@@ -180,9 +173,7 @@ def test_a_name_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPat
     ("whole", "part", "expected"),
     [("", "", True), ("RemoveIPC=no", "", False), ("#RemoveIPC=no", "", True), ("RemoveIPC=no", "RemoveIPC=yes", True)],
 )
-def test_systemd_removes_shared_memory_unless_its_configuration_says_no(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: str, part: str, expected: bool
-) -> None:
+def test_systemd_removes_shared_memory_unless_its_configuration_says_no(tmp_path, monkeypatch, whole, part, expected):
     monkeypatch.setattr(host_facts.pwd, "getpwuid", lambda user: type("Entry", (), {"pw_name": "ann"}))
     assert not removes_ipc(tmp_path, 1000), "systemd does not run"
     (tmp_path / "run/systemd/system").mkdir(parents=True)
@@ -197,7 +188,7 @@ def test_systemd_removes_shared_memory_unless_its_configuration_says_no(
     assert not removes_ipc(tmp_path, 1000)
 
 
-def test_versions_are_judged_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_judged_by_what_is_installed(monkeypatch):
     versions = {"torch": "2.1.0+cpu", "megatron-core": "0.16.9", "deepspeed": "9.1"}
     monkeypatch.setattr(framework_versions.metadata, "version", versions.__getitem__)
     monkeypatch.setattr(
@@ -210,15 +201,13 @@ def test_versions_are_judged_by_what_is_installed(monkeypatch: pytest.MonkeyPatc
 
 # ---- the command ----
 
-Doctor = Callable[..., tuple[int, str]]
-
 
 @pytest.fixture
-def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Doctor:
+def doctor(monkeypatch, capsys, tmp_path):
     """Run the command in a folder of its own; returns exit status and output."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: str) -> tuple[int, str]:
+    def run(*words):
         monkeypatch.setattr(sys, "argv", ["ft-plugins", "doctor", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -227,15 +216,13 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
     return run
 
 
-def test_five_planted_faults_are_the_five_findings(
-    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_five_planted_faults_are_the_five_findings(doctor, monkeypatch, tmp_path):
     """Shared memory and the folder of temporary files are planted as facts: root can write everywhere."""
     (tmp_path / "job.secret").write_text("x" * 32)
     (tmp_path / "job.secret").chmod(0o644)
     read_only = UsedFolder("temporary files", "/scratch", "[Errno 30] Read-only file system")
 
-    def planted(job: DoctorJob) -> HostFacts:
+    def planted(job):
         facts = gather(job)
         assert facts.limits and all(not folder.problem for folder in facts.folders)
         return replace(
@@ -261,25 +248,23 @@ def test_five_planted_faults_are_the_five_findings(
     assert all(len(line) <= 80 for line in said.splitlines()) and said.count("to do: ") == 5
 
 
-def test_a_healthy_node_ends_with_status_0_and_says_only_that(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[DoctorJob] = []
-    monkeypatch.setattr(host_facts, "gather", lambda job: seen.append(job) or HEALTHY)  # type: ignore[func-returns-value]
+def test_a_healthy_node_ends_with_status_0_and_says_only_that(doctor, monkeypatch):
+    seen = []
+    monkeypatch.setattr(host_facts, "gather", lambda job: seen.append(job) or HEALTHY)
     Path("train.py").touch()
     status, said = doctor("--parameters", "1e6", "--", "ft-run", "--nproc-per-node", "4", "train.py", "--reft")
     assert (status, said) == (0, f"{socket.gethostname()}: fine\n")
     assert seen[0].nodes == 1 and seen[0].endpoints == () and 0 < (seen[0].need or 0) < GIB
 
 
-def test_a_command_that_ft_run_would_refuse_is_a_failure(doctor: Doctor) -> None:
+def test_a_command_that_ft_run_would_refuse_is_a_failure(doctor):
     status, said = doctor("--", "--reft-intervall", "3")
     assert status == 2 and "did you mean --reft-interval?" in said
 
 
-def test_what_the_command_says_of_checkpoints_and_the_address_is_examined(
-    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[DoctorJob] = []
-    monkeypatch.setattr(host_facts, "gather", lambda job: seen.append(job) or gather(job))  # type: ignore[func-returns-value]
+def test_what_the_command_says_of_checkpoints_and_the_address_is_examined(doctor, monkeypatch):
+    seen = []
+    monkeypatch.setattr(host_facts, "gather", lambda job: seen.append(job) or gather(job))
     job = ("--ftp-job", "j", "--reft", "--reft-checkpoint-dir", "/proc/here", "--local-addr", "no-such-host.invalid")
     status, said = doctor("--json", "--", *job)
     found = [each["what"] for each in json.loads(said)["findings"] if each["grade"] == "failure"]
@@ -290,7 +275,7 @@ def test_what_the_command_says_of_checkpoints_and_the_address_is_examined(
     ], "nobody, not even root, can make a file in /proc"
 
 
-def test_the_folder_of_checkpoints_is_looked_for_where_it_would_be_made(tmp_path: Path) -> None:
+def test_the_folder_of_checkpoints_is_looked_for_where_it_would_be_made(tmp_path):
     (tmp_path / "file").touch()
     for name, problem in (("new/folder", ""), ("file/folder", "Not a directory")):
         facts = gather(DoctorJob(checkpoints=tmp_path / name))
@@ -299,7 +284,7 @@ def test_the_folder_of_checkpoints_is_looked_for_where_it_would_be_made(tmp_path
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_folders_are_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_left_as_they_were(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     facts = gather(DoctorJob())
     assert facts.folders[1] == UsedFolder("run directories", str(tmp_path / "ft_plugins"), "")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,26 +32,26 @@ class Node:
     written: list[Event]
     spec: Any = field(default_factory=lambda: SimpleNamespace(node="s", nproc=2))
 
-    def events(self, name: str = "") -> list[Event]:
+    def events(self, name=""):
         return [event for event in self.written if name in ("", event.name)]
 
-    def tail(self) -> str:
+    def tail(self):
         return ""
 
 
-def event(name: str, time: float = -1.0, pid: int = 1, **fields: Any) -> Event:
+def event(name, time=-1.0, pid=1, **fields):
     return Event(name, time, pid=pid, fields={"lineage": 1, **fields})
 
 
-def restored(tier: str, iteration: int, pid: int = 1, lineage: int = 1) -> Event:
+def restored(tier, iteration, pid=1, lineage=1):
     return event("state.restored", 0.0, pid, tier=tier, iteration=iteration, lineage=lineage)
 
 
-def stored(iteration: int, lineage: int = 1) -> Event:
+def stored(iteration, lineage=1):
     return event("checkpoint.completed", iteration=iteration, lineage=lineage)
 
 
-def lost(*names: str) -> Event:
+def lost(*names):
     return event("node.lost", lost=list(names))
 
 
@@ -63,7 +61,7 @@ STORED = [restored("storage", 6, 4), restored("storage", 6, 5)]
 AT_4 = [event("exchange.started", iteration=4), event("version.committed", iteration=4)]
 HALF, AT_8 = event("exchange.started", iteration=8), event("version.committed", iteration=8)
 COMPARED = event("exchange.sent", compared=True, bytes=10)
-CLAIMS: dict[str, Callable[[Any], object]] = {
+CLAIMS = {
     "restored": lambda nodes: claims.assert_restored(nodes["s"], "node", 4),
     "restored exactly": lambda nodes: claims.assert_restored(nodes["s"], "node", 4, 4),
     "newest stored": claims.assert_newest_stored_restored,
@@ -101,24 +99,24 @@ CLAIMS: dict[str, Callable[[Any], object]] = {
         ("compared", [COMPARED], [COMPARED, event("exchange.sent", compared=False, bytes=10)]),
     ],
 )
-def test_a_claim_holds_of_what_was_written_or_does_not(claim: str, right: list[Event], wrong: list[Event]) -> None:
+def test_a_claim_holds_of_what_was_written_or_does_not(claim, right, wrong):
     CLAIMS[claim]({"s": Node([*ATTACHED, *right])})
     with pytest.raises((AssertionError, IndexError)):
         CLAIMS[claim]({"s": Node([*ATTACHED, *wrong])})
 
 
-def test_restores_are_those_of_each_incarnation_and_of_all_its_ranks_the_same() -> None:
+def test_restores_are_those_of_each_incarnation_and_of_all_its_ranks_the_same():
     first = [restored("process", 3, pid) for pid in (2, 3)]
-    assert claims.restored(Node([*ATTACHED, *NODE, *first])) == [3, 4]  # type: ignore[arg-type]
+    assert claims.restored(Node([*ATTACHED, *NODE, *first])) == [3, 4]
     with pytest.raises(AssertionError, match="different versions"):
-        claims.restored(Node([*ATTACHED, NODE[0], restored("node", 5, 5)]))  # type: ignore[arg-type]
+        claims.restored(Node([*ATTACHED, NODE[0], restored("node", 5, 5)]))
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[Version], Path]:
+def write(tmp_path):
     """Writes a complete checkpoint."""
 
-    def written(version: Version) -> Path:
+    def written(version):
         for rank in range(RANKS):
             path = tmp_path / f"segment-{version.iteration}-{rank}"
             segments.create(path, Shape(8000, 1000, 1, 5, slots_for(Pin.STORAGE)), rank, dict(ORIGIN.fingerprint))
@@ -140,9 +138,7 @@ def write(tmp_path: Path) -> Callable[[Version], Path]:
     return written
 
 
-def test_checkpoints_that_are_there_and_whole_are_told_from_others(
-    tmp_path: Path, write: Callable[[Version], Path]
-) -> None:
+def test_checkpoints_that_are_there_and_whole_are_told_from_others(tmp_path, write):
     write(Version(1, 3))
     assert claims.stored(tmp_path / "j") == {3}
     with pytest.raises(AssertionError, match="v1-3"):

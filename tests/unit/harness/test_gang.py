@@ -1,7 +1,5 @@
 """A gang of which a rank fails, dies or stands still is never taken for one that has answered, and leaves no rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from harness.gang import RankError, gang
 
 
-def _fails(rank: int, world: int, folder: str) -> None:
+def _fails(rank, world, folder):
     (Path(folder) / str(rank)).write_text(str(os.getpid()))
     dist.barrier()
     if rank == 1:
@@ -21,29 +19,29 @@ def _fails(rank: int, world: int, folder: str) -> None:
     dist.barrier()  # rank 1 never comes
 
 
-def test_a_rank_that_fails_is_named_with_what_was_printed_and_ends_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_with_what_was_printed_and_ends_the_others(tmp_path):
     with pytest.raises(RankError, match=r"(?s)rank 1:.*what went wrong.*the last words"):
         gang(_fails, 2, str(tmp_path))
     for rank in range(2):
         assert not Path("/proc", (tmp_path / str(rank)).read_text()).exists()
 
 
-def _killed(rank: int, world: int) -> None:
+def _killed(rank, world):
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
 
-def test_a_rank_that_is_killed_ends_the_gang_at_once() -> None:
+def test_a_rank_that_is_killed_ends_the_gang_at_once():
     with pytest.raises(RankError, match="rank 0 ended without an answer"):
         gang(_killed, 2)  # the other one waits for ever
 
 
-def _stands(rank: int, world: int) -> None:
+def _stands(rank, world):
     if rank == 1:
         signal.pause()
 
 
-def test_a_gang_that_does_not_end_is_ended() -> None:
+def test_a_gang_that_does_not_end_is_ended():
     with pytest.raises(TimeoutError, match="ranks 0, 1 had not answered after 2 s"):
         gang(_stands, 2, seconds=2)

@@ -1,10 +1,7 @@
 """How a harness waits for its nodes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from harness.job_control import wait_for_success
 SECONDS = 90.0
 
 
-def test_a_harness_ends_with_the_reason_of_the_first_node_that_failed_though_others_still_run(tmp_path: Path) -> None:
+def test_a_harness_ends_with_the_reason_of_the_first_node_that_failed_though_others_still_run(tmp_path):
     specs = {node: JobSpec("m:f", (), "job", str(tmp_path), node=node) for node in "ab"}
     (tmp_path / "b.outcome.json").write_text(json.dumps({"status": "refused", "reason": "its memory is busy"}))
     with subprocess.Popen(["sleep", "600"]) as lives, subprocess.Popen(["cat"], stdin=subprocess.PIPE) as ends:

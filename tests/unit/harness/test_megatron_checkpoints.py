@@ -1,15 +1,10 @@
 """Comparing what Megatron saved: every bit of an entry matters, padding does not, and what is masked is padding."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import io
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +23,7 @@ BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16,
 WEIGHT, BIAS = 96, 32  # elements: both end off the alignment of 64, though at a multiple of 32
 
 
-def described(elements: int, *shards: tuple[int, int]) -> TensorStorageMetadata:
+def described(elements, *shards):
     """A tensor of one dimension, saved in shards (begin, size)."""
     chunks = [ChunkStorageMetadata(torch.Size([begin]), torch.Size([size])) for begin, size in shards]
     return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([elements]), chunks)
@@ -43,32 +38,32 @@ LAYOUT = {
 PLACE = f"/tensors/{BUCKET}"
 
 
-def checkpoint(**changed: Any) -> LoadedCheckpoint:
+def checkpoint(**changed):
     """With a bucket of that layout, the padding filled with what memory happened to hold."""
     moment = torch.arange(160, dtype=torch.float32)
     state = {"tensors": {BUCKET: moment}, "common": {"args": argparse.Namespace(save="/a", iteration=0, lr=0.1)}}
     return LoadedCheckpoint({**state, **changed}, {f"/tensors/{key}": mask for key, mask in padding(LAYOUT).items()})
 
 
-def with_bit_flipped(element: int) -> LoadedCheckpoint:
+def with_bit_flipped(element):
     moment = torch.arange(160, dtype=torch.float32)
     moment.view(torch.int32)[element] ^= 1
     return checkpoint(tensors={BUCKET: moment})
 
 
-def test_padding_is_what_lies_between_a_parameter_and_the_next_alignment() -> None:
+def test_padding_is_what_lies_between_a_parameter_and_the_next_alignment():
     (mask,) = padding(LAYOUT).values()
     assert mask.nonzero().flatten().tolist() == list(range(96, 128))
 
 
 @pytest.mark.parametrize("element", [0, 63, 64, 95, 128, 159])
-def test_one_flipped_bit_in_any_part_of_a_parameter_is_found(element: int) -> None:
+def test_one_flipped_bit_in_any_part_of_a_parameter_is_found(element):
     found = compare(checkpoint(), with_bit_flipped(element))
     assert found.differences == (f"{PLACE}: 1 of 160 elements differ, the first is {element}",)
 
 
 @pytest.mark.parametrize("element", [96, 127])
-def test_a_flipped_bit_in_the_padding_is_not(element: int) -> None:
+def test_a_flipped_bit_in_the_padding_is_not(element):
     found = compare(checkpoint(), with_bit_flipped(element))
     assert found.differences == ()
     assert found.masked == {PLACE: 32}
@@ -83,25 +78,25 @@ def test_a_flipped_bit_in_the_padding_is_not(element: int) -> None:
         (((0, 128), (128, 32)), 160),  # the gap is no shard of its own
     ],
 )
-def test_what_is_masked_must_leave_exactly_the_model(shards: tuple[tuple[int, int], ...], held: int) -> None:
+def test_what_is_masked_must_leave_exactly_the_model(shards, held):
     message = rf"'exp_avg' of the optimizer has {held} elements, expected the model's 128"
     with pytest.raises(CheckpointFormatError, match=message):
         padding({**LAYOUT, BUCKET: described(160, *shards)})
 
 
-def test_another_format_has_no_padding() -> None:
+def test_another_format_has_no_padding():
     whole = {key: entry for key, entry in LAYOUT.items() if key != BUCKET}
     assert padding({**whole, "optimizer.state.exp_avg.weight": described(WEIGHT, (0, 32), (32, 64))}) == {}
 
 
-def test_two_checkpoints_whose_padding_lies_elsewhere_differ() -> None:
+def test_two_checkpoints_whose_padding_lies_elsewhere_differ():
     other = checkpoint()
     moved = LoadedCheckpoint(other.state, {PLACE: torch.zeros(160, dtype=torch.bool)})
     assert compare(checkpoint(), moved).differences == (f"{PLACE}: its padding is elsewhere",)
     assert compare(checkpoint(), LoadedCheckpoint(other.state)).differences == (f"{PLACE}: its padding is elsewhere",)
 
 
-def test_arguments_that_describe_a_start_are_left_out_and_said_and_no_other() -> None:
+def test_arguments_that_describe_a_start_are_left_out_and_said_and_no_other():
     other = checkpoint(common={"args": argparse.Namespace(save="/b", iteration=7, lr=0.2)})
     found = compare(checkpoint(), other)
     assert found.differences == ("/common/args/lr: 0.1 and 0.2",)
@@ -109,7 +104,7 @@ def test_arguments_that_describe_a_start_are_left_out_and_said_and_no_other() ->
     assert "left out: the start arguments iteration, save" in str(found)
 
 
-PAIRS: Mapping[str, tuple[Any, Any]] = {
+PAIRS = {
     "sign-of-zero": (0.0, -0.0),
     "tensor-sign-of-zero": (torch.tensor([0.0]), torch.tensor([-0.0])),
     "dtype": (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)),
@@ -126,25 +121,23 @@ PAIRS: Mapping[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_no_difference_is_tolerated(name: str) -> None:
+def test_no_difference_is_tolerated(name):
     left, right = PAIRS[name]
     assert megatron_checkpoints.differences({"entry": left}, {"entry": right})
     assert megatron_checkpoints.differences({"entry": right}, {"entry": left})
     assert not megatron_checkpoints.differences({"entry": left}, {"entry": left})
 
 
-def test_equal_bits_are_equal_even_where_numbers_are_not() -> None:
+def test_equal_bits_are_equal_even_where_numbers_are_not():
     assert megatron_checkpoints.differences(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == []
     assert megatron_checkpoints.differences(float("nan"), float("nan")) == []
 
 
-def test_objects_of_a_megatron_that_is_not_installed_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_of_a_megatron_that_is_not_installed_are_compared(tmp_path, monkeypatch):
     newer = ModuleType("megatron.core.newer")
     scope = enum.Enum("Scope", ["LAYER", "BLOCK"], module=newer.__name__)
     spec = type("Spec", (), {"__module__": newer.__name__})
-    newer.Scope, newer.Spec = scope, spec  # type: ignore[attr-defined]
+    newer.Scope, newer.Spec = scope, spec
     monkeypatch.setitem(sys.modules, newer.__name__, newer)
     for name, value, size in (("first", scope.LAYER, 1), ("same", scope.LAYER, 1), ("other", scope.BLOCK, 2)):
         described = spec()
@@ -162,7 +155,7 @@ def test_objects_of_a_megatron_that_is_not_installed_are_compared(
     )
 
 
-def test_both_formats_are_read(tmp_path: Path) -> None:
+def test_both_formats_are_read(tmp_path):
     own, distributed = tmp_path / "torch", tmp_path / "torch_dist"
     (own / "mp_rank_00").mkdir(parents=True)
     torch.save({"weight": torch.ones(2)}, own / "mp_rank_00" / "model_optim_rng.pt")

@@ -1,11 +1,8 @@
 """A script under `orderly_end` ends as under Python, but nothing runs while the interpreter is taken down."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +17,13 @@ kept = AtLast()
 """  # what is left at the end of a script is deleted while the interpreter is taken down
 
 
-def ended(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+def ended(folder, text, *words):
     script = folder / "script.py"
     script.write_text(text)
     return subprocess.run([sys.executable, *words, str(script), "word"], capture_output=True, text=True, timeout=120)
 
 
-def test_what_aborts_a_process_whose_script_has_ended_does_not_abort_this_one(tmp_path: Path) -> None:
+def test_what_aborts_a_process_whose_script_has_ended_does_not_abort_this_one(tmp_path):
     assert ended(tmp_path, AT_LAST).returncode == -signal.SIGABRT
     assert ended(tmp_path, AT_LAST, orderly_end.__file__).returncode == 0
 
@@ -42,11 +39,11 @@ def test_what_aborts_a_process_whose_script_has_ended_does_not_abort_this_one(tm
         "import threading; threading.Thread(target=lambda: print('thread')).start()",
     ],
 )
-def test_arguments_output_and_status_are_those_of_python(tmp_path: Path, text: str) -> None:
+def test_arguments_output_and_status_are_those_of_python(tmp_path, text):
     plain, orderly = ended(tmp_path, text), ended(tmp_path, text, orderly_end.__file__)
     assert (orderly.returncode, orderly.stdout, orderly.stderr) == (plain.returncode, plain.stdout, plain.stderr)
 
 
-def test_an_exception_is_reported_and_fails(tmp_path: Path) -> None:
+def test_an_exception_is_reported_and_fails(tmp_path):
     done = ended(tmp_path, "raise ValueError('a reason')", orderly_end.__file__)
     assert done.returncode == 1 and done.stderr.endswith("ValueError: a reason\n")

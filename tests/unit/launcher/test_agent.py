@@ -11,12 +11,10 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException
@@ -52,15 +50,15 @@ numbers = itertools.count()
 class Told:
     """What ranks and agents say: lines in a pipe, which no killed writer can lock or tear."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._reader, self._writer = os.pipe()
         self._heard = b""
         self.cores = ""  # a folder for cores
 
-    def say(self, who: str, *what: Any) -> None:
+    def say(self, who, *what):
         os.write(self._writer, json.dumps([who, *what]).encode() + b"\n")
 
-    def hear(self, who: str) -> Any:
+    def hear(self, who):
         """What `who` says next; what others say before is dropped."""
         deadline = time.monotonic() + WAIT
         while True:
@@ -74,7 +72,7 @@ class Told:
                 return what
             assert speaker != "agent", f"the job ended while the {who} was waited for: {what}"
 
-    def close(self) -> None:
+    def close(self):
         os.close(self._reader)
         os.close(self._writer)
 
@@ -88,7 +86,7 @@ class Node:
     told: Told = field(default_factory=Told)
     agents: list[ForkProcess] = field(default_factory=list)
 
-    def start(self, rank: Callable[..., Any], *, bounded: bool = False, max_restarts: int = 0) -> ForkProcess:
+    def start(self, rank, *, bounded=False, max_restarts=0):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -102,7 +100,7 @@ class Node:
             logs_specs=DefaultLogsSpecs(log_dir=str(self.logs)),
         )
 
-        def agent() -> None:
+        def agent():
             try:
                 found = launch(config, rank, (self.told,), job=self.job, bounded=bounded)
                 self.told.say("agent", found.status, found.reason, found.return_values, found.restarts)
@@ -114,30 +112,30 @@ class Node:
         self.agents.append(process)
         return process
 
-    def outcome(self) -> Outcome:
+    def outcome(self):
         """How the job ended."""
         status, reason, values, restarts = self.told.hear("agent")
         return Outcome(status, reason, {int(rank): value for rank, value in values.items()}, {}, restarts)
 
-    def run(self, rank: Callable[..., Any], **bounds: Any) -> Outcome:
+    def run(self, rank, **bounds):
         """Start and wait for the end."""
         self.start(rank, **bounds)
         return self.outcome()
 
-    def pids(self) -> dict[int, int]:
+    def pids(self):
         """By rank, once both ranks have said so."""
         return dict([self.told.hear("rank"), self.told.hear("rank")])
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name):
         found = [event for event in events.read(self.job.run_dir / "events.jsonl") if event.name == name]
         return [{"rank": event.rank, "pid": event.pid, **event.fields} for event in found]
 
-    def left_behind(self) -> list[Path]:
+    def left_behind(self):
         return paths.segments_of(self.job.name, self.job.node)
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path):
     name = f"agent-{os.getpid()}-{next(numbers)}"
     config, _ = Config.from_flags(["--reft", "--ftp-job", name])
     node = Node(Job(config, name, "n", run_directory(name, "n")), tmp_path)
@@ -152,7 +150,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     assert node.left_behind() == []
 
 
-def capture(iteration: int) -> None:
+def capture(iteration):
     """This rank's share of a version, complete."""
     context = launch_context(os.environ)
     assert context.run_dir is not None
@@ -166,7 +164,7 @@ def capture(iteration: int) -> None:
     segment.close()
 
 
-def wait_for_version(iteration: int) -> None:
+def wait_for_version(iteration):
     """Until the SMP says that both ranks have it."""
     run_dir = launch_context(os.environ).run_dir
     assert run_dir is not None
@@ -179,7 +177,7 @@ def wait_for_version(iteration: int) -> None:
             assert time.monotonic() < deadline, status
 
 
-def forever() -> None:
+def forever():
     while True:
         signal.pause()
 
@@ -187,12 +185,12 @@ def forever() -> None:
 # ---- what ranks do ----
 
 
-def succeed(told: Told) -> list[int]:
+def succeed(told):
     context = launch_context(os.environ)
     return [context.rank, context.restart, context.token]
 
 
-def killed_once(told: Told) -> list[int]:
+def killed_once(told):
     context = launch_context(os.environ)
     if context.restart == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a script with a handler of its own
@@ -202,7 +200,7 @@ def killed_once(told: Told) -> list[int]:
     return [context.rank, context.restart, context.token]
 
 
-def killed_beside_a_stopped_peer(told: Told) -> int:
+def killed_beside_a_stopped_peer(told):
     context = launch_context(os.environ)
     if context.restart == 0:
         told.say("rank", context.rank, os.getpid())
@@ -212,13 +210,13 @@ def killed_beside_a_stopped_peer(told: Told) -> int:
     return context.rank
 
 
-def always_fail(told: Told) -> None:
+def always_fail(told):
     if launch_context(os.environ).rank == 1:
         raise RuntimeError("the loss is infinite")
     forever()
 
 
-def hold_the_signal(told: Told) -> None:
+def hold_the_signal(told):
     context = launch_context(os.environ)
     signal.signal(signal.SIGTERM, lambda *_: told.say("held", context.rank))
     capture(1)
@@ -226,7 +224,7 @@ def hold_the_signal(told: Told) -> None:
     forever()
 
 
-def fail_after_an_iteration(told: Told) -> None:
+def fail_after_an_iteration(told):
     context = launch_context(os.environ)
     if context.rank == 0:
         forever()
@@ -239,7 +237,7 @@ def fail_after_an_iteration(told: Told) -> None:
     raise RuntimeError("the loss is infinite")
 
 
-def fail_at_version_7(told: Told) -> None:
+def fail_at_version_7(told):
     context = launch_context(os.environ)
     if context.restart == 0:
         capture(7)
@@ -249,7 +247,7 @@ def fail_at_version_7(told: Told) -> None:
     raise RuntimeError("the loss is infinite")
 
 
-def crash_with_a_core(told: Told) -> int:
+def crash_with_a_core(told):
     context = launch_context(os.environ)
     if context.restart:
         return context.restart
@@ -262,11 +260,11 @@ def crash_with_a_core(told: Told) -> int:
     return len(touched)
 
 
-def end_without_attaching(told: Told) -> int:
+def end_without_attaching(told):
     return launch_context(os.environ).restart
 
 
-def wait_until_it_is_said(told: Told) -> None:
+def wait_until_it_is_said(told):
     """Idle ranks, as of a service outside that comes only after the second start was found idle too."""
     context = launch_context(os.environ)
     assert context.run_dir is not None
@@ -274,7 +272,7 @@ def wait_until_it_is_said(told: Told) -> None:
         time.sleep(0.2)
 
 
-def killed_in_a_build(told: Told) -> bool:
+def killed_in_a_build(told):
     context, lock = launch_context(os.environ), Path(os.environ["TORCH_EXTENSIONS_DIR"], "py311_cpu", "ext", "lock")
     if context.restart:
         return lock.exists()
@@ -287,7 +285,7 @@ def killed_in_a_build(told: Told) -> bool:
     return True
 
 
-def fail_with_progress(told: Told) -> int:
+def fail_with_progress(told):
     context = launch_context(os.environ)
     if context.restart == 6:
         return context.restart
@@ -299,7 +297,7 @@ def fail_with_progress(told: Told) -> int:
     return -1
 
 
-def refuse_beside_an_attached_peer(told: Told) -> None:
+def refuse_beside_an_attached_peer(told):
     context = launch_context(os.environ)
     assert context.run_dir is not None
     if context.rank == 0:
@@ -313,7 +311,7 @@ def refuse_beside_an_attached_peer(told: Told) -> None:
     raise BudgetError("rank 1: no memory")
 
 
-def resume_as_told(told: Told) -> str:
+def resume_as_told(told):
     """The first incarnation dies before any rank has attached, the second one when one rank has opened its lineage."""
     context = launch_context(os.environ)
     assert context.config is not None and context.run_dir is not None
@@ -329,7 +327,7 @@ def resume_as_told(told: Told) -> str:
     return context.config.resume
 
 
-def wait_to_be_killed(told: Told) -> int:
+def wait_to_be_killed(told):
     context = launch_context(os.environ)
     if context.token == 1:
         capture(3)
@@ -342,12 +340,12 @@ def wait_to_be_killed(told: Told) -> int:
 
 
 @pytest.fixture
-def torch_waits_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_waits_for_an_hour(monkeypatch):
     """For workers to end after a signal, where it is not told otherwise; half a minute in truth."""
     monkeypatch.setattr(PContext.close, "__defaults__", (None, 3600))
 
 
-def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node: Node) -> None:
+def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node):
     outcome = node.run(succeed)
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 0, 1], 1: [1, 0, 1]})
     assert not liveness.held(node.job.run_dir / "smp.lock") and not liveness.held(node.job.run_dir / "lock")
@@ -356,8 +354,8 @@ def test_a_job_that_succeeds_returns_its_values_and_leaves_nothing_behind(node: 
 
 
 def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_a_new_token(
-    node: Node, capfd: pytest.CaptureFixture[str], torch_waits_for_an_hour: None
-) -> None:
+    node, capfd, torch_waits_for_an_hour
+):
     outcome = node.run(killed_once)
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: [0, 1, 2], 1: [1, 1, 2]})
     failed = node.events("worker.failed")
@@ -371,9 +369,7 @@ def test_a_killed_rank_is_named_its_peers_end_at_once_and_all_start_again_under_
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_CORE)[1] != resource.RLIM_INFINITY, reason="no process here may write a core"
 )
-def test_a_rank_whose_core_is_written_is_named_meanwhile_and_that_time_is_noted(
-    node: Node, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_whose_core_is_written_is_named_meanwhile_and_that_time_is_noted(node, tmp_path, capfd):
     node.told.cores = str(tmp_path)
     outcome = node.run(crash_with_a_core)
     for core in tmp_path.glob("core*"):
@@ -386,8 +382,8 @@ def test_a_rank_whose_core_is_written_is_named_meanwhile_and_that_time_is_noted(
 
 
 def test_the_lock_that_a_rank_held_which_was_killed_in_a_build_is_gone_when_ranks_start_again(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    node, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     outcome = node.run(killed_in_a_build)
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: False, 1: False})
@@ -395,8 +391,8 @@ def test_the_lock_that_a_rank_held_which_was_killed_in_a_build_is_gone_when_rank
 
 
 def test_a_start_in_which_all_ranks_wait_begins_again_once_and_if_they_wait_again_they_are_left_to_it(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    node, monkeypatch
+):
     for name, seconds in (("LOOK_SECONDS", 0.5), ("IDLE_SECONDS", 3.0)):
         monkeypatch.setattr(start_watch, name, seconds)
     node.job = replace(node.job, config=Config.from_flags([*node.job.config.flags(), "--ftp-require-protection"])[0])
@@ -412,8 +408,8 @@ def test_a_start_in_which_all_ranks_wait_begins_again_once_and_if_they_wait_agai
 
 @pytest.mark.parametrize(("required", "status"), [(False, "succeeded"), (True, "refused")])
 def test_ranks_that_end_without_having_attached_are_an_alarm_and_an_error_where_protection_is_required(
-    node: Node, required: bool, status: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+    node, required, status, capfd
+):
     words = ["--ftp-require-protection"] * required
     node.job = replace(node.job, config=Config.from_flags([*node.job.config.flags(), *words])[0])
     outcome = node.run(end_without_attaching)
@@ -423,7 +419,7 @@ def test_ranks_that_end_without_having_attached_are_an_alarm_and_an_error_where_
     assert ("--ftp-require-protection" in outcome.reason) is required
 
 
-def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node, torch_waits_for_an_hour: None) -> None:
+def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node, torch_waits_for_an_hour):
     node.start(killed_beside_a_stopped_peer)
     pids = node.pids()
     os.kill(pids[1], signal.SIGKILL)
@@ -432,12 +428,10 @@ def test_a_stopped_peer_does_not_keep_the_job_from_starting_again(node: Node, to
     assert node.events("workers.restarted")[0]["seconds"] < 3600
 
 
-def test_a_signal_that_comes_between_the_end_of_the_ranks_and_that_of_their_agent_changes_nothing(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_comes_between_the_end_of_the_ranks_and_that_of_their_agent_changes_nothing(node, monkeypatch):
     barrier, signals = ProgressAgent._exit_barrier, [signal.SIGTERM]
 
-    def signalled(agent: ProgressAgent, *seconds: float) -> None:
+    def signalled(agent, *seconds):
         while signals:
             os.kill(os.getpid(), signals.pop())
         barrier(agent, *seconds)
@@ -446,7 +440,7 @@ def test_a_signal_that_comes_between_the_end_of_the_ranks_and_that_of_their_agen
     monkeypatch.setattr(ProgressAgent, "_exit_barrier", signalled)
     drop = node_launch._end_in_order
 
-    def dropped(*words: Any) -> None:
+    def dropped(*words):
         os.kill(os.getpid(), signals.pop())
         drop(*words)
 
@@ -454,7 +448,7 @@ def test_a_signal_that_comes_between_the_end_of_the_ranks_and_that_of_their_agen
     assert node.run(succeed).status == "succeeded" and node.left_behind() == []
 
 
-def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_twice(node: Node) -> None:
+def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_twice(node):
     outcome = node.run(always_fail)
     assert (outcome.status, outcome.restarts) == ("stuck", 1)
     assert "failed twice in the same way before the first iteration" in outcome.reason
@@ -465,26 +459,26 @@ def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_
 
 
 def test_a_job_that_fails_before_its_first_version_but_not_before_its_first_iteration_is_tried_more_often(
-    node: Node,
-) -> None:
+    node,
+):
     outcome = node.run(fail_after_an_iteration)
     assert (outcome.status, outcome.restarts) == ("stuck", 3)
     assert "the beginning was tried again 3 times" in outcome.reason
 
 
-def test_a_job_that_fails_after_the_same_version_each_time_is_stopped(node: Node) -> None:
+def test_a_job_that_fails_after_the_same_version_each_time_is_stopped(node):
     outcome = node.run(fail_at_version_7)
     assert (outcome.status, outcome.restarts) == ("stuck", 3)
     assert "iteration 7 was restored 3 times without a newer version" in outcome.reason
 
 
-def test_a_job_that_gets_further_is_restarted_also_beside_the_segments_of_a_wider_earlier_one(node: Node) -> None:
+def test_a_job_that_gets_further_is_restarted_also_beside_the_segments_of_a_wider_earlier_one(node):
     segments.create(path_of(node.job.name, "n", 2), SHAPE, 2, {"job": "test"})
     outcome = node.run(fail_with_progress)
     assert (outcome.status, outcome.restarts) == ("succeeded", 6), outcome.reason
 
 
-def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(node: Node) -> None:
+def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(node):
     node.job = replace(node.job, config=Config.from_flags([*node.job.config.flags(), "--ftp-resume", "fresh"])[0])
     agent = node.start(wait_to_be_killed)
     ranks = node.pids()
@@ -497,14 +491,14 @@ def test_a_command_to_begin_afresh_holds_until_a_rank_has_begun_and_no_longer(no
     assert (outcome.return_values, outcome.restarts) == ({0: "auto", 1: "auto"}, 2), outcome
 
 
-def test_an_explicit_number_of_restarts_is_respected(node: Node) -> None:
+def test_an_explicit_number_of_restarts_is_respected(node):
     outcome = node.run(always_fail, bounded=True, max_restarts=1)
     assert (outcome.status, outcome.restarts) == ("failed", 1)
     assert outcome.reason == "rank 1 exited with status 1: RuntimeError: the loss is infinite"
     assert len(node.events("worker.failed")) == 2
 
 
-def test_what_a_rank_refuses_is_not_tried_again_and_keeps_no_memory_in_which_there_is_no_version(node: Node) -> None:
+def test_what_a_rank_refuses_is_not_tried_again_and_keeps_no_memory_in_which_there_is_no_version(node):
     outcome = node.run(refuse_beside_an_attached_peer)
     assert (outcome.status, outcome.restarts) == ("refused", 0)
     assert outcome.reason == "ft_plugins: rank 1: no memory"
@@ -512,7 +506,7 @@ def test_what_a_rank_refuses_is_not_tried_again_and_keeps_no_memory_in_which_the
     assert node.left_behind() == [] and not liveness.held(node.job.run_dir / "smp.lock")
 
 
-def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node: Node) -> None:
+def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node):
     agent = node.start(wait_to_be_killed)
     ranks = node.pids()
     agent.kill()
@@ -524,7 +518,7 @@ def test_ranks_end_with_a_killed_agent_and_the_same_job_goes_on_from_memory(node
     assert (outcome.status, outcome.return_values) == ("succeeded", {0: 2, 1: 2})
 
 
-def test_a_second_agent_of_the_same_job_is_refused_and_disturbs_nothing(node: Node) -> None:
+def test_a_second_agent_of_the_same_job_is_refused_and_disturbs_nothing(node):
     first = node.start(wait_to_be_killed)
     node.pids()
     node.start(wait_to_be_killed)
@@ -534,7 +528,7 @@ def test_a_second_agent_of_the_same_job_is_refused_and_disturbs_nothing(node: No
         assert client.status()["token"] == 1
 
 
-def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node: Node) -> None:
+def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node):
     node.start(wait_to_be_killed)
     ranks = node.pids()
     with Client(node.job.run_dir) as client:
@@ -549,9 +543,7 @@ def test_a_killed_smp_comes_back_with_the_segments_while_ranks_run_on(node: Node
     assert node.outcome().return_values == {0: 2, 1: 2}
 
 
-def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_over(
-    node: Node, torch_waits_for_an_hour: None
-) -> None:
+def test_ranks_that_hold_the_signal_are_killed_when_their_part_of_the_grace_is_over(node, torch_waits_for_an_hour):
     config, _ = Config.from_flags([*node.job.config.flags(), "--ftp-grace-seconds", "2"])
     node.job = replace(node.job, config=config)
     agent = node.start(hold_the_signal)

@@ -1,12 +1,10 @@
 """Agents that share a store with strangers believe what carries a proof by the job's secret, made for their meeting."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import DistError, HashStore, PrefixStore, Store
+from torch.distributed import DistError, HashStore, PrefixStore
 
 from ft_plugins.errors import ConfigError
 from ft_plugins.launcher.agent.agent_channel import AgentChannel
@@ -15,8 +13,8 @@ SECRET = b"sixteen bytes or more"
 SHORT = timedelta(seconds=0.2)
 
 
-def meet(store: Store, *secrets: bytes) -> list[AgentChannel | ConfigError]:
-    def enter(rank: int) -> AgentChannel | ConfigError:
+def meet(store, *secrets):
+    def enter(rank):
         try:
             return AgentChannel(store, secrets[rank], "job", rank, len(secrets))
         except ConfigError as error:
@@ -26,13 +24,13 @@ def meet(store: Store, *secrets: bytes) -> list[AgentChannel | ConfigError]:
         return list(pool.map(enter, range(len(secrets))))
 
 
-def exchanges(store: Store) -> tuple[AgentChannel, AgentChannel]:
+def exchanges(store):
     a, b = meet(store, SECRET, SECRET)
     assert isinstance(a, AgentChannel) and isinstance(b, AgentChannel)
     return a, b
 
 
-def test_each_hears_what_the_others_said() -> None:
+def test_each_hears_what_the_others_said():
     a, b = exchanges(HashStore())
     a.publish("opened", b"0")
     b.publish("opened", b"1")
@@ -43,7 +41,7 @@ def test_each_hears_what_the_others_said() -> None:
 
 
 @pytest.mark.parametrize("forged", [b"", b"1", b"1" + bytes(32)])
-def test_a_word_of_a_stranger_is_none(forged: bytes) -> None:
+def test_a_word_of_a_stranger_is_none(forged):
     store = HashStore()
     a, b = exchanges(store)
     a.publish("ended", b"1")
@@ -55,7 +53,7 @@ def test_a_word_of_a_stranger_is_none(forged: bytes) -> None:
         assert a.read_all("ended") == [b"1", None]
 
 
-def test_a_word_of_another_incarnation_is_none() -> None:
+def test_a_word_of_another_incarnation_is_none():
     store = HashStore()
     for_first, for_second = PrefixStore("1", store), PrefixStore("2", store)
     a, b = exchanges(for_first)
@@ -69,26 +67,26 @@ def test_a_word_of_another_incarnation_is_none() -> None:
 class Replaying:
     """The store of an agent of group rank 0, in which a stranger repeats what stood in another one."""
 
-    def __init__(self, store: Store, old: Store) -> None:
+    def __init__(self, store, old):
         self._store, self._old = store, old
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key, value):
         self._store.set(key, value)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys):
         for key in keys:
             self._store.set(key, self._old.get(key))
         return list(self._store.multi_get(keys))
 
 
-def test_words_of_another_incarnation_are_none_also_where_its_numbers_are_repeated() -> None:
+def test_words_of_another_incarnation_are_none_also_where_its_numbers_are_repeated():
     old = HashStore()
     meet(old, SECRET, SECRET)
     with pytest.raises(ConfigError, match="group rank 0: expected the nonces of 2 agents .* another process wrote"):
         AgentChannel(Replaying(HashStore(), old), SECRET, "job", 0, 2)
 
 
-def test_nodes_of_different_jobs_do_not_believe_each_other() -> None:
+def test_nodes_of_different_jobs_do_not_believe_each_other():
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         entered = [pool.submit(AgentChannel, store, SECRET, job, rank, 2) for rank, job in enumerate(("one", "two"))]
@@ -97,7 +95,7 @@ def test_nodes_of_different_jobs_do_not_believe_each_other() -> None:
                 each.result(60)
 
 
-def test_nodes_with_different_secrets_all_say_so() -> None:
+def test_nodes_with_different_secrets_all_say_so():
     for found in meet(HashStore(), SECRET, b"another secret, as long"):
         assert isinstance(found, ConfigError) and "--ftp-secret-file" in str(found)
 
@@ -105,18 +103,18 @@ def test_nodes_with_different_secrets_all_say_so() -> None:
 class Overwritten:
     """A store in which a stranger overwrites a value before it is read."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store, key):
         self._store, self._key = store, key
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key, value):
         self._store.set(key, value)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys):
         if self._key in keys:
             self._store.set(self._key, b"")
         return list(self._store.multi_get(keys))
 
 
-def test_a_stranger_is_named_too_where_the_secrets_may_be_the_same() -> None:
+def test_a_stranger_is_named_too_where_the_secrets_may_be_the_same():
     with pytest.raises(ConfigError, match="different secret .* or another process wrote .* drop --rdzv-backend"):
         AgentChannel(Overwritten(HashStore(), "here/0"), SECRET, "job", 0, 1)

@@ -1,12 +1,9 @@
 """Locks that killed ranks have left in torch's folders of extensions, and those that are let alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,7 +18,7 @@ BUILDS = "import time\nprint(flush=True)\ntime.sleep(600)\n"
 
 
 @pytest.fixture
-def lock(tmp_path: Path) -> Path:
+def lock(tmp_path):
     """A lock as torch makes it, of a process that is gone; nothing changes there any more."""
     path = tmp_path / "py311_cpu" / "ext" / "lock"
     path.parent.mkdir(parents=True)
@@ -35,19 +32,19 @@ def lock(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def remove(tmp_path: Path) -> Callable[..., list[Path]]:
-    def remove(builds: Mapping[Path, tuple[int, int]] = MappingProxyType({})) -> list[Path]:
+def remove(tmp_path):
+    def remove(builds=MappingProxyType({})):
         return list(remove_stale(tmp_path / "job", builds, {"TORCH_EXTENSIONS_DIR": str(tmp_path)}))
 
     return remove
 
 
 @pytest.fixture
-def builder(lock: Path) -> Iterator[Callable[[Path], int]]:
+def builder(lock):
     """A process that works in the folder of the lock, as a compiler does, of the job of that run directory."""
     started = []
 
-    def start(run_dir: Path) -> int:
+    def start(run_dir):
         process = subprocess.Popen(
             [sys.executable, "-c", BUILDS], cwd=lock.parent, env=os.environ | {"FTP_RUN_DIR": str(run_dir)},
             stdout=subprocess.PIPE,
@@ -75,33 +72,29 @@ def builder(lock: Path) -> Iterator[Callable[[Path], int]]:
     ],
 )
 def test_a_lock_is_stale_only_by_what_was_seen_or_where_nothing_else_can_be_at_it(
-    users: list[bool], ours: bool, file_system: str, quiet: float, stale: bool
-) -> None:
+    users, ours, file_system, quiet, stale
+):
     assert is_stale(users, ours, file_system, quiet) is stale
 
 
-def test_a_build_of_another_node_or_container_keeps_its_lock(lock: Path, remove: Callable[..., list[Path]]) -> None:
+def test_a_build_of_another_node_or_container_keeps_its_lock(lock, remove):
     (lock.parent / "main.o").touch()
     assert remove() == [] and lock.exists(), "it goes on, though no process is seen here"
 
 
-def test_a_lock_whose_process_is_dead_is_removed(lock: Path, remove: Callable[..., list[Path]]) -> None:
+def test_a_lock_whose_process_is_dead_is_removed(lock, remove):
     assert remove() == [lock] and not lock.exists()
     assert remove() == []
 
 
-def test_a_folder_without_accelerator_in_its_name_is_looked_at_too(
-    tmp_path: Path, remove: Callable[..., list[Path]]
-) -> None:
+def test_a_folder_without_accelerator_in_its_name_is_looked_at_too(tmp_path, remove):
     (tmp_path / "ext").mkdir()
     (tmp_path / "ext" / "lock").touch()
     os.utime(tmp_path / "ext" / "lock", (0, 0))
     assert remove() == [tmp_path / "ext" / "lock"]
 
 
-def test_a_later_lock_of_the_same_path_is_let_alone(
-    lock: Path, tmp_path: Path, remove: Callable[..., list[Path]], builder: Callable[[Path], int]
-) -> None:
+def test_a_later_lock_of_the_same_path_is_let_alone(lock, tmp_path, remove, builder):
     builder(tmp_path / "job")
     builds = builds_of(tmp_path / "job", (), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert set(builds) == {lock}
@@ -110,40 +103,34 @@ def test_a_later_lock_of_the_same_path_is_let_alone(
     assert remove(builds) == [] and lock.exists(), "its rank ended the build, and another node began one"
 
 
-def test_a_lock_that_a_process_holds_open_is_let_alone(lock: Path, remove: Callable[..., list[Path]]) -> None:
+def test_a_lock_that_a_process_holds_open_is_let_alone(lock, remove):
     lock.unlink()
     baton = FileBaton(str(lock))
     assert baton.try_acquire() and remove() == [] and lock.exists()
     baton.release()
 
 
-def test_a_lock_under_which_another_job_compiles_is_let_alone_and_the_compiler_too(
-    lock: Path, tmp_path: Path, remove: Callable[..., list[Path]], builder: Callable[[Path], int]
-) -> None:
+def test_a_lock_under_which_another_job_compiles_is_let_alone_and_the_compiler_too(lock, tmp_path, remove, builder):
     pid = builder(tmp_path / "another job")
     assert remove() == [] and lock.exists() and liveness.started(pid)
     builder(tmp_path / "job")
     assert remove() == [] and lock.exists()
 
 
-def test_what_killed_ranks_of_this_job_have_left_at_work_is_ended_with_their_lock(
-    lock: Path, tmp_path: Path, remove: Callable[..., list[Path]], builder: Callable[[Path], int]
-) -> None:
+def test_what_killed_ranks_of_this_job_have_left_at_work_is_ended_with_their_lock(lock, tmp_path, remove, builder):
     pid = builder(tmp_path / "job")
     (lock.parent / "main.o").touch()
     builds = builds_of(tmp_path / "job", (), {"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert remove(builds) == [lock] and not liveness.started(pid)
 
 
-def test_a_build_is_that_of_a_rank_itself_also_where_its_environment_is_older(
-    lock: Path, tmp_path: Path, builder: Callable[[Path], int]
-) -> None:
+def test_a_build_is_that_of_a_rank_itself_also_where_its_environment_is_older(lock, tmp_path, builder):
     pid, folder = builder(tmp_path / "parent of preloaded ranks"), {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
     assert set(builds_of(tmp_path / "job", [pid], folder)) == {lock}
     assert builds_of(tmp_path / "job", [], folder) == {}
 
 
-def test_by_default_it_is_the_folder_that_torch_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_it_is_the_folder_that_torch_uses(tmp_path, monkeypatch):
     from torch.utils.cpp_extension import get_default_build_root
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,12 +1,9 @@
 """What ft-run reads from a command line, before anything is started."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal
 import tempfile
-from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -16,21 +13,20 @@ from ft_plugins.config import run_directory
 from ft_plugins.errors import ConfigError
 from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.launcher import command
-from ft_plugins.launcher.command import Plan
 from ft_plugins.launcher.node_launch import Outcome
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "train.py").write_text("")
     return tmp_path
 
 
-def plan(folder: Path, *words: str, host: str = "host0") -> Plan:
+def plan(folder, *words, host="host0"):
     return command.plan(words, 1000, str(folder), host)
 
 
-def test_our_flags_may_stand_before_or_after_the_script_and_are_seen_by_no_one_else(folder: Path) -> None:
+def test_our_flags_may_stand_before_or_after_the_script_and_are_seen_by_no_one_else(folder):
     before = plan(folder, "--nproc-per-node", "2", "--reft", "--reft-interval", "3", "train.py", "--lr", "1")
     after = plan(folder, "--nproc-per-node", "2", "train.py", "--reft", "--lr", "1", "--reft-interval=3")
     for found in (before, after):
@@ -40,28 +36,28 @@ def test_our_flags_may_stand_before_or_after_the_script_and_are_seen_by_no_one_e
     assert before.job == after.job
 
 
-def test_two_values_for_one_key_are_refused(folder: Path) -> None:
+def test_two_values_for_one_key_are_refused(folder):
     with pytest.raises(ConfigError, match="--reft-interval.*3.*4.*once"):
         plan(folder, "--reft", "--reft-interval", "3", "train.py", "--reft-interval", "4")
 
 
-def test_an_abbreviation_of_ours_is_not_taken_silently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_abbreviation_of_ours_is_not_taken_silently(folder, capsys):
     with pytest.raises(SystemExit):
         plan(folder, "--ref", "train.py")
     assert "--ref" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_key_without_effect_is_an_error(folder: Path) -> None:
+def test_a_key_without_effect_is_an_error(folder):
     with pytest.raises(ConfigError, match="--ftp-job.*no effect"):
         plan(folder, "--ftp-job", "x", "train.py")
 
 
-def test_without_our_flags_it_is_torchrun_with_its_default_of_no_restart(folder: Path) -> None:
+def test_without_our_flags_it_is_torchrun_with_its_default_of_no_restart(folder):
     found = plan(folder, "train.py")
     assert not found.protected and found.bounded
 
 
-def test_unset_max_restarts_means_as_long_as_there_is_progress(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_max_restarts_means_as_long_as_there_is_progress(folder, monkeypatch):
     assert not plan(folder, "--reft", "train.py").bounded
     given = plan(folder, "--reft", "--max-restarts", "0", "train.py")
     assert given.bounded and given.torch.max_restarts == 0
@@ -70,7 +66,7 @@ def test_unset_max_restarts_means_as_long_as_there_is_progress(folder: Path, mon
     assert from_environment.bounded and from_environment.torch.max_restarts == 4
 
 
-def test_the_job_is_named_by_flag_then_rendezvous_id_then_command(folder: Path) -> None:
+def test_the_job_is_named_by_flag_then_rendezvous_id_then_command(folder):
     assert plan(folder, "--reft", "--ftp-job", "a", "--rdzv-id", "b", "train.py").job == "a"
     assert plan(folder, "--reft", "--rdzv-id", "b", "train.py").job == "b"
     digest = plan(folder, "--reft", "train.py").job
@@ -80,12 +76,12 @@ def test_the_job_is_named_by_flag_then_rendezvous_id_then_command(folder: Path) 
     assert plan(folder, "--reft", "train.py", "--seed", "2").job != digest
 
 
-def test_the_node_is_named_by_flag_or_host(folder: Path) -> None:
+def test_the_node_is_named_by_flag_or_host(folder):
     assert plan(folder, "--reft", "--ftp-node-name", "a", "train.py", host="h").node == "a"
     assert plan(folder, "--reft", "train.py", host="h").node == "h"
 
 
-def test_what_cannot_run_is_refused_with_the_reason(folder: Path) -> None:
+def test_what_cannot_run_is_refused_with_the_reason(folder):
     with pytest.raises(ConfigError, match="--no-python.*hooks"):
         plan(folder, "--reft", "--no-python", "train.py")
     with pytest.raises(ConfigError, match="no such file"):
@@ -94,7 +90,7 @@ def test_what_cannot_run_is_refused_with_the_reason(folder: Path) -> None:
     assert plan(folder, "--reft", "-m", "some.module").torch.module
 
 
-def test_help_shows_torchruns_arguments_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_torchruns_arguments_and_ours(capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(["--help"])
     shown = capsys.readouterr().out
@@ -103,7 +99,7 @@ def test_help_shows_torchruns_arguments_and_ours(capsys: pytest.CaptureFixture[s
         assert flag in shown
 
 
-def test_a_bad_flag_is_one_line_and_a_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_flag_is_one_line_and_a_status(folder, capsys):
     assert command.main(["--reft-intervall", "3", "--reft", str(folder / "train.py")]) == 78
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1 and "did you mean --reft-interval?" in errors[0]
@@ -112,12 +108,12 @@ def test_a_bad_flag_is_one_line_and_a_status(folder: Path, capsys: pytest.Captur
 PROTECTED = ["--reft", "--ftp-job", "j", "--ftp-node-name", "a"]
 
 
-def where() -> str:
+def where():
     """The end of a protected job's last line."""
     return f" (node a; what happened is in {run_directory('j', 'a') / 'events.jsonl'})"
 
 
-def failed(rank: int, message: str) -> ProcessFailure:
+def failed(rank, message):
     failure = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file="")
     failure.message = message
     return failure
@@ -142,21 +138,19 @@ def failed(rank: int, message: str) -> ProcessFailure:
     ids=lambda value: value.status if isinstance(value, Outcome) else "",
 )
 def test_how_the_job_ended_is_the_status_and_at_most_one_line(
-    outcome: Outcome,
-    code: int,
-    lines: list[str],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    outcome,
+    code,
+    lines,
+    folder,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
     assert command.main([*PROTECTED, str(folder / "train.py")]) == code
     assert capsys.readouterr().err.splitlines() == [line + where() for line in lines]
 
 
-def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(folder, monkeypatch, capsys):
     outcome = Outcome("stuck", "stopped: iteration 7 ...: rank 3 ...", failures={3: failed(3, "loss is infinite")})
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
     assert command.main([*PROTECTED, str(folder / "train.py")]) == 1
@@ -165,10 +159,8 @@ def test_a_job_that_was_stopped_ends_with_torchs_report_and_our_line(
     assert shown.splitlines()[-1] == f"ft-run: stopped: iteration 7 ...: rank 3 ...{where()}"
 
 
-def test_a_failed_job_ends_with_why_it_failed_since_this_ft_run_was_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def execute(planned: Plan) -> Outcome:
+def test_a_failed_job_ends_with_why_it_failed_since_this_ft_run_was_started(folder, monkeypatch, capsys):
+    def execute(planned):
         events = Events("a")
         events.subscribe(file_sink(run_directory("j", "a") / "events.jsonl"))
         for rank, message in ((1, "of an earlier ft-run"), (3, "ValueError: loss")):
@@ -184,10 +176,8 @@ def test_a_failed_job_ends_with_why_it_failed_since_this_ft_run_was_started(
     assert advice.startswith("ft-run:   to do  ") and last == f"ft-run: stopped{where()}"
 
 
-def test_a_signal_is_told_by_the_status_as_a_shell_does(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def execute(planned: Plan) -> Outcome:
+def test_a_signal_is_told_by_the_status_as_a_shell_does(folder, monkeypatch, capsys):
+    def execute(planned):
         raise SignalException("Process 7 got signal: 15", signal.SIGTERM)
 
     monkeypatch.setattr(command, "execute", execute)
@@ -199,9 +189,7 @@ def test_a_signal_is_told_by_the_status_as_a_shell_does(
     assert "in execute" in written["extraInfo"]["py_callstack"] and written["extraInfo"]["timestamp"].isdigit()
 
 
-def test_without_a_temporary_folder_there_is_one_line_with_what_to_do(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_temporary_folder_there_is_one_line_with_what_to_do(folder, monkeypatch, capsys):
     absent = str(folder / "absent")
     monkeypatch.setattr(tempfile, "tempdir", absent)
     assert command.main(["--reft", str(folder / "train.py")]) == 78
@@ -212,7 +200,7 @@ def test_without_a_temporary_folder_there_is_one_line_with_what_to_do(
 SEVERAL = ("--reft", "--nnodes", "2")
 
 
-def rendezvous(folder: Path, *words: str) -> tuple[str, str, str]:
+def rendezvous(folder, *words):
     """Back-end, endpoint and id that are handed to torch."""
     planned = plan(folder, *words, "train.py")
     options = argparse.Namespace(**vars(planned.torch))
@@ -220,7 +208,7 @@ def rendezvous(folder: Path, *words: str) -> tuple[str, str, str]:
     return options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id
 
 
-def test_with_a_system_on_an_endpoint_means_our_rendezvous_under_the_name_of_the_job(folder: Path) -> None:
+def test_with_a_system_on_an_endpoint_means_our_rendezvous_under_the_name_of_the_job(folder):
     job = plan(folder, "--reft", "train.py").job
     assert rendezvous(folder, *SEVERAL, "--rdzv-endpoint", "a:1,b:2") == ("ft_plugins", "a:1,b:2", job)
     assert rendezvous(folder, *SEVERAL, "--rdzv-endpoint", "a:1", "--rdzv-id", "x") == ("ft_plugins", "a:1", "x")
@@ -230,7 +218,7 @@ def test_with_a_system_on_an_endpoint_means_our_rendezvous_under_the_name_of_the
     assert rendezvous(folder, "--reft", "--standalone", "--rdzv-endpoint", "a:1")[:2] == ("ft_plugins", "localhost:0")
 
 
-def test_without_a_system_the_rendezvous_is_torchruns(folder: Path) -> None:
+def test_without_a_system_the_rendezvous_is_torchruns(folder):
     assert rendezvous(folder, "--nnodes", "2", "--rdzv-endpoint", "a:1") == ("static", "a:1", "none")
     assert rendezvous(folder, "--nnodes", "2", "--master-addr", "a", "--node-rank", "1")[0] == "static"
     assert rendezvous(folder, "--rdzv-backend", "ft_plugins")[0] == "ft_plugins"
@@ -248,9 +236,7 @@ def test_without_a_system_the_rendezvous_is_torchruns(folder: Path) -> None:
         (("--rdzv-backend", "static", "--rdzv-endpoint", "a:1"), "--rdzv-backend static"),
     ],
 )
-def test_several_nodes_in_fixed_places_are_refused_with_the_remedy(
-    folder: Path, words: tuple[str, ...], named: str
-) -> None:
+def test_several_nodes_in_fixed_places_are_refused_with_the_remedy(folder, words, named):
     with pytest.raises(ConfigError, match=f"--nnodes 2 with .*{named}.*give --rdzv-endpoint host:port of any one node"):
         plan(folder, *SEVERAL, *words, "train.py")
     assert not plan(folder, "--nnodes", "2", *words, "train.py").protected  # torchrun's business

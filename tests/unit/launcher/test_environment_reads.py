@@ -1,15 +1,11 @@
 """Which variables code reads and sets while it is watched."""
 
-from __future__ import annotations
-
 import os
-
-import pytest
 
 from ft_plugins.launcher.preload.traces import EnvironmentReads
 
 
-def test_names_that_code_reads_are_noted_and_what_it_sets_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_code_reads_are_noted_and_what_it_sets_is_known(monkeypatch):
     for name, value in {"A": "1", "GONE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("E", raising=False)
@@ -24,7 +20,7 @@ def test_names_that_code_reads_are_noted_and_what_it_sets_is_known(monkeypatch: 
     del os.environ["E"]
 
 
-def test_copying_the_environment_or_searching_it_reads_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copying_the_environment_or_searching_it_reads_no_name(monkeypatch):
     monkeypatch.setenv("A", "1")
     reads = EnvironmentReads()
     with reads.watching():

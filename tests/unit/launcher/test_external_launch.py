@@ -1,12 +1,8 @@
 """A rank that another launcher started joins the SMP of its node, and leaves nothing open however it ends."""
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,19 +16,19 @@ class Ending:
 
     ended = 0
 
-    def __init__(self, run_dir: Path, seconds: float) -> None:
+    def __init__(self, run_dir, seconds):
         assert run_dir == Path("/run/of/node")
 
-    def __enter__(self) -> Ending:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_): ...
 
-    def end(self) -> None:
+    def end(self):
         Ending.ended += 1
 
 
-def opened() -> tuple[list[str], list[str]]:
+def opened():
     """What this process has open: the sockets and eventfds, and the threads."""
     names = []
     for number in os.listdir("/proc/self/fd"):
@@ -43,19 +39,19 @@ def opened() -> tuple[list[str], list[str]]:
     return sorted(names), sorted(thread.name for thread in threading.enumerate())
 
 
-def joined(rank: int, world: int, failing: FtError | None, in_order: bool) -> dict[str, Any]:
+def joined(rank, world, failing, in_order):
     """`failing`: why the first rank of the node has no SMP."""
 
-    def bring_up(config: Config) -> tuple[str, int]:
+    def bring_up(config):
         if failing is not None:
             raise failing
         return "/run/of/node", 7
 
     external_launch._bring_up = bring_up
-    external_launch.smp.Client = Ending  # type: ignore[misc, assignment]
+    external_launch.smp.Client = Ending
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     before, during = opened(), None
-    outcome: dict[str, Any] = {"error": None}
+    outcome = {"error": None}
     try:
         context, leave = external_launch.join(
             Config.from_json({"reft": {}}), launch_context({name: str(value) for name, value in place.items()})
@@ -70,7 +66,7 @@ def joined(rank: int, world: int, failing: FtError | None, in_order: bool) -> di
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_a_rank_holds_its_connections_until_it_leaves(ranks: Callable[..., list[Any]], in_order: bool) -> None:
+def test_a_rank_holds_its_connections_until_it_leaves(ranks, in_order):
     found = ranks(joined, 2, None, in_order)
     assert [one["ended"] for one in found] == [int(in_order), 0], "the SMP ends with an orderly end, once"
     for one in found:
@@ -79,7 +75,7 @@ def test_a_rank_holds_its_connections_until_it_leaves(ranks: Callable[..., list[
 
 
 @pytest.mark.parametrize("failing", [ProtectionError("no room"), ConfigError("no system is on")])
-def test_a_rank_without_an_smp_leaves_nothing_open(ranks: Callable[..., list[Any]], failing: FtError) -> None:
+def test_a_rank_without_an_smp_leaves_nothing_open(ranks, failing):
     found = ranks(joined, 2, failing, True)
     for one in found:
         assert one["error"] == (None if isinstance(failing, ProtectionError) else "ConfigError")

@@ -1,14 +1,11 @@
 """ft-run as the first process of a container: a PID namespace of its own, as docker makes one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +32,7 @@ if __name__ == "__main__":
 """
 
 
-def permitted() -> bool:
+def permitted():
     try:
         return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
     except OSError:
@@ -46,10 +43,10 @@ pytestmark = pytest.mark.skipif(not permitted(), reason="needs PID namespaces, w
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path):
     started = []
 
-    def start(*words: str) -> subprocess.Popen[str]:
+    def start(*words):
         process = subprocess.Popen(
             [*NAMESPACE, sys.executable, *words], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -63,11 +60,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def first_child(pid: int) -> int:
+def first_child(pid):
     """The process that `pid` has started, once there is one."""
     deadline = time.monotonic() + WAIT
     while not (found := children(pid)):
@@ -76,17 +73,17 @@ def first_child(pid: int) -> int:
     return found[0]
 
 
-def is_ready(pid: int) -> bool:
+def is_ready(pid):
     """Whether a SIGTERM to it is not dropped: it has a handler, or it has started what it passes signals on to."""
     [caught] = re.findall(r"^SigCgt:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1 or children(pid))
 
 
-def test_it_is_what_the_command_runs() -> None:
+def test_it_is_what_the_command_runs():
     assert f'"ft-run = {ENTRY}:main"' in (Path(__file__).parents[3] / "setup.py").read_text()
 
 
-def test_a_signal_that_comes_before_torch_is_imported_ends_it(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_signal_that_comes_before_torch_is_imported_ends_it(start):
     process = start("-c", f"import sys, {ENTRY} as entry; sys.exit(entry.main())", "--nproc-per-node", "1", "train.py")
     first = first_child(process.pid)
     deadline = time.monotonic() + WAIT
@@ -100,7 +97,7 @@ def test_a_signal_that_comes_before_torch_is_imported_ends_it(start: Callable[..
     assert "ft-run: ended by SIGTERM before the job started" in output
 
 
-def test_it_reaps_orphans_and_ends_as_the_job_does(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_it_reaps_orphans_and_ends_as_the_job_does(start):
     process = start("-c", JOB_WITH_AN_ORPHAN)
     output, _ = process.communicate(timeout=WAIT)
     assert (process.returncode, output) == (3, "reaped\n")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ from ft_plugins.launcher.rendezvous.local_node import LeaderLink
 from ft_plugins.launcher.rendezvous.peers import Credentials, PeerConnection, PeerServer
 from ft_plugins.launcher.rounds import held_looks
 from ft_plugins.launcher.rounds.held_looks import longest_hold
-from ft_plugins.launcher.rounds.node_messages import Admission, Leader, Message, RoundView
+from ft_plugins.launcher.rounds.node_messages import Admission, Leader
 from ft_plugins.launcher.rounds.node_service import NodeIdentity, NodeService
 from ft_plugins.launcher.rounds.roster import PAGE, Place, Roster
 from ft_plugins.launcher.rounds.round_machine import Phase
@@ -29,12 +27,12 @@ SILENCE = 8.0
 US = Credentials(b"sixteen bytes or more", "job", "n")
 
 
-def application(name: str, **fields: Any) -> Message:
+def application(name, **fields):
     made = {"node": name, "token": f"t-{name}", "endpoint": "127.0.0.1:1", **fields}
     return {"do": "apply", "token": f"t-{name}", "application": made}
 
 
-def look(name: str, **fields: Any) -> Message:
+def look(name, **fields):
     return {"do": "look", "token": f"t-{name}", **fields}
 
 
@@ -44,7 +42,7 @@ def look(name: str, **fields: Any) -> Message:
 class Lead:
     """A service that leads, in made-up time; each node is at a connection of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: int = 3) -> None:
+    def __init__(self, monkeypatch, nodes=3):
         self.now = 1000.0
         monkeypatch.setattr("ft_plugins.launcher.rounds.node_service.time", SimpleNamespace(monotonic=lambda: self.now))
         self.service = NodeService(NodeIdentity("job", "a", "t-a", "127.0.0.1:1"), Rules(nodes, nodes), SILENCE)
@@ -52,29 +50,29 @@ class Lead:
         self.service.answer({"do": "elect", "lead": vars(leader)})
         assert self.service.take_lead(leader, None)
 
-    def come(self, *names: str) -> None:
+    def come(self, *names):
         for name in names:
             assert self.service.answer(application(name), ord(name))["accepted"]
 
-    def hold(self, name: str, **fields: Any) -> None:
+    def hold(self, name, **fields):
         """A look that is held, because its sender knows what there is."""
         seen = self.service.answer(look(name), ord(name))["changes"]
         assert self.service.answer_or_hold(look(name, wait=2.0, seen=seen, **fields), ord(name)) is None
 
-    def released(self) -> dict[str, Message]:
+    def released(self):
         return {chr(connection): reply for connection, reply in self.service.released()}
 
-    def tick(self, seconds: float = 0.1) -> None:
+    def tick(self, seconds=0.1):
         self.now += seconds
         self.service.tick()
 
 
 @pytest.fixture
-def lead(monkeypatch: pytest.MonkeyPatch) -> Lead:
+def lead(monkeypatch):
     return Lead(monkeypatch)
 
 
-def test_a_look_without_news_is_held_until_its_time_is_over(lead: Lead) -> None:
+def test_a_look_without_news_is_held_until_its_time_is_over(lead):
     lead.come("a", "b")
     lead.hold("b")
     lead.tick(1.9)
@@ -83,7 +81,7 @@ def test_a_look_without_news_is_held_until_its_time_is_over(lead: Lead) -> None:
     assert lead.released()["b"]["waiting"] == 2 and lead.released() == {}
 
 
-def test_a_look_with_news_or_of_an_unknown_process_or_that_does_not_wait_is_answered_at_once(lead: Lead) -> None:
+def test_a_look_with_news_or_of_an_unknown_process_or_that_does_not_wait_is_answered_at_once(lead):
     lead.come("a", "b")
     for request in (look("b", wait=2.0), look("b"), look("x", wait=2.0, seen=1), look("b", wait=0.0, seen=1)):
         reply = lead.service.answer_or_hold(request, ord("b"))
@@ -93,7 +91,7 @@ def test_a_look_with_news_or_of_an_unknown_process_or_that_does_not_wait_is_answ
     assert reply is not None and reply["waits"] is False, "it has to apply again"
 
 
-def test_all_held_looks_are_released_when_a_round_takes_a_step_and_not_when_a_node_comes(lead: Lead) -> None:
+def test_all_held_looks_are_released_when_a_round_takes_a_step_and_not_when_a_node_comes(lead):
     lead.come("a", "b")
     lead.hold("a")
     lead.hold("b")
@@ -109,7 +107,7 @@ def test_all_held_looks_are_released_when_a_round_takes_a_step_and_not_when_a_no
     }
 
 
-def test_a_held_look_counts_as_a_message_of_a_node_that_was_chosen(lead: Lead) -> None:
+def test_a_held_look_counts_as_a_message_of_a_node_that_was_chosen(lead):
     lead.come("a", "b", "c")
     lead.tick()
     lead.service.answer({"do": "serve", "token": "t-a", "store": "127.0.0.1:2"})
@@ -125,7 +123,7 @@ def test_a_held_look_counts_as_a_message_of_a_node_that_was_chosen(lead: Lead) -
     assert all(reply["begun"] for reply in lead.released().values())
 
 
-def test_a_node_that_only_has_a_held_look_is_lost_after_the_silence_and_not_before(lead: Lead) -> None:
+def test_a_node_that_only_has_a_held_look_is_lost_after_the_silence_and_not_before(lead):
     lead.come("a", "b")
     lead.hold("b")
     for _ in range(int(SILENCE / 0.5)):
@@ -137,7 +135,7 @@ def test_a_node_that_only_has_a_held_look_is_lost_after_the_silence_and_not_befo
 
 
 @pytest.mark.parametrize("end", ["closed", "moved"])
-def test_held_looks_are_released_when_there_is_no_round_to_wait_for(lead: Lead, end: str) -> None:
+def test_held_looks_are_released_when_there_is_no_round_to_wait_for(lead, end):
     lead.come("a", "b")
     lead.hold("b")
     if end == "closed":
@@ -149,7 +147,7 @@ def test_held_looks_are_released_when_there_is_no_round_to_wait_for(lead: Lead, 
     assert lead.service.answer_or_hold(look("b", wait=2.0, seen=1), ord("b")) is not None
 
 
-def test_a_look_whose_connection_has_ended_is_not_answered(lead: Lead) -> None:
+def test_a_look_whose_connection_has_ended_is_not_answered(lead):
     lead.come("a", "b")
     lead.hold("b")
     lead.service.gone(ord("b"))
@@ -157,7 +155,7 @@ def test_a_look_whose_connection_has_ended_is_not_answered(lead: Lead) -> None:
     assert lead.released() == {}
 
 
-def test_no_look_is_held_for_longer_than_a_quarter_of_the_silence(lead: Lead) -> None:
+def test_no_look_is_held_for_longer_than_a_quarter_of_the_silence(lead):
     lead.come("a", "b")
     assert lead.service.answer_or_hold(look("b", wait=60.0, seen=1), ord("b")) is None
     lead.tick(SILENCE / 4 + 0.1)
@@ -174,27 +172,27 @@ def test_no_look_is_held_for_longer_than_a_quarter_of_the_silence(lead: Lead) ->
 class Shelf:
     """Holds each request that asks for it, until it is told to release them."""
 
-    def __init__(self) -> None:
-        self.held: dict[int, Message] = {}
+    def __init__(self):
+        self.held = {}
         self.open = False
-        self.gone: list[int] = []
+        self.gone = []
 
-    def answer(self, request: Message, connection: int) -> Message | None:
+    def answer(self, request, connection):
         if request.get("hold"):
             self.held[connection] = request
             return None
         return request
 
-    def released(self) -> list[tuple[int, Message]]:
+    def released(self):
         return [(each, self.release(each)) for each in list(self.held)] if self.open else []
 
-    def release(self, connection: int) -> Message:
+    def release(self, connection):
         request = self.held.pop(connection)
         return request | {"text": "x" * request.get("size", 0)}
 
 
 @pytest.fixture
-def shelf() -> Iterator[tuple[Shelf, str]]:
+def shelf():
     made = Shelf()
     listener = endpoint.listen_anywhere("127.0.0.1")
     port = PeerServer(listener, US, made.answer, made.gone.append, lambda: 0.05, Events(), made)
@@ -203,14 +201,14 @@ def shelf() -> Iterator[tuple[Shelf, str]]:
     port.check()
 
 
-def until(holds: Callable[[], Any]) -> None:
+def until(holds):
     deadline = time.monotonic() + WAIT
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_held_reply_is_sent_when_it_is_released(shelf: tuple[Shelf, str]) -> None:
+def test_a_held_reply_is_sent_when_it_is_released(shelf):
     held, place = shelf
     peers = [PeerConnection(place, WAIT, US) for _ in range(3)]
     for number, peer in enumerate(peers):
@@ -227,7 +225,7 @@ def test_a_held_reply_is_sent_when_it_is_released(shelf: tuple[Shelf, str]) -> N
         peer.close()
 
 
-def test_another_request_on_the_connection_releases_the_reply_before_it(shelf: tuple[Shelf, str]) -> None:
+def test_another_request_on_the_connection_releases_the_reply_before_it(shelf):
     held, place = shelf
     peer = PeerConnection(place, WAIT, US)
     for number in range(5):
@@ -237,7 +235,7 @@ def test_another_request_on_the_connection_releases_the_reply_before_it(shelf: t
     peer.close()
 
 
-def test_a_connection_that_ends_while_its_reply_is_held_is_gone(shelf: tuple[Shelf, str]) -> None:
+def test_a_connection_that_ends_while_its_reply_is_held_is_gone(shelf):
     held, place = shelf
     peer, other = PeerConnection(place, WAIT, US), PeerConnection(place, WAIT, US)
     peer.send({"hold": True})
@@ -262,14 +260,14 @@ class Node:
     link: LeaderLink
 
     @property
-    def token(self) -> str:
+    def token(self):
         return self.service.me.token
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[Node]]:
+def nodes():
     """Of three nodes of a round, the first leads, and the others follow it."""
-    made: list[Node] = []
+    made = []
     for name in "abc":
         listener = endpoint.listen_anywhere("127.0.0.1")
         me = NodeIdentity("job", name, f"t-{name}", f"127.0.0.1:{listener.getsockname()[1]}")
@@ -289,15 +287,15 @@ def nodes() -> Iterator[list[Node]]:
         node.port.check()
 
 
-def roster_of(count: int) -> Roster:
+def roster_of(count):
     return Roster(4, tuple(Place(f"n{number}", "127.0.0.1:1") for number in range(count)))
 
 
-def apply(node: Node) -> Message:
+def apply(node):
     return node.link.ask("apply", application=application(node.service.me.node, knows=4)["application"])
 
 
-def news(node: Node, seconds: float = WAIT) -> RoundView:
+def news(node, seconds=WAIT):
     """What the node sees, once there is news."""
     view = node.link.watch(4, seconds)
     assert view is not None
@@ -305,13 +303,13 @@ def news(node: Node, seconds: float = WAIT) -> RoundView:
 
 
 @pytest.fixture
-def held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def held_for_long(monkeypatch):
     """A look without news is not answered for a long time, and no node is lost meanwhile."""
     monkeypatch.setattr(held_looks, "_LONGEST", 60.0)
     monkeypatch.setitem(globals(), "SILENCE", 240.0)
 
 
-def test_a_node_learns_of_a_step_at_once_and_of_nothing_else(held_for_long: None, nodes: list[Node]) -> None:
+def test_a_node_learns_of_a_step_at_once_and_of_nothing_else(held_for_long, nodes):
     a, b, c = nodes
     apply(a), apply(b)
     assert news(b).waiting == 2
@@ -321,7 +319,7 @@ def test_a_node_learns_of_a_step_at_once_and_of_nothing_else(held_for_long: None
     assert (view.phase, view.rank) == (Phase.PROPOSED, 1)
 
 
-def test_the_first_look_at_a_leader_is_answered_at_once(held_for_long: None, nodes: list[Node]) -> None:
+def test_the_first_look_at_a_leader_is_answered_at_once(held_for_long, nodes):
     a, b, _ = nodes
     apply(a), apply(b)
     seen = news(b).changes
@@ -332,7 +330,7 @@ def test_the_first_look_at_a_leader_is_answered_at_once(held_for_long: None, nod
     assert news(b, 30.0).changes == seen, "it might be another one that has counted as far"
 
 
-def test_a_request_while_a_look_is_held_has_its_own_reply(nodes: list[Node]) -> None:
+def test_a_request_while_a_look_is_held_has_its_own_reply(nodes):
     a, b, _ = nodes
     apply(a), apply(b)
     news(b)
@@ -342,7 +340,7 @@ def test_a_request_while_a_look_is_held_has_its_own_reply(nodes: list[Node]) -> 
     assert b.link.watch(4, 0.0) is None
 
 
-def test_a_look_whose_connection_ends_is_sent_again_on_a_new_one(nodes: list[Node]) -> None:
+def test_a_look_whose_connection_ends_is_sent_again_on_a_new_one(nodes):
     a, b, _ = nodes
     apply(a), apply(b)
     news(b)
@@ -354,13 +352,11 @@ def test_a_look_whose_connection_ends_is_sent_again_on_a_new_one(nodes: list[Nod
     assert b.link._connection is not connection
 
 
-def test_a_leader_that_is_silent_is_only_slow_at_first_and_then_lost(
-    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_that_is_silent_is_only_slow_at_first_and_then_lost(nodes, monkeypatch):
     a, b, _ = nodes
     apply(a), apply(b)
     news(b)
-    until_lost: list[float] = []
+    until_lost = []
     with a.service._lock:  # its thread hangs
         began = time.monotonic()
         while not until_lost:
@@ -372,7 +368,7 @@ def test_a_leader_that_is_silent_is_only_slow_at_first_and_then_lost(
     assert until_lost[0] >= SILENCE - 0.2
 
 
-def test_a_node_that_cannot_use_a_change_reads_the_whole_roster(nodes: list[Node]) -> None:
+def test_a_node_that_cannot_use_a_change_reads_the_whole_roster(nodes):
     _, b, _ = nodes
     service = nodes[0].service
     assert service._rounds is not None

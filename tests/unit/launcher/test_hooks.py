@@ -1,12 +1,8 @@
 """What is registered before a script runs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,7 @@ from ft_plugins.launcher.hooks import FirstImport
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def package(tmp_path, monkeypatch):
     """A package `framework_x` with a module, that records what had happened before it ran."""
     (tmp_path / "framework_x").mkdir()
     (tmp_path / "framework_x" / "__init__.py").write_text("import sys; seen = list(sys.framework_x_actions)")
@@ -28,8 +24,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_the_action_comes_once_and_before_any_code_of_the_package(package: str) -> None:
-    actions: list[str] = sys.framework_x_actions  # type: ignore[attr-defined]
+def test_the_action_comes_once_and_before_any_code_of_the_package(package):
+    actions = sys.framework_x_actions
     sys.meta_path.insert(0, FirstImport(package, lambda: actions.append("prepared")))
     importlib.import_module("colorsys")
     assert actions == []
@@ -39,8 +35,8 @@ def test_the_action_comes_once_and_before_any_code_of_the_package(package: str) 
     assert sys.modules[package].seen == ["prepared"] and module.__file__
 
 
-def test_an_error_of_the_action_reaches_whoever_imports(package: str) -> None:
-    def fail() -> None:
+def test_an_error_of_the_action_reaches_whoever_imports(package):
+    def fail():
         raise RuntimeError("a patch no longer applies")
 
     sys.meta_path.insert(0, FirstImport(package, fail))
@@ -48,9 +44,9 @@ def test_an_error_of_the_action_reaches_whoever_imports(package: str) -> None:
         importlib.import_module(package)
 
 
-def test_the_action_may_wait_for_the_package_itself_to_have_run(package: str) -> None:
+def test_the_action_may_wait_for_the_package_itself_to_have_run(package):
     """A finder that it puts in front is asked, although the search has begun."""
-    called: list[str] = []
+    called = []
     action = partial(on_import, package, lambda module: called.append(module.__name__))
     sys.meta_path.insert(0, FirstImport(package, action))
     importlib.import_module(package)

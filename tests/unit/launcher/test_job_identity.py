@@ -1,14 +1,9 @@
 """Names of jobs and nodes, and one ft-run per job and node."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-from collections.abc import Iterator
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,13 +16,13 @@ from ft_plugins.launcher.job_identity import NAME_LIMIT, JobLock, job_name, safe
 COMMAND = ("none", 1000, "/home/a", "train/pretrain_gpt.py", ["--lr", "1"])
 
 
-def test_a_given_name_wins_over_an_explicit_rendezvous_id_and_that_over_the_command() -> None:
+def test_a_given_name_wins_over_an_explicit_rendezvous_id_and_that_over_the_command():
     assert job_name("mine", "run7", *COMMAND[1:]) == "mine"
     assert job_name(None, "run7", *COMMAND[1:]) == "run7"
     assert re.fullmatch(r"pretrain_gpt-[0-9a-f]{10}", job_name(None, *COMMAND))
 
 
-def test_the_same_command_is_the_same_job_and_any_difference_is_another() -> None:
+def test_the_same_command_is_the_same_job_and_any_difference_is_another():
     rendezvous, uid, folder, script, arguments = COMMAND
     same = job_name(None, *COMMAND)
     others = {
@@ -42,7 +37,7 @@ def test_the_same_command_is_the_same_job_and_any_difference_is_another() -> Non
 
 
 @given(st.text(max_size=80))
-def test_every_text_becomes_a_name_that_the_configuration_accepts(text: str) -> None:
+def test_every_text_becomes_a_name_that_the_configuration_accepts(text):
     name = safe_name(text)
     assert re.match(NAME_PATTERN, name) and len(name) <= NAME_LIMIT and re.fullmatch(r"[A-Za-z0-9_-]+", name)
     assert safe_name(name) == name
@@ -51,11 +46,11 @@ def test_every_text_becomes_a_name_that_the_configuration_accepts(text: str) -> 
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
-def test_two_texts_never_share_a_name(one: str, other: str) -> None:
+def test_two_texts_never_share_a_name(one, other):
     assert (safe_name(one) == safe_name(other)) == (one == other)
 
 
-def test_names_that_only_differ_in_characters_left_out_stay_apart() -> None:
+def test_names_that_only_differ_in_characters_left_out_stay_apart():
     assert len({safe_name(text) for text in ("a.b", "a-b", "a b", "a/b")}) == 4
 
 
@@ -65,13 +60,13 @@ fork = get_context("fork")
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     folder = tmp_path / "job" / "node"
     folder.mkdir(parents=True)
     return folder
 
 
-def own(run_dir: Path, ready: Connection, forks: bool) -> None:
+def own(run_dir, ready, forks):
     """An owner that lives until it is killed; with `forks`, a child of it has a copy of the lock and lets go of it."""
     ownership = JobLock(run_dir)
     if forks and os.fork() == 0:
@@ -85,7 +80,7 @@ def own(run_dir: Path, ready: Connection, forks: bool) -> None:
 
 
 @pytest.fixture
-def owner(run_dir: Path, request: pytest.FixtureRequest) -> Iterator[int]:
+def owner(run_dir, request):
     ours, theirs = fork.Pipe()
     process = fork.Process(target=own, args=(run_dir, theirs, getattr(request, "param", False)))
     process.start()
@@ -98,19 +93,19 @@ def owner(run_dir: Path, request: pytest.FixtureRequest) -> Iterator[int]:
     process.join(300)
 
 
-def test_a_second_one_is_refused_and_told_who_owns_the_job_and_what_to_do(run_dir: Path, owner: int) -> None:
+def test_a_second_one_is_refused_and_told_who_owns_the_job_and_what_to_do(run_dir, owner):
     with pytest.raises(BusyError, match=rf"job job .*node node .*pid {owner}.*--ftp-job"):
         JobLock(run_dir)
 
 
 @pytest.mark.parametrize("owner", [False, True], indirect=True, ids=["alone", "with a forked worker that lives on"])
-def test_the_lock_of_a_killed_owner_is_free(run_dir: Path, owner: int) -> None:
+def test_the_lock_of_a_killed_owner_is_free(run_dir, owner):
     os.kill(owner, signal.SIGKILL)
     with JobLock(run_dir):
         assert (run_dir / "lock").read_text() == str(os.getpid())
 
 
-def test_it_is_given_up_at_the_end_of_the_block(run_dir: Path) -> None:
+def test_it_is_given_up_at_the_end_of_the_block(run_dir):
     with JobLock(run_dir) as first:
         first.close()
         first.close()

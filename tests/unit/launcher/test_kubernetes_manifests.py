@@ -1,11 +1,8 @@
 """The manifests of launch/kubernetes: by the schemas of Kubernetes and Kubeflow, and by ft-run's own command line."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -18,27 +15,26 @@ from ft_plugins.launcher import command
 FOLDER = Path(__file__).parents[3] / "launch/kubernetes"
 OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
 NODES, RANKS, GRACE_MARGIN = 4, 8, 10  # seconds for the container to end after ft-run
-Object = dict[str, Any]
 
 
-def objects(name: str) -> list[Object]:
+def objects(name):
     return [each for each in yaml.safe_load_all((FOLDER / name).read_text()) if each]
 
 
-def job_spec(name: str) -> Object:
+def job_spec(name):
     """The spec of the Job that a JobSet makes."""
     (first, *_) = objects(name)
     jobs = first["spec"] if first["kind"] == "JobSet" else first["spec"]["template"]["spec"]
     return dict(jobs["replicatedJobs"][0]["template"]["spec"])
 
 
-def template(name: str) -> Object:
+def template(name):
     if name == "pytorchjob.yaml":
         return dict(objects(name)[0]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"])
     return dict(job_spec(name)["template"])
 
 
-def environment(name: str) -> dict[str, str]:
+def environment(name):
     """What the controller of each kind adds to the container's environment, and what the manifest itself sets."""
     if name == "jobset.yaml":
         return {}
@@ -51,7 +47,7 @@ def environment(name: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def words(name: str) -> tuple[list[str], set[str]]:
+def words(name):
     """The command line of the container after `ft-run`, with variables as the kubelet replaces them; the variables that
     `env` takes from it."""
     container = template(name)["spec"]["containers"][0]
@@ -63,7 +59,7 @@ def words(name: str) -> tuple[list[str], set[str]]:
     return [*after, *arguments], {word.removeprefix("--unset=") for word in before[1:]}
 
 
-def planned(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> command.Plan:
+def planned(name, folder, monkeypatch, variables):
     """The plan of the container's command with these variables set."""
     line, _ = words(name)
     (folder / "pretrain_gpt.py").write_text("")
@@ -80,7 +76,7 @@ KINDS = ["jobset.yaml", "trainer.yaml", "pytorchjob.yaml"]
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("name", KINDS)
-def test_kubernetes_knows_every_field_of_the_pods(name: str, version: str) -> None:
+def test_kubernetes_knows_every_field_of_the_pods(name, version):
     pod = template(name)
     kubernetes_validate.validate(
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **pod["metadata"]}, "spec": pod["spec"]},
@@ -90,18 +86,18 @@ def test_kubernetes_knows_every_field_of_the_pods(name: str, version: str) -> No
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("name", ["jobset.yaml", "trainer.yaml"])
-def test_kubernetes_knows_every_field_of_the_job_that_a_jobset_makes(name: str, version: str) -> None:
+def test_kubernetes_knows_every_field_of_the_job_that_a_jobset_makes(name, version):
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": job_spec(name)}
     kubernetes_validate.validate(job, version, strict=True)
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_kubernetes_knows_every_field_of_the_network_policy(version: str) -> None:
+def test_kubernetes_knows_every_field_of_the_network_policy(version):
     (policy,) = objects("network-policy.yaml")
     kubernetes_validate.validate(policy, version, strict=True)
 
 
-def unknown(given: object, read: object, path: str = "") -> Iterator[str]:
+def unknown(given, read, path=""):
     """The paths of what was given and not read again."""
     if isinstance(given, Mapping):
         known = read if isinstance(read, Mapping) else {}
@@ -122,14 +118,14 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("jobset.yaml", 1), ("trainer.yaml", 2)])
-def test_jobset_and_trainer_know_every_field_of_theirs(name: str, kinds: int) -> None:
+def test_jobset_and_trainer_know_every_field_of_theirs(name, kinds):
     found = objects(name)
     assert len(found) == kinds
     for each in found:
         assert not list(unknown(each, MODELS[each["kind"]].from_dict(each).to_dict()))
 
 
-def test_a_misspelt_field_of_a_jobset_or_a_pod_is_noticed() -> None:
+def test_a_misspelt_field_of_a_jobset_or_a_pod_is_noticed():
     (jobset,) = objects("jobset.yaml")
     jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 3
     jobset["spec"]["network"]["publishNotReady"] = True
@@ -142,7 +138,7 @@ def test_a_misspelt_field_of_a_jobset_or_a_pod_is_noticed() -> None:
         kubernetes_validate.validate(whole, NEWEST, strict=True)
 
 
-def test_a_pytorchjob_has_only_the_fields_that_its_controller_reads() -> None:
+def test_a_pytorchjob_has_only_the_fields_that_its_controller_reads():
     """No package holds its schema: these are the names of `kubeflow.org/v1`."""
     (job,) = objects("pytorchjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -161,9 +157,7 @@ def test_a_pytorchjob_has_only_the_fields_that_its_controller_reads() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_ft_run_accepts_the_command_line_of_each_manifest(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ft_run_accepts_the_command_line_of_each_manifest(name, tmp_path, monkeypatch):
     _, unset = words(name)
     variables = {key: value for key, value in environment(name).items() if key not in unset}
     found = planned(name, tmp_path, monkeypatch, variables)
@@ -185,9 +179,7 @@ def test_ft_run_accepts_the_command_line_of_each_manifest(
 
 
 @pytest.mark.parametrize(("name", "kept"), [("trainer.yaml", "PET_NODE_RANK"), ("pytorchjob.yaml", "PET_RDZV_BACKEND")])
-def test_what_env_takes_away_would_fix_ranks_or_choose_torchs_rendezvous(
-    name: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_env_takes_away_would_fix_ranks_or_choose_torchs_rendezvous(name, kept, tmp_path, monkeypatch):
     _, unset = words(name)
     assert kept in unset
     variables = {key: value for key, value in environment(name).items() if key not in unset or key == kept}
@@ -197,7 +189,7 @@ def test_what_env_takes_away_would_fix_ranks_or_choose_torchs_rendezvous(
         assert "--node-rank" in str(refused) and name == "trainer.yaml"
 
 
-def test_the_endpoints_are_the_names_that_pods_have_in_dns(tmp_path: Path) -> None:
+def test_the_endpoints_are_the_names_that_pods_have_in_dns(tmp_path):
     (jobset,) = objects("jobset.yaml")
     job, replicated = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     assert jobset["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
@@ -210,7 +202,7 @@ def test_the_endpoints_are_the_names_that_pods_have_in_dns(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["jobset.yaml", "trainer.yaml"])
-def test_a_refused_job_fails_and_an_evicted_pod_is_not_counted(name: str) -> None:
+def test_a_refused_job_fails_and_an_evicted_pod_is_not_counted(name):
     spec = job_spec(name)
     container = spec["template"]["spec"]["containers"][0]["name"]
     by_action = [(rule["action"], rule) for rule in spec["podFailurePolicy"]["rules"]]
@@ -223,7 +215,7 @@ def test_a_refused_job_fails_and_an_evicted_pod_is_not_counted(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_pods_are_locked_and_every_place_that_is_written_is_a_volume(name: str) -> None:
+def test_pods_are_locked_and_every_place_that_is_written_is_a_volume(name):
     spec = template(name)["spec"]
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -239,7 +231,7 @@ def test_pods_are_locked_and_every_place_that_is_written_is_a_volume(name: str) 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_secret_is_in_no_variable_and_ft_run_reads_a_copy_of_its_own(name: str) -> None:
+def test_the_secret_is_in_no_variable_and_ft_run_reads_a_copy_of_its_own(name):
     spec = template(name)["spec"]
     volumes = {each["name"]: each for each in spec["volumes"]}
     (container,), (copy,) = spec["containers"], spec["initContainers"]
@@ -251,7 +243,7 @@ def test_the_secret_is_in_no_variable_and_ft_run_reads_a_copy_of_its_own(name: s
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_memory_of_the_snapshots_is_within_that_of_the_container(name: str) -> None:
+def test_memory_of_the_snapshots_is_within_that_of_the_container(name):
     spec = template(name)["spec"]
     shm = next(each for each in spec["volumes"] if each["name"] == "shm")["emptyDir"]["sizeLimit"]
     resources = spec["containers"][0]["resources"]
@@ -260,7 +252,7 @@ def test_memory_of_the_snapshots_is_within_that_of_the_container(name: str) -> N
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_network_policy_opens_the_ports_of_the_pods(name: str) -> None:
+def test_the_network_policy_opens_the_ports_of_the_pods(name):
     (policy,) = objects("network-policy.yaml")
     inside, scrape = (list(rule["ports"]) for rule in policy["spec"]["ingress"])
     spec = template(name)["spec"]
@@ -271,9 +263,7 @@ def test_the_network_policy_opens_the_ports_of_the_pods(name: str) -> None:
     assert scrape == [{"protocol": "TCP", "port": ports[1]}]
 
 
-def test_a_train_job_has_spares_with_more_nodes_than_its_arguments_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_train_job_has_spares_with_more_nodes_than_its_arguments_say(tmp_path, monkeypatch):
     job = job_spec("trainer.yaml")
     job["successPolicy"] = {"rules": [{"succeededCount": NODES}]}
     for version in (OLDEST, NEWEST):

@@ -1,7 +1,5 @@
 """Silent processes, against a model that looks at all of them."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +16,11 @@ STEPS = st.tuples(
 @settings(max_examples=500, deadline=None)
 @given(st.lists(STEPS, max_size=40))
 def test_whatever_happens_those_are_silent_who_were_not_heard_from_for_so_long(
-    story: list[tuple[str, str, float]],
-) -> None:
+    story,
+):
     alive, now = LastMessages(SILENCE), 1000.0
-    last: dict[str, float] = {}
-    watched: set[str] = set()
+    last = {}
+    watched = set()
     for what, token, seconds in story:
         now += seconds
         if what == "watch":
@@ -57,7 +55,7 @@ def test_whatever_happens_those_are_silent_who_were_not_heard_from_for_so_long(
         assert {each for each in "abcde" if each in alive} == set(last)
 
 
-def test_the_silent_ones_come_in_the_order_of_their_last_messages() -> None:
+def test_the_silent_ones_come_in_the_order_of_their_last_messages():
     alive = LastMessages(SILENCE)
     for number, token in enumerate("abc"):
         alive.watch(token, float(number))
@@ -66,7 +64,7 @@ def test_the_silent_ones_come_in_the_order_of_their_last_messages() -> None:
     assert alive.silent(14.0) == ["b", "c", "a"]
 
 
-def test_messages_that_were_noted_before_a_stop_was_noticed_do_not_hide_the_silence_of_others() -> None:
+def test_messages_that_were_noted_before_a_stop_was_noticed_do_not_hide_the_silence_of_others():
     alive = LastMessages(SILENCE)
     alive.watch("a", 0.0)
     alive.hear("a", 500.0)  # this process was stopped since, and has not noticed it yet

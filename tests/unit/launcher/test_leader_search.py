@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
 
 import pytest
 
@@ -37,19 +35,19 @@ class Node:
     port: PeerServer
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self):
         return self.service.me.endpoint
 
-    def place(self) -> Place:
+    def place(self):
         return Place(self.service.me.node, self.endpoint)
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., list[Node]]]:
+def make():
     """Nodes of these names, whose last round was that of all of them in this order."""
-    made: list[Node] = []
+    made = []
 
-    def nodes(*names: str, silence: float = 60.0, run: str = "job") -> list[Node]:
+    def nodes(*names, silence=60.0, run="job"):
         listeners = [endpoint.listen_anywhere("127.0.0.1") for _ in names]
         ends = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         found = []
@@ -68,16 +66,16 @@ def make() -> Iterator[Callable[..., list[Node]]]:
         node.port.close()
 
 
-def lead(name: str, generation: int, **fields: Any) -> Leader:
+def lead(name, generation, **fields):
     return Leader(name, f"token-{name}", "127.0.0.1:1", generation, **{"round": 1, **fields})
 
 
-def elect(node: Node, candidate: Leader) -> bool:
+def elect(node, candidate):
     reply = node.service.answer({"do": "elect", "lead": asdict(candidate)})
     return bool(reply["granted"])
 
 
-def test_the_first_of_the_last_round_leads_and_the_others_find_it(make: Callable[..., list[Node]]) -> None:
+def test_the_first_of_the_last_round_leads_and_the_others_find_it(make):
     a, b, c = make("a", "b", "c")
     for node in (a, b, c):
         node.service.wake()
@@ -88,8 +86,8 @@ def test_the_first_of_the_last_round_leads_and_the_others_find_it(make: Callable
 
 
 def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waited_for(
-    make: Callable[..., list[Node]],
-) -> None:
+    make,
+):
     a, b, c = make("a", "b", "c")
     a.port.close()
     b.service.wake()
@@ -102,8 +100,8 @@ def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waite
 
 
 def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_there(
-    make: Callable[..., list[Node]],
-) -> None:
+    make,
+):
     a, b = make("a", "b")
     assert elect(b, lead("x", 3))
     assert not elect(b, lead("y", 3)) and not elect(b, lead("y", 2))
@@ -113,8 +111,8 @@ def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_th
 
 
 def test_a_node_that_has_forgotten_the_last_round_does_not_lead_those_that_remember_it(
-    make: Callable[..., list[Node]],
-) -> None:
+    make,
+):
     a, b, c = make("a", "b", "c")
     a.roster_file.roster = Roster(0)  # its machine was started again
     a.search._given.extend(node.endpoint for node in (a, b, c))
@@ -127,8 +125,8 @@ def test_a_node_that_has_forgotten_the_last_round_does_not_lead_those_that_remem
 
 
 def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generation(
-    make: Callable[..., list[Node]],
-) -> None:
+    make,
+):
     a, b, c = make("a", "b", "c")
     known = a.search.meet([b.endpoint, c.endpoint])
     assert elect(c, lead("x", 1))  # somebody is quicker there
@@ -138,8 +136,8 @@ def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generatio
 
 
 def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
-    make: Callable[..., list[Node]],
-) -> None:
+    make,
+):
     [a] = make("a")
     own = Leader("a", "token-a", a.endpoint, 1, 1)
     assert elect(a, own)
@@ -147,7 +145,7 @@ def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
     assert not a.service.take_lead(own, None) and a.service.leading is None
 
 
-def test_a_lead_is_found_by_hearsay_wherever_it_is(make: Callable[..., list[Node]]) -> None:
+def test_a_lead_is_found_by_hearsay_wherever_it_is(make):
     a, b = make("a", "b")
     [c] = make("c")
     found = c.search.look(patient=True)
@@ -158,7 +156,7 @@ def test_a_lead_is_found_by_hearsay_wherever_it_is(make: Callable[..., list[Node
     assert a.search.best(a.search.meet([b.endpoint])) == found
 
 
-def test_of_two_leads_the_one_with_the_newest_round_counts_then_one_at_work_then_the_later() -> None:
+def test_of_two_leads_the_one_with_the_newest_round_counts_then_one_at_work_then_the_later():
     ascending = [
         lead("d", 9),
         lead("c", 8, round=3),
@@ -170,13 +168,13 @@ def test_of_two_leads_the_one_with_the_newest_round_counts_then_one_at_work_then
     assert sorted(ascending, key=lambda found: found.standing) == ascending
 
 
-def test_a_node_of_another_job_is_none_of_ours_and_says_no_more(make: Callable[..., list[Node]]) -> None:
+def test_a_node_of_another_job_is_none_of_ours_and_says_no_more(make):
     [a], [b] = make("a"), make("b", run="other")
     assert a.search.meet([b.endpoint]) == {}
     assert a.search.foreign == a.search.unreached == {b.endpoint: "it belongs to another job"}
 
 
-def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> None:
+def test_the_end_is_told_from_node_to_node(make):
     a, b = make("a", "b")
     b.service.close("it has succeeded", "succeeded")
     a.search.meet([b.endpoint])
@@ -186,8 +184,8 @@ def test_the_end_is_told_from_node_to_node(make: Callable[..., list[Node]]) -> N
 
 
 def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_lead(
-    make: Callable[..., list[Node]],
-) -> None:
+    make,
+):
     a, b = make("a", "b")
     for generation in (1 << 32, 1 << 30):
         for request in ("elect", "meet"):
@@ -198,7 +196,7 @@ def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_le
     assert found is not None and (found.node, found.generation) == ("a", 1)
 
 
-def test_of_a_connection_the_station_remembers_one_process(make: Callable[..., list[Node]]) -> None:
+def test_of_a_connection_the_station_remembers_one_process(make):
     [a] = make("a")
     assert a.search.look(patient=True) is not None
     for number in range(1000):
@@ -212,14 +210,14 @@ def test_of_a_connection_the_station_remembers_one_process(make: Callable[..., l
 
 
 APPLICATION = {"node": "x", "token": "t", "endpoint": "127.0.0.1:1"}
-IMPLAUSIBLE: list[dict[str, Any]] = [
+IMPLAUSIBLE = [
     *({"seat": {"round": number, "rank": rank, "size": 1}} for number, rank in ((2**32 - 1, 0), (1, 1))),
     *({"knows": value} for value in (2**64 - 1, -1, True)),
     *({"node": value} for value in ("x" * 1000, "9" * 5000, "a\nb")),
     {"endpoint": "h:\u00b2"},
     {"token": ""},
 ]
-WRONG: list[dict[str, Any]] = [
+WRONG = [
     *({"do": name} for name in ("look", "no", "elect", "pickle", ["look"])),
     {"do": "look", "token": 7},
     {"do": "apply", "application": {"node": "x"}},
@@ -233,8 +231,8 @@ WRONG: list[dict[str, Any]] = [
 
 
 def test_who_does_not_lead_says_so_and_a_request_that_makes_no_sense_is_refused(
-    make: Callable[..., list[Node]],
-) -> None:
+    make,
+):
     [a] = make("a")
     assert a.service.answer({"do": "look", "token": "t"})["moved"] is True
     applying = ({"do": "apply", "token": "t", "application": APPLICATION | more} for more in IMPLAUSIBLE)
@@ -246,22 +244,20 @@ def test_who_does_not_lead_says_so_and_a_request_that_makes_no_sense_is_refused(
 # ---- many nodes ----
 
 
-def test_many_nodes_search_the_lead_less_and_less_often_and_few_do_as_before() -> None:
+def test_many_nodes_search_the_lead_less_and_less_often_and_few_do_as_before():
     few, many = ([round(each, 2) for each in islice(search_pauses(nodes), 8)] for nodes in (8, 2048))
     assert few == [0.1] * 8
     assert many == [0.1, 0.15, 0.23, 0.34, 0.51, 0.76, 1.0, 1.0], "never more than a second"
     assert max(islice(search_pauses(128), 100)) == 0.25
 
 
-def test_a_lead_meets_absent_nodes_a_few_at_a_time_and_all_in_turn(
-    make: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lead_meets_absent_nodes_a_few_at_a_time_and_all_in_turn(make, monkeypatch):
     [a] = make("a")
     assert a.search.look(patient=True) is not None
     names = [f"n{number}" for number in range(100)]
     places = [Place(name, f"127.0.0.1:{number + 1}") for number, name in enumerate(names)]
     a.roster_file.remember(Roster(2, (a.place(), *places)))
-    met: list[list[str]] = []
+    met = []
     monkeypatch.setattr(a.search, "meet", lambda endpoints, *rest, **named: met.append(list(endpoints)) or {})
     for _ in range(4):
         a.search.meet_absent(0.0, REACH)
@@ -279,7 +275,7 @@ def test_a_lead_meets_absent_nodes_a_few_at_a_time_and_all_in_turn(
     assert {endpoint for each in met for endpoint in each[1:]} == {place.endpoint for place in places[50:]}
 
 
-def test_a_candidate_among_many_needs_the_consent_of_each_of_them(make: Callable[..., list[Node]]) -> None:
+def test_a_candidate_among_many_needs_the_consent_of_each_of_them(make):
     nodes = make(*(f"n{number:02d}" for number in range(2 * _AT_ONCE)))
     known = nodes[0].search.meet([node.endpoint for node in nodes])
     last = max(nodes[1:], key=lambda node: node.endpoint)  # who is asked last

@@ -1,9 +1,6 @@
 """What a killed rank leaves: the kernel's count, and NCCL's file."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,21 +9,19 @@ from ft_plugins.snapshot.segment import paths
 
 
 @pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def groups(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "CGROUPS", tmp_path)
     monkeypatch.setattr(paths, "OWN_CGROUPS", tmp_path / "own")
     return tmp_path
 
 
-def write(path: Path, text: str) -> None:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
 @pytest.mark.parametrize(("own", "file"), [("0::/job/step", "memory.events"), ("4:memory:/job", "memory.oom_control")])
-def test_the_kernels_count_is_that_of_the_own_group_or_of_the_parent_that_is_seen(
-    groups: Path, own: str, file: str
-) -> None:
+def test_the_kernels_count_is_that_of_the_own_group_or_of_the_parent_that_is_seen(groups, own, file):
     write(groups / "own", f"9:name=systemd:/\n{own}\n")
     assert oom_kills() is None
     mount = groups if "::" in own else groups / "memory"
@@ -36,13 +31,13 @@ def test_the_kernels_count_is_that_of_the_own_group_or_of_the_parent_that_is_see
     assert oom_kills() == 1
 
 
-def test_a_count_that_cannot_be_read_is_unknown(groups: Path) -> None:
+def test_a_count_that_cannot_be_read_is_unknown(groups):
     assert oom_kills() is None
     write(groups / "own", "nonsense\n")
     assert oom_kills() is None
 
 
-def test_a_flight_record_is_named_if_it_was_written_by_this_incarnation(tmp_path: Path) -> None:
+def test_a_flight_record_is_named_if_it_was_written_by_this_incarnation(tmp_path):
     environment = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(tmp_path / "trace_")}
     assert flight_record(3, 0.0, environment) == flight_record(3, 0.0, {}) == ""
     path = tmp_path / "trace_3"

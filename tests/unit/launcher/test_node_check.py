@@ -1,13 +1,10 @@
 """A site's own check of a node: what it is given, how it ends, and what is said of it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,11 +27,11 @@ from harness.job_control import wait_until
 LONG = 600.0  # seconds
 
 
-def script(code: str) -> str:
+def script(code):
     return shlex.join([sys.executable, "-c", code])
 
 
-def checked(line: str, seconds: float = LONG) -> tuple[str, list[Event]]:
+def checked(line, seconds=LONG):
     """What is said of a node that is checked by this command, '' if it has passed; the events."""
     events, seen = Events("b"), list[Event]()
     events.subscribe(seen.append)
@@ -48,11 +45,11 @@ def checked(line: str, seconds: float = LONG) -> tuple[str, list[Event]]:
     return "", seen
 
 
-def test_a_check_that_ends_with_0_is_passed_and_says_nothing() -> None:
+def test_a_check_that_ends_with_0_is_passed_and_says_nothing():
     assert checked(script("print('all is well')")) == ("", [])
 
 
-def test_a_check_that_fails_is_one_line_and_one_event_with_the_end_of_its_output() -> None:
+def test_a_check_that_fails_is_one_line_and_one_event_with_the_end_of_its_output():
     code = "import sys; print('\\n'.join(map(str, range(99)))); print('GPU: page\\x1b[1m retirement', file=sys.stderr)"
     said, [event] = checked(script(f"{code}; sys.exit(3)"))
     assert said.startswith("node b: the check ") and "ended with status 3; its last lines: 9" in said
@@ -62,12 +59,12 @@ def test_a_check_that_fails_is_one_line_and_one_event_with_the_end_of_its_output
     assert len(event.fields["output"].splitlines()) == 5 and event.fields["reason"] in said
 
 
-def test_a_check_that_cannot_be_started_has_failed() -> None:
+def test_a_check_that_cannot_be_started_has_failed():
     said, [event] = checked("/nowhere/diag -r 1")
     assert "could not be started (No such file or directory)" in said and event.fields["status"] is None
 
 
-def test_a_check_that_outlasts_its_bound_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_check_that_outlasts_its_bound_is_killed_with_all_that_it_started(tmp_path):
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(999)"
     loud = "import os\nwhile True: os.write(1, b'x' * 4096 + b'\\n')"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])\n"
@@ -86,7 +83,7 @@ def test_a_check_that_outlasts_its_bound_is_killed_with_all_that_it_started(tmp_
     assert seen[0].fields["status"] is None
 
 
-def test_a_check_knows_nothing_of_the_job_and_is_no_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_check_knows_nothing_of_the_job_and_is_no_shell(monkeypatch, tmp_path):
     monkeypatch.setenv("FTP_CONFIG", "{}")
     monkeypatch.setenv("SITE", "kept")
     secret = open(tmp_path / "secret", "w")  # noqa: SIM115
@@ -101,7 +98,7 @@ def test_a_check_knows_nothing_of_the_job_and_is_no_shell(monkeypatch: pytest.Mo
     assert checked(f"{script(code)} '$HOME'") == ("", [])
 
 
-def test_a_node_that_has_passed_is_not_checked_again_until_that_is_forgotten(tmp_path: Path) -> None:
+def test_a_node_that_has_passed_is_not_checked_again_until_that_is_forgotten(tmp_path):
     runs = tmp_path / "runs"
     check = NodeCheck(script(f"open({str(runs)!r}, 'a').write('.')"), LONG, "b", Events("b"))
     for _ in range(3):
@@ -113,7 +110,7 @@ def test_a_node_that_has_passed_is_not_checked_again_until_that_is_forgotten(tmp
     assert runs.read_text() == ".."
 
 
-def test_a_check_that_is_stopped_leaves_no_process() -> None:
+def test_a_check_that_is_stopped_leaves_no_process():
     check = NodeCheck(script("import time; time.sleep(999)"), LONG, "b", Events("b"))
     check.look()
     assert check._process
@@ -124,10 +121,8 @@ def test_a_check_that_is_stopped_leaves_no_process() -> None:
 
 
 @pytest.mark.parametrize("error", [None, PermissionError(1, "of another user")], ids=["in a driver", "of another user"])
-def test_a_check_that_does_not_end_when_it_is_killed_is_left_behind(
-    monkeypatch: pytest.MonkeyPatch, error: OSError | None
-) -> None:
-    def killpg(pid: int, number: int) -> None:
+def test_a_check_that_does_not_end_when_it_is_killed_is_left_behind(monkeypatch, error):
+    def killpg(pid, number):
         if error:
             raise error
 
@@ -145,7 +140,7 @@ def test_a_check_that_does_not_end_when_it_is_killed_is_left_behind(
         process.wait(LONG)
 
 
-def test_a_daemon_that_keeps_the_pipe_of_a_check_open_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_daemon_that_keeps_the_pipe_of_a_check_open_holds_nobody_up(tmp_path):
     daemon = "import time; time.sleep(999)"
     code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {daemon!r}]).pid, flush=True)"
     said, [event] = checked(f"{script(code + '; sys.exit(4)')}")
@@ -153,7 +148,7 @@ def test_a_daemon_that_keeps_the_pipe_of_a_check_open_holds_nobody_up(tmp_path: 
     psutil.Process(int(event.fields["output"])).kill()
 
 
-def test_a_round_is_waited_for_as_long_as_checks_may_take_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_waited_for_as_long_as_checks_may_take_besides(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(round_join, "time", SimpleNamespace(monotonic=lambda: now[0]))
     settings = SimpleNamespace(join=600.0, rules=SimpleNamespace(wait=10.0))
@@ -170,7 +165,7 @@ def test_a_round_is_waited_for_as_long_as_checks_may_take_besides(monkeypatch: p
         join.check()
 
 
-def test_the_last_lines_of_no_output_are_none() -> None:
+def test_the_last_lines_of_no_output_are_none():
     assert last_lines(b"") == () and last_lines(b"\n \xff\n") == ("\ufffd",)
 
 
@@ -183,21 +178,21 @@ def test_the_last_lines_of_no_output_are_none() -> None:
         (["--ftp-node-check", "true", "--rdzv-backend", "c10d"], "no effect with --rdzv-backend c10d"),
     ],
 )
-def test_what_cannot_be_a_check_is_refused_by_name(words: list[str], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_a_check_is_refused_by_name(words, said, tmp_path):
     (tmp_path / "train.py").touch()
     backend = ["--rdzv-endpoint", "localhost:0"] if "c10d" in words else []
     with pytest.raises(ConfigError, match=said):
-        planned: Any = command.plan([*backend, "--reft", *words, "train.py"], 1, str(tmp_path), "host")
+        planned = command.plan([*backend, "--reft", *words, "train.py"], 1, str(tmp_path), "host")
         command.execute(planned)
 
 
-def test_a_check_is_a_key_like_others() -> None:
+def test_a_check_is_a_key_like_others():
     config, _ = Config.from_flags(["--reft", "--ftp-node-check", "dcgmi diag -r 1"])
     assert config.node_check == "dcgmi diag -r 1" and config.node_check_seconds == 120
     assert Config.from_json(config.block()) == config
 
 
-def test_a_job_on_an_unfit_node_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+def test_a_job_on_an_unfit_node_is_refused_before_anything_is_started(tmp_path):
     name = f"unfit-{os.getpid()}"
     config, _ = Config.from_flags(["--reft", "--ftp-job", name, "--ftp-node-check", script("raise SystemExit(4)")])
     job = Job(config, name, "n", run_directory(name, "n"))

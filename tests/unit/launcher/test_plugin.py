@@ -1,11 +1,8 @@
 """What a node is told about the rendezvous, by torch's words for it."""
 
-from __future__ import annotations
-
 import socket
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -41,13 +38,13 @@ from ft_plugins.launcher.rendezvous.rendezvous_settings import RendezvousSetting
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_wrong_setting_is_refused_in_words(given: dict[str, Any], said: str) -> None:
+def test_a_wrong_setting_is_refused_in_words(given, said):
     fields = {"endpoint": "localhost:29400", "run_id": "r", "min_nodes": 2, "max_nodes": 4, **given}
     with pytest.raises(ConfigError, match=said):
         RendezvousSettings.read(RendezvousParameters("ft_plugins", **fields))
 
 
-def test_settings_are_read_as_given_and_have_defaults(tmp_path: Path) -> None:
+def test_settings_are_read_as_given_and_have_defaults(tmp_path):
     plain = RendezvousSettings.read(RendezvousParameters("ft_plugins", "", "r", 1, 1, timeout=900))
     assert (plain.endpoints, plain.node, plain.wanted, plain.run_dir) == ((), socket.gethostname(), None, None)
     assert (plain.rules.last_call, plain.rules.wait, plain.join, plain.silence) == (30, 30, 600, 10)
@@ -77,7 +74,7 @@ def test_settings_are_read_as_given_and_have_defaults(tmp_path: Path) -> None:
     assert "sixteen" not in repr(found)
 
 
-def test_without_a_file_jobs_of_this_user_on_this_machine_share_a_secret_that_only_he_can_read() -> None:
+def test_without_a_file_jobs_of_this_user_on_this_machine_share_a_secret_that_only_he_can_read():
     one, other = (RendezvousSettings.read(RendezvousParameters("ft_plugins", "", run, 1, 1)) for run in "ab")
     assert one.secret == other.secret and len(one.secret) >= 32
     [file] = run_root().glob("secret*")

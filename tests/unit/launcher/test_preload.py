@@ -11,13 +11,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -55,7 +53,7 @@ class Node:
     told: list[Event] = field(default_factory=list)
     token: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         events = Events("n")
         events.subscribe(self.told.append)
         (self.folder / "train.py").write_text(self.script)
@@ -67,15 +65,15 @@ class Node:
         self.parent = PreloadedParent(job, self.command, self.ranks, events)
 
     @property
-    def command(self) -> tuple[str, ...]:
+    def command(self):
         return sys.executable, "-u", "-m", "ft_plugins.launcher.worker", *self.words
 
-    def install(self, package: str, text: str) -> Path:
+    def install(self, package, text):
         path = self.folder / SITE / f"{package}.py"
         path.write_text(text)
         return path
 
-    def handlers(self, **environment: str) -> list[Any]:
+    def handlers(self, **environment):
         """What torch has for the ranks of the next incarnation."""
         self.token += 1
         ours = worker_environment(self.config, self.run_dir, self.token, os.getpid())
@@ -89,15 +87,15 @@ class Node:
             for rank in range(self.ranks)
         ]  # fmt: skip
 
-    def start(self, **environment: str) -> list[Any]:
+    def start(self, **environment):
         self.parent.wait()
         with self.parent.starting(self.token + 1):
             return self.handlers(**environment)
 
-    def output(self, rank: int = 0, name: str = "out") -> Path:
+    def output(self, rank=0, name="out"):
         return self.folder / f"{name}-{self.token}-{rank}"
 
-    def said(self, handlers: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def said(self, handlers):
         """What the ranks found; they have ended."""
         for handler in handlers:
             handler.proc.wait(WAIT)
@@ -105,14 +103,14 @@ class Node:
         assert all(texts), self.output(0, "err").read_text()
         return [tuple(json.loads(text.splitlines()[-1])) for text in texts]
 
-    def reasons(self, name: str) -> list[str]:
+    def reasons(self, name):
         return [each.fields["reason"] for each in self.told if each.name == name]
 
-    def forked(self) -> list[tuple[int, int]]:
+    def forked(self):
         used = [each.fields for each in self.told if each.name == "preload.used"]
         return [(each["count"], each["cold"]) for each in used]
 
-    def turn_until(self, holds: Callable[[], bool]) -> None:
+    def turn_until(self, holds):
         deadline = time.monotonic() + WAIT
         while not holds():
             assert time.monotonic() < deadline and not self.reasons("preload.refused"), self.told
@@ -121,7 +119,7 @@ class Node:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Node]]:
+def make(tmp_path, monkeypatch):
     """Makes a node, whose site-packages hold `package` and `seldom`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / SITE).mkdir(parents=True)
@@ -129,9 +127,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / SITE}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("KNOWN", "before")
-    nodes: list[Node] = []
+    nodes = []
 
-    def made(**given: Any) -> Node:
+    def made(**given):
         nodes.append(Node(tmp_path, **given))
         nodes[-1].install("package", PACKAGE)
         nodes[-1].install("seldom", "")
@@ -142,7 +140,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         node.parent.end()
 
 
-def gone(pid: int) -> bool:
+def gone(pid):
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -153,7 +151,7 @@ def gone(pid: int) -> bool:
         os.close(descriptor)
 
 
-def test_a_forked_rank_is_what_a_new_process_is_field_by_field_at_every_start(make: Callable[..., Node]) -> None:
+def test_a_forked_rank_is_what_a_new_process_is_field_by_field_at_every_start(make):
     reader, writer = os.pipe()  # in which one cannot seek, unlike in the preloader's own output
     node = make(ranks=2, errors=f"/proc/self/fd/{writer}")
     node.install("seldom", SELDOM)
@@ -183,7 +181,7 @@ def test_a_forked_rank_is_what_a_new_process_is_field_by_field_at_every_start(ma
     os.close(writer)
 
 
-def test_the_error_and_the_signal_of_a_forked_rank_are_those_of_a_new_process(make: Callable[..., Node]) -> None:
+def test_the_error_and_the_signal_of_a_forked_rank_are_those_of_a_new_process(make):
     node = make(ranks=2)
     node.words = (*node.words, "--fail")
     node.parent._command = node.command
@@ -204,7 +202,7 @@ def test_the_error_and_the_signal_of_a_forked_rank_are_those_of_a_new_process(ma
     assert [each.proc.wait(WAIT) for each in handlers] == [-9, -9]
 
 
-def test_notices_of_preemption_are_not_the_preloaders(make: Callable[..., Node]) -> None:
+def test_notices_of_preemption_are_not_the_preloaders(make):
     node = make()
     node.install("package", f"{PACKAGE}import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n")
     node.parent.begin()
@@ -214,7 +212,7 @@ def test_notices_of_preemption_are_not_the_preloaders(make: Callable[..., Node])
     assert node.forked() == [(1, 0)] and not node.reasons("preload.refused")
 
 
-def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(make: Callable[..., Node]) -> None:
+def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(make):
     texts = {
         "reads": "import os; RANK = os.environ.get('RANK')",
         "reads_set": "import os; MODE = os.getenv('MODE')",
@@ -264,8 +262,8 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
 
 
 def test_what_ranks_had_imported_is_imported_ahead_of_the_next_start_and_by_the_next_job(
-    make: Callable[..., Node],
-) -> None:
+    make,
+):
     node = make()
     node.words = ("-m", "train")
     node.parent = PreloadedParent(node.parent._job, node.command, 1, node.parent._events)
@@ -282,7 +280,7 @@ def test_what_ranks_had_imported_is_imported_ahead_of_the_next_start_and_by_the_
     assert "AHEAD=True" in node.output().read_text() and node.forked() == [(1, 0)] * 3
 
 
-def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node]) -> None:
+def test_a_file_that_has_changed_is_imported_again(make):
     node = make()
     node.parent.begin()
     node.parent.wait()
@@ -295,9 +293,7 @@ def test_a_file_that_has_changed_is_imported_again(make: Callable[..., Node]) ->
 
 
 @pytest.mark.parametrize("trouble", ["killed", "environment", pytest.param("set for C", marks=READ)])
-def test_without_a_preloader_that_can_be_used_ranks_are_new_processes(
-    make: Callable[..., Node], trouble: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_preloader_that_can_be_used_ranks_are_new_processes(make, trouble, capfd):
     node = make(script=f"import os; os.environ['OMP_PLACES'] = 'cores'\n{SCRIPT}" if trouble == "set for C" else SCRIPT)
     node.parent.begin()
     if trouble == "killed":
@@ -316,8 +312,8 @@ def test_without_a_preloader_that_can_be_used_ranks_are_new_processes(
 
 
 def test_a_preloader_that_is_stopped_is_waited_for_briefly_while_the_node_goes_on_looking_at_the_round(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    make, monkeypatch, capfd
+):
     assert preload._FORK_SECONDS == 10.0
     monkeypatch.setattr(preload, "_FORK_SECONDS", 2.0)
     node, looks = make(ranks=2), []
@@ -333,10 +329,10 @@ def test_a_preloader_that_is_stopped_is_waited_for_briefly_while_the_node_goes_o
     assert "did not answer within 2 s; ranks import by themselves" in capfd.readouterr().err
 
 
-def test_a_preloader_and_its_ranks_end_with_an_agent_that_is_killed(make: Callable[..., Node]) -> None:
+def test_a_preloader_and_its_ranks_end_with_an_agent_that_is_killed(make):
     reader, writer = os.pipe()
 
-    def agent() -> None:
+    def agent():
         node = make()
         node.words = (*node.words, "--wait")
         node.parent._command = node.command
@@ -357,9 +353,7 @@ def test_a_preloader_and_its_ranks_end_with_an_agent_that_is_killed(make: Callab
     os.close(writer)
 
 
-def test_an_error_of_the_preloader_never_ends_the_agent(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_preloader_never_ends_the_agent(make, monkeypatch):
     node = make()
     with monkeypatch.context() as patch:
         patch.setattr(preload.packets, "pair", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
@@ -369,7 +363,7 @@ def test_an_error_of_the_preloader_never_ends_the_agent(
     assert node.forked() == [(0, 1)]
 
 
-def test_a_forked_rank_that_cannot_be_made_a_new_process_imports_by_itself(make: Callable[..., Node]) -> None:
+def test_a_forked_rank_that_cannot_be_made_a_new_process_imports_by_itself(make):
     node = make()
     node.install("package", f"{PACKAGE}numpy.random.seed = None\n")
     node.parent.begin()
@@ -379,7 +373,7 @@ def test_a_forked_rank_that_cannot_be_made_a_new_process_imports_by_itself(make:
     assert "imports by itself: TypeError" in node.output(0, "err").read_text()
 
 
-def test_what_a_module_puts_first_on_the_path_stays_there(make: Callable[..., Node]) -> None:
+def test_what_a_module_puts_first_on_the_path_stays_there(make):
     node = make()
     node.install("package", f"{PACKAGE}sys.path.insert(0, '/first')\n")
     [(cold, _)] = node.said(node.handlers())
@@ -389,8 +383,8 @@ def test_what_a_module_puts_first_on_the_path_stays_there(make: Callable[..., No
 
 
 def test_a_module_of_the_script_that_is_called_as_one_of_python_is_not_executed_ahead(
-    make: Callable[..., Node],
-) -> None:
+    make,
+):
     node = make(script=f"import this\n{SCRIPT}")
     (node.folder / "this.py").write_text("open('executed', 'a').write('x')")
     node.parent.begin()
@@ -399,7 +393,7 @@ def test_a_module_of_the_script_that_is_called_as_one_of_python_is_not_executed_
 
 
 @READ
-def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(make: Callable[..., Node]) -> None:
+def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(make):
     node = make(script=f"import beside\n{SCRIPT}")
     (node.folder / "beside.py").write_text("import os; os.environ['OMP_NUM_THREADS'] = '2'")
     node.parent.begin()
@@ -408,7 +402,7 @@ def test_a_module_of_the_script_that_sets_what_libraries_in_c_read_is_read_too(m
     assert "OMP_NUM_THREADS" in node.reasons("preload.refused")[0]
 
 
-def test_what_accelerate_sets_for_a_moment_refuses_nothing(make: Callable[..., Node]) -> None:
+def test_what_accelerate_sets_for_a_moment_refuses_nothing(make):
     node = make(script=SCRIPT.replace("record()\n", f"os.environ[{NVML!r}] = '1'\nrecord()\n", 1))
     node.parent.begin()
     node.said(node.start())
@@ -416,9 +410,7 @@ def test_what_accelerate_sets_for_a_moment_refuses_nothing(make: Callable[..., N
 
 
 @pytest.mark.parametrize("place", ["str(FOLDER)", pytest.param("f'{FOLDER}'", marks=READ)])
-def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(
-    make: Callable[..., Node], place: str
-) -> None:
+def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(make, place):
     """Told by reading where that is possible, else it has no preloader."""
     start = f"import sys\nfrom pathlib import Path\nFOLDER = Path(__file__).parent / 'own'\nsys.path.insert(0, {place})"
     node = make(script=f"{start}\nprint('an output')\n{SCRIPT}")
@@ -431,7 +423,7 @@ def test_a_script_gets_the_modules_of_the_folder_that_it_puts_first_on_the_path(
 
 
 @pytest.mark.all_configurations  # twelve seconds of imports
-def test_a_file_that_changes_at_each_import_delays_one_rank_only(make: Callable[..., Node]) -> None:
+def test_a_file_that_changes_at_each_import_delays_one_rank_only(make):
     node = make(ranks=2)
     node.install("package", "import os\nos.utime(__file__)\n" + PACKAGE)
     node.parent.begin()
@@ -440,15 +432,13 @@ def test_a_file_that_changes_at_each_import_delays_one_rank_only(make: Callable[
 
 
 @pytest.mark.parametrize("trouble", ["name", "versions"])
-def test_a_preloader_that_cannot_be_described_does_not_end_the_agent(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+def test_a_preloader_that_cannot_be_described_does_not_end_the_agent(make, monkeypatch, trouble):
     node = make()
     words = ("\udcff.py",) if trouble == "name" else node.words
     if trouble == "versions":
         monkeypatch.setattr(preload.importlib.metadata, "version", lambda name: 1 / 0)
     command = (*node.command[:4], *words)
-    spec: Any = SimpleNamespace(entrypoint=command[0], args=command[1:], local_world_size=1)
+    spec = SimpleNamespace(entrypoint=command[0], args=command[1:], local_world_size=1)
     found = preload.parent_of(node.parent._job, spec, node.parent._events, lambda: 0)
     assert (found is None) == (trouble == "versions")
     if found is not None:
@@ -457,7 +447,7 @@ def test_a_preloader_that_cannot_be_described_does_not_end_the_agent(
         assert "ZeroDivisionError" in node.reasons("preload.refused")[0]
 
 
-def test_a_constant_that_is_about_as_large_as_a_clock_shows_is_not_moved() -> None:
+def test_a_constant_that_is_about_as_large_as_a_clock_shows_is_not_moved():
     clocks = Clocks()
     module = ModuleType("constants")
     vars(module).update(Btu=time.monotonic(), _start_time=time.monotonic(), NOTED=time.time(), SECOND=int(time.time()))
@@ -469,9 +459,7 @@ def test_a_constant_that_is_about_as_large_as_a_clock_shows_is_not_moved() -> No
     assert found == ["_start_time", "NOTED", "SECOND"]
 
 
-def test_a_preloader_that_imports_for_too_long_is_waited_for_once(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preloader_that_imports_for_too_long_is_waited_for_once(make, monkeypatch):
     monkeypatch.setattr(preload, "_READY_SECONDS", 0.0)
     node = make()
     node.parent.begin()
@@ -481,18 +469,16 @@ def test_a_preloader_that_imports_for_too_long_is_waited_for_once(
     assert node.parent._process is None
 
 
-def test_a_node_whose_ranks_wait_for_imports_goes_on_looking_at_the_round_and_says_so(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_whose_ranks_wait_for_imports_goes_on_looking_at_the_round_and_says_so(make, monkeypatch, capsys):
     monkeypatch.setattr(preload, "_LONG_SECONDS", 0.0)
     node = make(script="import slow")
     gate = node.folder / "gate"
     os.mkfifo(gate)
     node.install("slow", f"open({str(gate)!r}).close()")
     handler = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
-    looks: list[int] = []
+    looks = []
 
-    def look() -> int:
+    def look():
         looks.append(waiting())
         with suppress(OSError):  # it does not import `slow` yet
             os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
@@ -515,7 +501,7 @@ def test_a_node_whose_ranks_wait_for_imports_goes_on_looking_at_the_round_and_sa
         handler.shutdown()
 
 
-def test_a_script_and_modules_whose_names_are_not_text_are_as_in_a_new_process(make: Callable[..., Node]) -> None:
+def test_a_script_and_modules_whose_names_are_not_text_are_as_in_a_new_process(make):
     node = make()
     folder = node.folder / "a\udcff"
     folder.mkdir()

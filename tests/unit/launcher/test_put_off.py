@@ -1,15 +1,11 @@
 """What imports ahead of a rank change happens when the rank imports: in this process, which forks none."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,18 +25,18 @@ def at_exit(): pass
 """
 
 
-def state() -> tuple[dict[str, str], list[str], int]:
+def state():
     return dict(os.environ), [str(each) for each in warnings.filters], atexit._ncallbacks()
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def module(tmp_path, monkeypatch):
     """Writes modules; afterwards all is as before."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
     environment, filters, modules = dict(os.environ), list(warnings.filters), set(sys.modules)
 
-    def write(name: str, text: str = CHANGES) -> None:
+    def write(name, text=CHANGES):
         path = (tmp_path / name.replace(".", "/")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.format(name=name.upper().replace(".", "_")))
@@ -51,23 +47,23 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
             atexit.unregister(function)
         del sys.modules[name]
     atexit.unregister(print)
-    warnings.filters[:] = filters  # type: ignore[index]
+    warnings.filters[:] = filters
     os.environ.clear()
     os.environ.update(environment)
 
 
-def ahead(*names: str) -> None:
+def ahead(*names):
     for name in names:
         with put_off():
             importlib.import_module(name)
 
 
-def test_what_an_import_changes_is_there_once_a_module_of_it_is_imported(module: Callable[..., None]) -> None:
+def test_what_an_import_changes_is_there_once_a_module_of_it_is_imported(module):
     module("late")
     environment, filters, exits = state()
     ahead("late")
     assert state() == (environment, filters, exits + 1), "what belongs to no module of the import is kept"
-    import late  # type: ignore[import-not-found]
+    import late
 
     assert os.environ["PUT_OFF_LATE"] == "its own" and len(warnings.filters) == len(filters) + 1
     assert atexit._ncallbacks() == exits + 2 and late.__spec__.loader is late.__loader__
@@ -77,9 +73,7 @@ def test_what_an_import_changes_is_there_once_a_module_of_it_is_imported(module:
 
 
 @pytest.mark.parametrize("words", ["from package import late", "import package.late", "import package; package.late"])
-def test_a_module_in_a_package_that_is_there_is_imported_however_that_is_written(
-    module: Callable[..., None], words: str
-) -> None:
+def test_a_module_in_a_package_that_is_there_is_imported_however_that_is_written(module, words):
     lazy = "def __getattr__(name): import importlib; return importlib.import_module(f'package.{{name}}')"
     module("package.__init__", lazy)
     module("package.late")
@@ -90,34 +84,32 @@ def test_a_module_in_a_package_that_is_there_is_imported_however_that_is_written
     assert sys.modules["package"].late is sys.modules["package.late"]
 
 
-def test_a_module_that_was_not_imported_ahead_comes_after_its_package(module: Callable[..., None]) -> None:
+def test_a_module_that_was_not_imported_ahead_comes_after_its_package(module):
     register(launch_context({}))
     module("package.__init__", "")
     module("package.late.__init__")
     module("package.late.more", "import os\nFOUND = os.environ['PUT_OFF_PACKAGE_LATE___INIT__']")
     ahead("package", "package.late")
-    import package.late.more  # type: ignore[import-not-found]
+    import package.late.more
 
     assert package.late.more.FOUND == "its own"
 
 
 def test_what_a_later_import_uses_of_one_that_waits_is_there_for_it_and_waits_with_it(
-    module: Callable[..., None],
-) -> None:
+    module,
+):
     module("early")
     module("later", "import early, os\nFOUND = os.environ['PUT_OFF_EARLY']")
     before = state()
     ahead("early", "later")
     assert state()[:2] == before[:2]
     exits = atexit._ncallbacks()
-    import later  # type: ignore[import-not-found]
+    import later
 
     assert later.FOUND == os.environ["PUT_OFF_EARLY"] == "its own" and atexit._ncallbacks() == exits + 1
 
 
-def test_a_variable_that_the_script_has_set_meanwhile_stays(
-    module: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_the_script_has_set_meanwhile_stays(module, monkeypatch):
     module("late")
     ahead("late")
     monkeypatch.setenv("PUT_OFF_LATE", "the script's")
@@ -125,7 +117,7 @@ def test_a_variable_that_the_script_has_set_meanwhile_stays(
     assert os.environ["PUT_OFF_LATE"] == "the script's"
 
 
-def test_an_import_that_changes_nothing_does_not_wait(module: Callable[..., None]) -> None:
+def test_an_import_that_changes_nothing_does_not_wait(module):
     module("plain", "import weakref")
     ahead("plain")
     assert type(sys.modules["plain"].__spec__) is type(weakref.__spec__)

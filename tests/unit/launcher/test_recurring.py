@@ -1,7 +1,5 @@
 """A failure that follows every resume, as stories of incarnations: told from one that only comes again."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -21,15 +19,15 @@ from ft_plugins.launcher.agent.restarts import (
 NAN = "RuntimeError: loss is NaN at iteration {}"
 
 
-def failed(message: str = NAN, rank: int = 0, exitcode: int = 1) -> WorkerFailure:
+def failed(message=NAN, rank=0, exitcode=1):
     return WorkerFailure(rank, rank, 100, exitcode, message, 1.0)
 
 
-def killed(rank: int = 0) -> WorkerFailure:
+def killed(rank=0):
     return failed("Signal 9 (SIGKILL) received by PID 77", rank, -signal.SIGKILL)
 
 
-def nan(resumed: int | None, completed: int, rank: int = 0) -> Life:
+def nan(resumed, completed, rank=0):
     return Life(failed(NAN.format(completed + 1), rank), resumed, completed)
 
 
@@ -53,9 +51,7 @@ POISONED = [nan(4, 6), nan(6, 8), nan(8, 10)]
     ids=["poisoned", "with the first life", "any rank", "one iteration", "assert on a device", "exit status", "signal",
          "after another failure", "from the beginning"],
 )  # fmt: skip
-def test_the_same_failure_shortly_after_each_resume_is_recurring(
-    history: list[Life], expected: tuple[int, ...]
-) -> None:
+def test_the_same_failure_shortly_after_each_resume_is_recurring(history, expected):
     found = recurring(history)
     assert tuple(life.resumed for life in found) == expected and list(found) == history[-LIVES:]
 
@@ -83,11 +79,11 @@ def test_the_same_failure_shortly_after_each_resume_is_recurring(
          "kills at other distances", "kills of other ranks", "kills far away", "lost peers", "lost by NCCL",
          "no resume"],
 )  # fmt: skip
-def test_anything_else_is_not(history: list[Life]) -> None:
+def test_anything_else_is_not(history):
     assert not recurring(history)
 
 
-def test_a_life_that_began_from_the_beginning_has_gone_as_far_as_it_has_completed() -> None:
+def test_a_life_that_began_from_the_beginning_has_gone_as_far_as_it_has_completed():
     assert [Life(killed(), resumed, 4).after for resumed in (None, 0, 3)] == [4, 4, 1]
 
 
@@ -106,23 +102,23 @@ LOADER = "OSError: Caught OSError in DataLoader worker process 0.\nOriginal Trac
         LOADER + "ConnectionResetError: [Errno 104] Connection reset by peer",
     ],
 )
-def test_an_outage_that_three_quick_restarts_do_not_outlast_is_not_recurring(message: str) -> None:
+def test_an_outage_that_three_quick_restarts_do_not_outlast_is_not_recurring(message):
     assert recurring([Life(failed(message), at, at + 2) for at in (4, 6, 8)]) == ()
 
 
 @pytest.mark.parametrize(
     "lives", [((4, 6), (6, 6), (6, 16)), ((4, 7), (7, 8), (8, 17)), ((10, 12), (12, 12), (12, 14))], ids=str
 )
-def test_failures_after_various_numbers_of_iterations_come_by_chance(lives: tuple[tuple[int, int], ...]) -> None:
+def test_failures_after_various_numbers_of_iterations_come_by_chance(lives):
     assert recurring([nan(*at) for at in lives]) == ()
 
 
-def test_versions_that_grow_are_progress_to_the_count_of_restores_which_is_why_lives_are_compared() -> None:
+def test_versions_that_grow_are_progress_to_the_count_of_restores_which_is_why_lives_are_compared():
     assert judge([nan(4, 6)], [4, 6, 8, 10], None).restart
 
 
 @pytest.mark.parametrize("begin", [9, 0], ids=["resumed", "from the beginning"])
-def test_an_error_at_one_iteration_of_each_start_is_recurring_also_where_no_newer_version_came(begin: int) -> None:
+def test_an_error_at_one_iteration_of_each_start_is_recurring_also_where_no_newer_version_came(begin):
     lives, versions = [nan(0, 9)], [begin or None]
     while (verdict := judge(lives, versions, None, lambda: [HeldVersion(8, "memory")])).restart:
         lives, versions = [*lives, nan(begin, 9)], [*versions, begin or None]
@@ -131,12 +127,12 @@ def test_an_error_at_one_iteration_of_each_start_is_recurring_also_where_no_newe
     assert how in verdict.reason
 
 
-def test_various_errors_after_one_version_are_bounded_by_its_restores() -> None:
+def test_various_errors_after_one_version_are_bounded_by_its_restores():
     lives = [Life(failed(f"RuntimeError: {word}"), 9, 9) for word in ("one", "two", "three", "four")]
     assert [judge(lives[: n + 1], [9] * (n + 1), None).status for n in range(4)] == ["failed"] * 3 + ["stuck"]
 
 
-def test_the_advice_names_failure_resumes_and_the_newest_version_older_than_all_of_them() -> None:
+def test_the_advice_names_failure_resumes_and_the_newest_version_older_than_all_of_them():
     said = advice(POISONED, [HeldVersion(10, "memory"), HeldVersion(2, "storage"), HeldVersion(3, "storage")])
     for part in (
         "rank 0 exited with status 1: RuntimeError: loss is NaN",
@@ -148,12 +144,12 @@ def test_the_advice_names_failure_resumes_and_the_newest_version_older_than_all_
     assert "\n" not in said
 
 
-def test_a_certified_version_is_advised_before_a_newer_one_that_is_not() -> None:
+def test_a_certified_version_is_advised_before_a_newer_one_that_is_not():
     held = [HeldVersion(3, "storage"), HeldVersion(2, "storage", certified=True), HeldVersion(10, "memory", True)]
     assert "--ftp-resume before:3, which restores certified iteration 2 from storage" in advice(POISONED, held)
 
 
-def test_where_nothing_older_is_left_the_advice_lists_what_is_there() -> None:
+def test_where_nothing_older_is_left_the_advice_lists_what_is_there():
     said = advice(POISONED, [HeldVersion(10, "memory"), HeldVersion(4, "storage")])
     assert "no version older than iteration 4" in said and "10 in memory; 4 in storage" in said
     assert "--ftp-resume fresh" in said and "left: none" in advice(POISONED, [])

@@ -1,10 +1,7 @@
 """Which command is the same as one that was rehearsed, and what a start says of it."""
 
-from __future__ import annotations
-
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -15,19 +12,19 @@ from ft_plugins.launcher.command import plan
 COMMAND = ("--nproc-per-node", "2", "--reft", "train.py", "--lr", "1e-3", "--save", "/runs/1")
 
 
-def digest(folder: Path, *words: str) -> str:
+def digest(folder, *words):
     return plan(words, os.getuid(), str(folder), socket.gethostname()).digest
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print(1)")
     return tmp_path
 
 
-def test_a_command_is_the_same_whatever_it_is_called_and_wherever_it_saves(folder: Path) -> None:
+def test_a_command_is_the_same_whatever_it_is_called_and_wherever_it_saves(folder):
     first = digest(folder, *COMMAND)
     rehearsed.remember(first, "exact over 12 iterations")
     again = ("--nnodes=4", "--rdzv-endpoint=a:1", "--ftp-job=other", *COMMAND[2:6], "--save=/runs/2")
@@ -43,7 +40,7 @@ def test_a_command_is_the_same_whatever_it_is_called_and_wherever_it_saves(folde
     assert len(others) == 4 and {rehearsed.said(one)[:13] for one in others} == {"not rehearsed"}
 
 
-def test_what_is_remembered_is_bounded_and_what_is_damaged_is_nothing(folder: Path) -> None:
+def test_what_is_remembered_is_bounded_and_what_is_damaged_is_nothing(folder):
     for number in range(300):
         rehearsed.remember(f"digest{number}", "exact")
     assert [rehearsed.said(f"digest{number}")[:3] for number in (0, 43, 44, 299)] == ["not", "not", "reh", "reh"]

@@ -1,7 +1,5 @@
 """Handlers of several nodes, each a process with an address of its own, on the ports that real ones would have."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -15,16 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import wait
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -47,7 +42,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from ft_plugins.base.intake import within
 from ft_plugins.config import Config
 from ft_plugins.errors import ConfigError, FtError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.launcher import plugin
 from ft_plugins.launcher.agent.agent import ProgressAgent
 from ft_plugins.launcher.agent.node_check import NodeCheck
@@ -78,14 +73,14 @@ WAIT = 120.0
 SILENCE = 2.0  # seconds after which a node is lost, where a test loses one, or is to be refused soon
 PATIENCE = 30.0  # and elsewhere: more than a process is kept waiting for a core here
 fork = get_context("fork")
-happened: list[Event] = []  # in the process of a node
+happened = []  # in the process of a node
 numbers = itertools.count()
 
 
-def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]) -> None:
+def serve(connection, fields, config):
     """A node: does what it is told, tells how it went."""
     try:
-        handler: Any = plugin.create(RendezvousParameters("ft_plugins", **fields, **config))
+        handler = plugin.create(RendezvousParameters("ft_plugins", **fields, **config))
         handler.events.subscribe(happened.append)
         connection.send(("ok", "up"))
         while True:
@@ -102,7 +97,7 @@ def serve(connection: Connection, fields: dict[str, Any], config: dict[str, Any]
         os._exit(1)
 
 
-def joined(handler: Any) -> dict[str, Any]:
+def joined(handler):
     """Take part in a round; the names of all its nodes, exchanged over its store."""
     info = handler.next_rendezvous()
     info.store.set(f"name/{info.rank}", handler._node.me.node)
@@ -117,7 +112,7 @@ def joined(handler: Any) -> dict[str, Any]:
     }
 
 
-def begun(handler: Any) -> dict[str, Any]:
+def begun(handler):
     """As `joined`; again, as an agent does, where the round is lost before or just after all were in."""
     while True:
         try:
@@ -132,13 +127,13 @@ def begun(handler: Any) -> dict[str, Any]:
             return found
 
 
-def checked_by(handler: Any, path: str) -> None:
+def checked_by(handler, path):
     """Take part only while there is no file at `path`."""
     check = f"{sys.executable} -c 'import os, sys; sys.exit(os.path.exists(sys.argv[1]))' {path}"
     handler.check_before_rounds(NodeCheck(check, WAIT, handler._node.me.node, Events()))
 
 
-def refused(handler: Any) -> None:
+def refused(handler):
     """End as ft-run does where this node was refused."""
     handler.status = "refused"
     handler.shutdown()
@@ -165,7 +160,7 @@ OWN = {
 class Node:
     """A process with a handler, at 127.0.0.`number`."""
 
-    def __init__(self, number: int, name: str, fields: dict[str, Any], config: dict[str, Any]) -> None:
+    def __init__(self, number, name, fields, config):
         self.name = name
         self.port = int(fields["endpoint"].rpartition(":")[2])
         self.connection, theirs = fork.Pipe()
@@ -175,47 +170,42 @@ class Node:
         theirs.close()
         assert self.hear() == "up"
 
-    def tell(self, name: str, *arguments: Any) -> Node:
+    def tell(self, name, *arguments):
         self.connection.send((name, arguments))
         return self
 
-    def hear(self, seconds: float = WAIT) -> Any:
+    def hear(self, seconds=WAIT):
         assert self.connection.poll(seconds), f"{self.name} said nothing within {seconds:.0f} s"
         kind, *found = self.connection.recv()
         assert kind == "ok", f"{self.name}: {found}"
         return found[0]
 
-    def error(self) -> tuple[str, str]:
+    def error(self):
         assert self.connection.poll(WAIT), f"{self.name} said nothing"
         kind, *found = self.connection.recv()
         assert kind == "error", f"{self.name}: {found}"
         return found[0], found[1]
 
-    def quiet(self, seconds: float) -> bool:
+    def quiet(self, seconds):
         """Whether it says nothing for so long."""
         return not self.connection.poll(seconds)
 
-    def ask(self, name: str, *arguments: Any) -> Any:
+    def ask(self, name, *arguments):
         return self.tell(name, *arguments).hear()
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
+    def kill(self, number=signal.SIGKILL):
         if self.process.is_alive():
             os.kill(self.process.pid or 0, number)
         if number == signal.SIGKILL:
             self.process.join(WAIT)
 
 
-Start = Callable[..., Node]
-
-
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start():
     """Starts nodes of one job. `number` is that of its address; `endpoints` those where others are found."""
     port, run, made = free_port(), f"job-{os.getpid()}-{next(numbers)}", []
 
-    def node(
-        number: int, name: str, *, nodes: str = "3:3", endpoints: str = "1", run: str = run, **config: Any
-    ) -> Node:
+    def node(number, name, *, nodes="3:3", endpoints="1", run=run, **config):
         least, most = nodes.split(":")
         fields = {
             "endpoint": ",".join(f"127.0.0.{each}:{port}" for each in endpoints.split(",")),
@@ -231,14 +221,14 @@ def start() -> Iterator[Start]:
         each.kill()
 
 
-def join(*nodes: Node) -> dict[str, dict[str, Any]]:
+def join(*nodes):
     """Have all of them take part in a round."""
     for node in nodes:
         node.tell("join")
     return {node.name: node.hear() for node in nodes}
 
 
-def until(node: Node, waiting: int) -> None:
+def until(node, waiting):
     """Ask as an agent does, until so many nodes wait."""
     deadline = threading.Event()
     for _ in range(int(WAIT / 0.05)):
@@ -251,7 +241,7 @@ def until(node: Node, waiting: int) -> None:
 # ---- rounds ----
 
 
-def test_nodes_are_ranked_by_name_and_each_round_has_a_store_of_its_own(start: Start) -> None:
+def test_nodes_are_ranked_by_name_and_each_round_has_a_store_of_its_own(start):
     nodes = [start(1, "n10"), start(2, "n2"), start(3, "n1")]
     first = join(*nodes)
     assert {name: found["rank"] for name, found in first.items()} == {"n1": 0, "n2": 1, "n10": 2}
@@ -263,7 +253,7 @@ def test_nodes_are_ranked_by_name_and_each_round_has_a_store_of_its_own(start: S
     assert before.startswith("127.0.0.3:") and after.startswith("127.0.0.3:") and before != after
 
 
-def test_a_surplus_node_waits_until_a_rank_is_vacant(start: Start) -> None:
+def test_a_surplus_node_waits_until_a_rank_is_vacant(start):
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
     spare = start(3, "c", nodes="2:2", join_timeout=2, wait_seconds=2).tell("join")
@@ -274,9 +264,7 @@ def test_a_surplus_node_waits_until_a_rank_is_vacant(start: Start) -> None:
     assert spare.hear()["rank"] == 1
 
 
-def test_nodes_and_spares_are_checked_before_each_round_and_one_that_fails_is_replaced(
-    start: Start, tmp_path: Path
-) -> None:
+def test_nodes_and_spares_are_checked_before_each_round_and_one_that_fails_is_replaced(start, tmp_path):
     nodes = {name: start(at, name, nodes="2:2", wait_seconds=WAIT) for at, name in enumerate("abcd", 1)}
     for name, node in nodes.items():
         node.ask("checked by", str(tmp_path / name))
@@ -296,9 +284,7 @@ def test_nodes_and_spares_are_checked_before_each_round_and_one_that_fails_is_re
     assert nodes["a"].hear()["names"] == nodes["d"].hear()["names"] == ["a", "d"]
 
 
-def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_with_a_spare(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_with_a_spare(start, tmp_path):
     folders = {name: tmp_path / name for name in "abcd"}
     for folder in folders.values():
         folder.mkdir()
@@ -336,7 +322,7 @@ def test_a_node_is_drained_by_one_that_knows_the_secret_and_the_others_go_on_wit
     assert control.drain(folders["a"], ALL) == "nor can it be stopped"
 
 
-def test_a_node_that_led_and_was_drained_has_left_as_it_was_asked(start: Start, tmp_path: Path) -> None:
+def test_a_node_that_led_and_was_drained_has_left_as_it_was_asked(start, tmp_path):
     for name in "abc":
         (tmp_path / name).mkdir()
     a, b, c = (
@@ -355,24 +341,24 @@ def test_a_node_that_led_and_was_drained_has_left_as_it_was_asked(start: Start, 
 
 
 @pytest.mark.parametrize("name", ["", " ", "a b", "../b", "b\n"])
-def test_what_is_not_the_name_of_a_node_is_refused_before_the_job_is_asked(tmp_path: Path, name: str) -> None:
+def test_what_is_not_the_name_of_a_node_is_refused_before_the_job_is_asked(tmp_path, name):
     with pytest.raises(ConfigError, match="is not the name of a node; expected one that `ft-plugins status` shows"):
         control.drain(tmp_path, name)
 
 
-def test_a_command_line_without_a_job_of_several_nodes_says_what_it_looked_for(tmp_path: Path) -> None:
+def test_a_command_line_without_a_job_of_several_nodes_says_what_it_looked_for(tmp_path):
     with pytest.raises(FtError, match=r"rendezvous.json: cannot be read .*is --rdzv-backend given\?"):
         control.drain(tmp_path, "b")
 
 
-def test_a_spare_hears_seldom_from_the_lead_and_does_not_give_up_meanwhile(start: Start) -> None:
+def test_a_spare_hears_seldom_from_the_lead_and_does_not_give_up_meanwhile(start):
     a, b = start(1, "a", nodes="2:2", detect_seconds=10), start(2, "b", nodes="2:2", detect_seconds=10)
     join(a, b)
     spare = start(3, "c", nodes="2:2", detect_seconds=10, join_timeout=3, wait_seconds=0).tell("join")
     assert spare.quiet(9)
 
 
-def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start: Start) -> None:
+def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start):
     nodes = [start(1, "a"), start(2, "b"), start(3, "c")]
     join(*nodes)
     nodes[1].tell("join")
@@ -388,14 +374,14 @@ def test_a_node_that_begins_anew_is_seen_by_those_whose_workers_run(start: Start
 # ---- the node that leads is lost ----
 
 
-def leader(found: dict[str, dict[str, Any]]) -> str:
+def leader(found):
     [name] = [name for name, each in found.items() if each["leads"]]
     return name
 
 
-def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute(start: Start) -> None:
+def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute(start):
     ends = "1,2"
-    holds: dict[str, Any] = {"endpoints": ends, "wait_seconds": 2 * WAIT, "last_call_timeout": 2 * WAIT}
+    holds = {"endpoints": ends, "wait_seconds": 2 * WAIT, "last_call_timeout": 2 * WAIT}
     a, b, c = (start(number, name, **holds) for number, name in ((1, "c"), (2, "b"), (3, "a")))
     first = join(a, b, c)
     assert first["c"]["names"] == ["a", "b", "c"]
@@ -415,7 +401,7 @@ def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute
 
 
 @pytest.mark.all_configurations
-def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start: Start) -> None:
+def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start):
     chosen = random.Random(1)
     nodes = [
         start(number, f"n{number}", nodes="4:4", endpoints="1,2", detect_seconds=SILENCE) for number in range(1, 5)
@@ -433,7 +419,7 @@ def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start: 
         assert [each["names"] for each in found] == [["n1", "n2", "n3", "n4"]] * 4
 
 
-def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others(start: Start) -> None:
+def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others(start):
     a, b, c = (start(number, name, detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     assert leader(join(a, b, c)) == "a"
     a.kill(signal.SIGSTOP)
@@ -448,7 +434,7 @@ def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others
     leader(found)
 
 
-def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start: Start) -> None:
+def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start):
     a, b, c = (start(number, name) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     assert leader(join(a, b, c)) == "a"
     a.kill()
@@ -462,8 +448,8 @@ def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start
     leader(found)
 
 
-def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start: Start) -> None:
-    config: dict[str, Any] = {"nodes": "2:3", "last_call_timeout": 1, "wait_seconds": 1, "detect_seconds": SILENCE}
+def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start):
+    config = {"nodes": "2:3", "last_call_timeout": 1, "wait_seconds": 1, "detect_seconds": SILENCE}
     a, b, c = (start(number, name, **config) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     join(a, b, c)
     a.kill()
@@ -476,7 +462,7 @@ def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start
     assert new.hear()["names"] == ["c", "b", "new"]
 
 
-def test_of_nodes_that_start_at_once_only_one_leads(start: Start) -> None:
+def test_of_nodes_that_start_at_once_only_one_leads(start):
     nodes = [start(number, f"n{number}", nodes="1:1", endpoints="1,2,3") for number in (1, 2, 3)]
     for node in nodes:
         node.tell("join")
@@ -487,7 +473,7 @@ def test_of_nodes_that_start_at_once_only_one_leads(start: Start) -> None:
 # ---- memory ----
 
 
-def test_a_node_that_is_started_again_knows_the_others_and_its_rank(start: Start, tmp_path: Path) -> None:
+def test_a_node_that_is_started_again_knows_the_others_and_its_rank(start, tmp_path):
     folders = {name: tmp_path / name for name in "abc"}
     for folder in folders.values():
         folder.mkdir()
@@ -505,7 +491,7 @@ def test_a_node_that_is_started_again_knows_the_others_and_its_rank(start: Start
     assert found["0"]["names"] == ["0", "b", "c"] and found["0"]["round"] == 2
 
 
-def test_a_node_that_remembers_finds_the_others_without_the_endpoint(start: Start, tmp_path: Path) -> None:
+def test_a_node_that_remembers_finds_the_others_without_the_endpoint(start, tmp_path):
     a, b, c = (start(1, "a"), start(2, "b"), start(3, "c", run_dir=tmp_path))
     join(a, b, c)
     a.kill()
@@ -523,9 +509,7 @@ def test_a_node_that_remembers_finds_the_others_without_the_endpoint(start: Star
 # ---- the end ----
 
 
-def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_not_needed(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_not_needed(start, capfd):
     a, b, c = (start(number, name, nodes="2:2") for number, name in ((1, "a"), (2, "b"), (3, "c")))
     join(a, b)
     c.tell("join")
@@ -546,9 +530,7 @@ def test_those_who_are_done_wait_for_the_others_and_a_spare_is_told_that_it_is_n
 
 
 @pytest.mark.parametrize("lost", ["a", "b"])
-def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitute_waits(
-    start: Start, lost: str
-) -> None:
+def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitute_waits(start, lost):
     nodes = {name: start(number, name, nodes="2:2", detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b"))}
     join(*nodes.values())
     gone = nodes.pop(lost)
@@ -560,7 +542,7 @@ def test_those_who_are_done_are_told_when_another_node_is_lost_and_its_substitut
     assert stays.hear() is False
 
 
-def test_those_who_are_done_do_not_take_a_lost_node_for_one_that_is_done(start: Start) -> None:
+def test_those_who_are_done_do_not_take_a_lost_node_for_one_that_is_done(start):
     a, b = (start(number, name, nodes="2:2", detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b")))
     join(a, b)
     a.tell("wait_for_all")
@@ -569,7 +551,7 @@ def test_those_who_are_done_do_not_take_a_lost_node_for_one_that_is_done(start: 
 
 
 @pytest.mark.parametrize("fails", ["a", "b"], ids=["where-the-lead-is", "where-the-lead-is-not"])
-def test_those_who_are_done_learn_that_the_job_has_failed_elsewhere(start: Start, fails: str) -> None:
+def test_those_who_are_done_learn_that_the_job_has_failed_elsewhere(start, fails):
     nodes = {name: start(number, name, nodes="2:2") for number, name in ((1, "a"), (2, "b"))}
     assert leader(join(*nodes.values())) == "a"
     failed = nodes.pop(fails)
@@ -581,7 +563,7 @@ def test_those_who_are_done_learn_that_the_job_has_failed_elsewhere(start: Start
     assert done.hear() is True and done.ask("__getattribute__", "all_succeeded") is False
 
 
-def test_workers_that_still_save_are_not_started_again_when_the_lead_has_ended_with_a_success(start: Start) -> None:
+def test_workers_that_still_save_are_not_started_again_when_the_lead_has_ended_with_a_success(start):
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     assert leader(join(a, b)) == "a"
     a.ask("__setattr__", "status", "succeeded")
@@ -591,16 +573,14 @@ def test_workers_that_still_save_are_not_started_again_when_the_lead_has_ended_w
     assert b.ask("wait_for_all") is True and b.ask("__getattribute__", "all_succeeded") is True
 
 
-def test_those_who_are_done_wait_without_a_limit_and_say_for_how_many(
-    start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_those_who_are_done_wait_without_a_limit_and_say_for_how_many(start, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "_DONE_REPORT_SECONDS", 0.2)  # as it would be said every few minutes
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
     a.tell("wait_for_all")
-    said: list[str] = []
+    said = []
 
-    def twice() -> bool:
+    def twice():
         said.append(capfd.readouterr().out)
         return "".join(said).count(" on 1 of 2 nodes they have not ended yet\n") >= 2
 
@@ -609,14 +589,14 @@ def test_those_who_are_done_wait_without_a_limit_and_say_for_how_many(
     assert b.ask("wait_for_all") is True and a.hear() is True
 
 
-def test_a_lead_whose_port_answers_no_more_does_not_wait_for_those_who_cannot_reach_it(start: Start) -> None:
+def test_a_lead_whose_port_answers_no_more_does_not_wait_for_those_who_cannot_reach_it(start):
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     assert leader(join(a, b)) == "a"
     a.tell("fail at the port").hear()
     assert a.ask("wait_for_all") is False
 
 
-def test_after_the_end_nobody_takes_part_any_more(start: Start) -> None:
+def test_after_the_end_nobody_takes_part_any_more(start):
     a, b, c = start(1, "a"), start(2, "b"), start(3, "c")
     join(a, b, c)
     b.ask("set_closed")
@@ -626,7 +606,7 @@ def test_after_the_end_nobody_takes_part_any_more(start: Start) -> None:
         assert kind == "RendezvousClosedError" and "node b reports" in text and "start it again" in text
 
 
-def test_a_node_that_was_never_in_ends_alone(start: Start) -> None:
+def test_a_node_that_was_never_in_ends_alone(start):
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
     late = start(3, "c", nodes="2:2")
@@ -641,9 +621,7 @@ def test_a_node_that_was_never_in_ends_alone(start: Start) -> None:
 # ---- what goes wrong is said ----
 
 
-def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(start, capfd):
     a, b = (start(number, name, nodes="2:2", detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b")))
     join(a, b)
     capfd.readouterr()  # a node that starts slowly is missed too
@@ -651,7 +629,7 @@ def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
     a.tell("join")  # as its agent does when the SMPs have declared the other one lost
     said = ""
 
-    def is_said() -> bool:
+    def is_said():
         nonlocal said
         said += capfd.readouterr().err
         return said.endswith("\n")
@@ -666,15 +644,13 @@ def test_a_node_that_is_waited_for_is_named_in_the_output_with_the_command(
     assert [a.ask("replaced"), substitute.ask("replaced")] == [[{"gone": ["b"], "new": ["c"], "asked": []}], []]
 
 
-def noted(folder: Path) -> str:
+def noted(folder):
     """What `status` says of a node that waits, and what to do."""
     note = read_note(folder)
     return f"{note.reason} | {note.remedy}" if note else ""
 
 
-def test_a_node_that_lives_and_is_slow_to_come_back_is_not_said_to_need_a_substitute(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_node_that_lives_and_is_slow_to_come_back_is_not_said_to_need_a_substitute(start, tmp_path):
     a, b, c, d = (start(at, name, nodes="4:4", run_dir=tmp_path / name) for at, name in enumerate("abcd", 1))
     (tmp_path / "a").mkdir()
     join(a, b, c, d)
@@ -690,21 +666,20 @@ def test_a_node_that_lives_and_is_slow_to_come_back_is_not_said_to_need_a_substi
             node.tell("join")
 
 
-def test_nodes_of_which_one_has_another_secret_say_that_and_not_that_a_node_is_missing(
-    start: Start, tmp_path: Path
-) -> None:
+def test_nodes_of_which_one_has_another_secret_say_that_and_not_that_a_node_is_missing(start, tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         secret = write_secret(tmp_path / f"secret-{name}", f"what node {name} knows and no other one")
-        common: dict[str, Any] = {"nodes": "2:2", "detect_seconds": 1, "wait_seconds": WAIT, "secret_file": secret}
+        common = {"nodes": "2:2", "detect_seconds": 1, "wait_seconds": WAIT, "secret_file": secret}
         start(ord(name) - ord("a") + 1, name, run_dir=tmp_path / name, **common).tell("join")
 
-    def said() -> bool:
+    def said():
         leads, other = noted(tmp_path / "a"), noted(tmp_path / "b")
         return (
             re.fullmatch(
                 "waiting for 1 more of 2 nodes: a connection from 127.* was rejected: .*secret.* [|] if it is a node "
-                "of this job, give the same --ftp-secret-file .*", leads,
+                "of this job, give the same --ftp-secret-file .*",
+                leads,
             )  # fmt: skip
             is not None
             and "does not know the secret of this job" in other
@@ -715,9 +690,7 @@ def test_nodes_of_which_one_has_another_secret_say_that_and_not_that_a_node_is_m
     wait_until(said, WAIT, lambda: f"{noted(tmp_path / 'a')}; {noted(tmp_path / 'b')}")
 
 
-def test_a_start_of_one_node_alone_is_refused_while_the_job_that_it_has_a_part_in_waits_for_it(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_start_of_one_node_alone_is_refused_while_the_job_that_it_has_a_part_in_waits_for_it(start, tmp_path):
     """As where the command that brings it back has lost its --nnodes and --rdzv-endpoint."""
     a = start(1, "a", nodes="2:2", detect_seconds=SILENCE)
     b = start(2, "b", nodes="2:2", detect_seconds=SILENCE, run_dir=str(tmp_path))
@@ -738,7 +711,7 @@ def test_a_start_of_one_node_alone_is_refused_while_the_job_that_it_has_a_part_i
     round_join.require_alone(own, tmp_path)
 
 
-def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None:
+def test_too_late_is_told_with_who_is_there_and_who_is_not(start):
     a = start(1, "a", join_timeout=5, wait_seconds=0)  # long enough to find itself on a busy machine
     kind, text = a.tell("join").error()
     assert kind == "RendezvousTimeoutError"
@@ -750,12 +723,12 @@ def test_too_late_is_told_with_who_is_there_and_who_is_not(start: Start) -> None
     assert kind == "RendezvousTimeoutError" and "127.0.0.7:" in text and "refused" in text and "--rdzv-endpoint" in text
 
 
-def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start: Start) -> None:
+def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start):
     a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
     join(a, b)
     stop = threading.Event()
 
-    def live() -> None:
+    def live():
         while not stop.wait(0.05):
             assert (a.ask("num_nodes_waiting"), b.ask("num_nodes_waiting")) == (0, 0)
 
@@ -770,22 +743,20 @@ def test_a_second_node_of_a_name_is_refused_and_disturbs_nobody(start: Start) ->
     assert kind == "ConfigError" and "node name 'b'" in text and "--ftp-node-name" in text
 
 
-def test_an_endpoint_of_another_job_is_refused(start: Start) -> None:
+def test_an_endpoint_of_another_job_is_refused(start):
     a = start(1, "a", nodes="1:2", last_call_timeout=0)
     join(a)
     kind, text = start(2, "b", run="another", detect_seconds=SILENCE).tell("join").error()
     assert kind == "ConfigError" and "node of job 'another'" in text and "--rdzv-id" in text
 
 
-def write_secret(path: Path, text: str) -> Path:
+def write_secret(path, text):
     path.write_text(text)
     path.chmod(0o600)
     return path
 
 
-def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(
-    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(start, tmp_path, capfd):
     right = write_secret(tmp_path / "right", "what the nodes of this job know")
     wrong = write_secret(tmp_path / "wrong", "what no node of this job knows")
     a, b = (start(n, name, nodes="2:2", secret_file=right) for n, name in ((1, "a"), (2, "b")))
@@ -805,9 +776,9 @@ def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(
     assert not a.ask("is_closed")
 
 
-def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(start: Start, tmp_path: Path) -> None:
+def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(start, tmp_path):
     right = write_secret(tmp_path / "right", "what the nodes of this job know")
-    config: dict[str, Any] = {"nodes": "1:2", "endpoints": "1", "detect_seconds": 0.5, "secret_file": right}
+    config = {"nodes": "1:2", "endpoints": "1", "detect_seconds": 0.5, "secret_file": right}
     b = start(2, "b", **config)
     with socket.create_server(("127.0.0.1", b.port)) as stranger:
         stranger.settimeout(WAIT / 6)
@@ -823,7 +794,7 @@ def test_who_says_without_a_proof_that_a_node_is_not_of_the_job_does_not_end_it(
     assert b.hear()["names"] == ["a", "b"]
 
 
-def test_whether_any_node_has_captured_is_said_to_all(start: Start) -> None:
+def test_whether_any_node_has_captured_is_said_to_all(start):
     nodes = [start(1, "a"), start(2, "b"), start(3, "c")]
     join(*nodes)
     assert [node.ask("__getattribute__", "opened_anywhere") for node in nodes] == [False] * 3
@@ -846,9 +817,7 @@ def test_whether_any_node_has_captured_is_said_to_all(start: Start) -> None:
     ],
     ids=["cut", "nested", "bytes", "list", "forged", "zero", "huge", "endpoint"],
 )
-def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(tmp_path, text, capsys):
     (tmp_path / "nodes.json").write_text(text, encoding="latin-1")
     parameters = RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1, node_name="n", run_dir=tmp_path)
     handler = Rendezvous(RendezvousSettings.read(parameters))
@@ -862,13 +831,13 @@ def test_a_damaged_memory_is_set_aside_with_a_line_and_the_node_starts(
     assert "renamed to nodes.json.damaged" in said and len(said) < 600
 
 
-def test_a_memory_that_is_a_pipe_is_set_aside_and_nothing_waits_for_it(tmp_path: Path) -> None:
+def test_a_memory_that_is_a_pipe_is_set_aside_and_nothing_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "nodes.json")
     assert within(WAIT / 6, lambda: RosterFile("job", tmp_path)).roster == Roster(0)
     assert stat.S_ISFIFO((tmp_path / "nodes.json.damaged").stat().st_mode)
 
 
-def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path: Path) -> None:
+def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path):
     members = [{"node": f"n{number}", "endpoint": "h:1"} for number in range(MOST_NODES + 1)]
     for kept in (members[1:], members):
         text = json.dumps({"run": "job", "roster": {"round": 1, "members": kept, "spares": []}})
@@ -877,12 +846,10 @@ def test_a_memory_of_more_nodes_than_there_can_be_is_set_aside(tmp_path: Path) -
     assert (tmp_path / "nodes.json.damaged").exists()
 
 
-def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []  # nodes of each group that was asked together
+def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_its_time(tmp_path, monkeypatch):
+    asked = []  # nodes of each group that was asked together
 
-    def ask_all(endpoints: list[str], *rest: Any) -> Any:
+    def ask_all(endpoints, *rest):
         asked.append(len(endpoints))
         return peers.ask_all(endpoints, *rest)
 
@@ -906,7 +873,7 @@ def test_a_memory_full_of_nodes_that_do_not_answer_does_not_keep_a_node_beyond_i
 # ---- the store of a round ----
 
 
-def listening(port: int) -> set[str]:
+def listening(port):
     """Addresses on which some process of this machine listens on a port."""
     return {
         found.laddr.ip
@@ -915,7 +882,7 @@ def listening(port: int) -> set[str]:
     }
 
 
-def test_the_store_of_a_round_listens_where_the_port_does_and_nowhere_else(start: Start, alone: Rendezvous) -> None:
+def test_the_store_of_a_round_listens_where_the_port_does_and_nowhere_else(start, alone):
     found = join(start(2, "a", nodes="1:2", endpoints="2", last_call_timeout=0))["a"]
     host, _, port = found["master"].rpartition(":")
     assert host == "127.0.0.2" and listening(int(port)) == {"127.0.0.2"}
@@ -923,7 +890,7 @@ def test_the_store_of_a_round_listens_where_the_port_does_and_nowhere_else(start
     assert info.master_addr == "127.0.0.1" and listening(info.master_port) == {"127.0.0.1"}
 
 
-def test_a_store_that_accepts_and_never_answers_is_given_up_in_time() -> None:
+def test_a_store_that_accepts_and_never_answers_is_given_up_in_time():
     bound = timedelta(seconds=1)
     silent = pytest.raises(ConnectionError, match="the store at .* did not answer within 3 s")
     with socket.create_server(("127.0.0.1", 0)) as mute, silent:
@@ -932,11 +899,9 @@ def test_a_store_that_accepts_and_never_answers_is_given_up_in_time() -> None:
         round_store.connect(Endpoint("127.0.0.1", free_port()), bound, 1)
 
 
-def test_after_both_nodes_of_the_endpoints_are_lost_another_one_finds_the_job_at_the_same_port(
-    start: Start, tmp_path: Path
-) -> None:
+def test_after_both_nodes_of_the_endpoints_are_lost_another_one_finds_the_job_at_the_same_port(start, tmp_path):
     secret = write_secret(tmp_path / "secret", "what the nodes of this job know")
-    common: dict[str, Any] = {"nodes": "2:2", "endpoints": "1,2", "secret_file": secret, "last_call_timeout": 0}
+    common = {"nodes": "2:2", "endpoints": "1,2", "secret_file": secret, "last_call_timeout": 0}
     a, b = start(1, "a", **common), start(2, "b", **common)
     assert {a.tell("begin").name, b.tell("begin").name} == {*a.hear()["names"], *b.hear()["names"]}
     c = start(3, "c", **common)
@@ -953,18 +918,16 @@ def test_after_both_nodes_of_the_endpoints_are_lost_another_one_finds_the_job_at
 UNKNOWN = "job-0.unknown.invalid"  # the name of a host that resolves nowhere
 
 
-def two_of_one_endpoint(tmp_path: Path) -> list[Rendezvous]:
+def two_of_one_endpoint(tmp_path):
     """Node z at the endpoint, and a, at none, which gets rank 0 by its name and serves the store."""
     secret = write_secret(tmp_path / "secret", "what the nodes of this job know")
     endpoint = f"127.0.0.1:{free_port()}"
-    common: dict[str, Any] = {"secret_file": secret, "detect_seconds": SILENCE, "join_timeout": WAIT}
+    common = {"secret_file": secret, "detect_seconds": SILENCE, "join_timeout": WAIT}
     of = [RendezvousParameters("ft_plugins", endpoint, "j", 2, 2, node_name=name, **common) for name in "za"]
     return [Rendezvous(RendezvousSettings.read(each)) for each in of]
 
 
-def test_a_node_of_no_endpoint_whose_name_resolves_nowhere_is_reached_by_its_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_of_no_endpoint_whose_name_resolves_nowhere_is_reached_by_its_address(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getfqdn", lambda: UNKNOWN)
     nodes = two_of_one_endpoint(tmp_path)
     with ThreadPoolExecutor(2) as pool:
@@ -975,14 +938,12 @@ def test_a_node_of_no_endpoint_whose_name_resolves_nowhere_is_reached_by_its_add
         node.shutdown()
 
 
-def test_a_round_whose_store_cannot_be_reached_is_printed_with_the_reason_and_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(place: Endpoint, bound: timedelta, reach: float) -> Any:  # called by the node that serves no store
+def test_a_round_whose_store_cannot_be_reached_is_printed_with_the_reason_and_what_to_do(tmp_path, monkeypatch, capsys):
+    def fail(place, bound, reach):  # called by the node that serves no store
         raise ConnectionError(f"the store at {place} was lost: Name or service not known")
 
     nodes = two_of_one_endpoint(tmp_path)
-    happened: list[str] = []
+    happened = []
     nodes[0].events.subscribe(lambda event: happened.append(event.name))
     reported = threading.Event()
     monkeypatch.setattr(round_store, "connect", fail)
@@ -1005,14 +966,14 @@ def test_a_round_whose_store_cannot_be_reached_is_printed_with_the_reason_and_wh
 
 
 @pytest.fixture
-def alone() -> Iterator[Rendezvous]:
+def alone():
     """The handler of a job of one node."""
     found = Rendezvous(RendezvousSettings.read(RendezvousParameters("ft_plugins", "localhost:0", "alone", 1, 1)))
     yield found
     found.shutdown()
 
 
-def test_a_job_that_is_over_while_ranks_run_starts_no_rank_again_and_says_why(alone: Rendezvous) -> None:
+def test_a_job_that_is_over_while_ranks_run_starts_no_rank_again_and_says_why(alone):
     alone.next_rendezvous()
     assert alone.num_nodes_waiting() == 0
     alone._node.service.close("node b reports that rank 1 exited with status 78", "refused")
@@ -1023,7 +984,7 @@ def test_a_job_that_is_over_while_ranks_run_starts_no_rank_again_and_says_why(al
     assert alone.waiting_reason.startswith("the job is over: node b reports that rank 1 exited with status 78")
 
 
-def agent_of(handler: Any, happened: list[str], workers: int = 1, job: Job | None = None) -> ProgressAgent:
+def agent_of(handler, happened, workers=1, job=None):
     spec = WorkerSpec("default", workers, handler, entrypoint="true", max_restarts=3, monitor_interval=0.01)
     events = Events()
     events.subscribe(lambda event: happened.append(event.name))
@@ -1035,9 +996,7 @@ def agent_of(handler: Any, happened: list[str], workers: int = 1, job: Job | Non
 @pytest.mark.parametrize(
     ("status", "ended"), [("refused", False), ("failed", False), ("succeeded", True), (None, True)]
 )
-def test_a_node_whose_ranks_have_ended_knows_whether_those_of_all_nodes_have(
-    alone: Rendezvous, status: Any, ended: bool
-) -> None:
+def test_a_node_whose_ranks_have_ended_knows_whether_those_of_all_nodes_have(alone, status, ended):
     agent = agent_of(alone, [])
     alone.next_rendezvous()
     if status:
@@ -1046,14 +1005,14 @@ def test_a_node_whose_ranks_have_ended_knows_whether_those_of_all_nodes_have(
     assert agent.all_ended is ended
 
 
-def forge(store: Any) -> None:
+def forge(store):
     """What a stranger without the secret writes where torch's agents look for their ranks."""
     for rank in range(2):
         store.set(f"torchelastic/assigned_ranks/{rank}", "[0, 1, 0, 1]")
         store.set(f"torchelastic/role_info/{rank}", _RoleInstanceInfo("default", rank, 70).serialize())
 
 
-def ranks_of(agent: ProgressAgent) -> list[tuple[int, ...]]:
+def ranks_of(agent):
     return [
         (each.local_rank, each.global_rank, each.world_size, each.role_rank, each.role_world_size)
         for each in agent._worker_group.workers
@@ -1064,8 +1023,8 @@ RANKS = [[(0, 0, 5, 0, 5), (1, 1, 5, 1, 5)], [(0, 2, 5, 2, 5), (1, 3, 5, 3, 5), 
 
 
 def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     port = free_port()
     handlers = []
     for name in "ab":
@@ -1074,7 +1033,7 @@ def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed
         handlers.append(Rendezvous(RendezvousSettings.read(parameters)))
     joined = handlers[1].next_rendezvous
 
-    def attacked() -> Any:
+    def attacked():
         info = joined()
         place = info.bootstrap_store_info
         stranger = TCPStore(place.master_addr, place.master_port, is_master=False, wait_for_workers=False)
@@ -1099,20 +1058,20 @@ class Foreign:
 
     use_agent_store = True
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store, rank):
         self.info = RendezvousInfo(store, rank, 2, RendezvousStoreInfo("127.0.0.1", 1))
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self):
         return self.info
 
-    def get_backend(self) -> str:
+    def get_backend(self):
         return "c10d"
 
-    def get_run_id(self) -> str:
+    def get_run_id(self):
         return "job"
 
 
-def test_ranks_and_store_that_a_stranger_writes_into_a_foreign_rendezvous_are_not_believed(tmp_path: Path) -> None:
+def test_ranks_and_store_that_a_stranger_writes_into_a_foreign_rendezvous_are_not_believed(tmp_path):
     common = HashStore()
     forge(common)
     for key, value in (("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "1")):
@@ -1130,12 +1089,10 @@ def test_ranks_and_store_that_a_stranger_writes_into_a_foreign_rendezvous_are_no
 
 
 @pytest.mark.parametrize("lost", [1, 4, 5])
-def test_a_round_lost_before_workers_are_started_is_tried_again_a_few_times(
-    alone: Rendezvous, lost: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened: list[str] = []
+def test_a_round_lost_before_workers_are_started_is_tried_again_a_few_times(alone, lost, monkeypatch):
+    happened = []
 
-    def initialize(agent: object, group: object) -> None:
+    def initialize(agent, group):
         happened.append("try")
         if happened.count("try") <= lost:
             raise DistStoreError("the node of rank 0 has gone")
@@ -1149,12 +1106,12 @@ def test_a_round_lost_before_workers_are_started_is_tried_again_a_few_times(
 
 @pytest.mark.parametrize(("failed", "left"), [(False, ""), (False, "x"), (True, "")])
 def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_events_and_a_drain_is_no_alarm(
-    alone: Rendezvous, failed: bool, left: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    alone, failed, left, monkeypatch, capfd
+):
     monkeypatch.setattr(SimpleElasticAgent, "_restart_workers", lambda agent, group: None)
     monkeypatch.setattr(ProgressAgent, "_is_left", lambda agent: False)
     monkeypatch.setattr(ProgressAgent, "_signal_workers", lambda agent: None)
-    happened: list[str] = []
+    happened = []
     agent = agent_of(alone, happened)
     agent._events.subscribe(lambda event: happened.append(event.fields["reason"]))
     agent._failed_at, alone.waiting_reason = (1.0 if failed else None), "node x was not heard of"
@@ -1166,7 +1123,7 @@ def test_workers_that_start_again_because_a_round_is_over_have_a_reason_in_the_e
     assert agent._worker_group.spec.max_restarts == (3 if failed else 4)
 
 
-def test_while_ranks_end_because_of_a_signal_status_says_so(alone: Rendezvous, tmp_path: Path) -> None:
+def test_while_ranks_end_because_of_a_signal_status_says_so(alone, tmp_path):
     agent = agent_of(alone, [], job=Job(Config.from_json({"reft": {}}), "j", "n", tmp_path))
     agent._end_workers(SignalStop(None, Events(), WAIT), signal.SIGTERM)
     assert noted(tmp_path).startswith("SIGTERM has come: ")
@@ -1176,42 +1133,40 @@ def test_while_ranks_end_because_of_a_signal_status_says_so(alone: Rendezvous, t
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_at_a_signal_nothing_is_written_once_the_ranks_of_all_nodes_have_ended(
-    alone: Rendezvous, over: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_a_signal_nothing_is_written_once_the_ranks_of_all_nodes_have_ended(alone, over, monkeypatch):
     asked = threading.Event()
 
-    def checkpoint(*words: Any, **more: Any) -> dict[str, Any]:
+    def checkpoint(*words, **more):
         asked.set()
         return {"state": "off"}
 
-    def waits(seconds: float) -> bool:
+    def waits(seconds):
         raise TimeoutError
 
     alone.next_rendezvous()
     agent = agent_of(alone, [])
-    agent._pcontext = SimpleNamespace(pids=dict, error_files={})  # type: ignore[assignment]  # no rank is left here
+    agent._pcontext = SimpleNamespace(pids=dict, error_files={})  # no rank is left here
     if not over:
         monkeypatch.setattr(alone, "wait_for_all", waits)
-    stop = SignalStop(SimpleNamespace(checkpoint=checkpoint), Events(), WAIT)  # type: ignore[arg-type]
+    stop = SignalStop(SimpleNamespace(checkpoint=checkpoint), Events(), WAIT)
     result = agent._end_workers(stop, signal.SIGTERM)
     stop.finish()
     assert asked.is_set() is not over and (result is not None and result.state is WorkerState.SUCCEEDED) is over
 
 
-def test_a_round_of_another_back_end_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def initialize(agent: object, group: object) -> None:
+def test_a_round_of_another_back_end_is_not_tried_again(monkeypatch):
+    def initialize(agent, group):
         raise DistStoreError("the store has gone")
 
     monkeypatch.setattr(SimpleElasticAgent, "_initialize_workers", initialize)
-    happened: list[str] = []
+    happened = []
     agent = agent_of(object(), happened)
     with pytest.raises(DistStoreError):
         agent._initialize_workers(agent._worker_group)
     assert happened == []
 
 
-def test_the_job_tells_the_rendezvous_who_this_node_is(tmp_path: Path) -> None:
+def test_the_job_tells_the_rendezvous_who_this_node_is(tmp_path):
     job = Job(Config.from_flags(["--reft"])[0], "j", "node7", tmp_path)
     config = LaunchConfig(1, 1, 1, run_id="r", rdzv_backend="ft_plugins", rdzv_endpoint="localhost:0")
     handler, _ = _specify(config, "true", (), job, False)
@@ -1224,8 +1179,8 @@ def test_the_job_tells_the_rendezvous_who_this_node_is(tmp_path: Path) -> None:
         assert handler.shutdown() is True
 
 
-def test_a_round_of_one_node_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def paused(*args: Any) -> None:
+def test_a_round_of_one_node_waits_for_nothing(monkeypatch):
+    def paused(*args):
         raise AssertionError("it waits, though there is no other node")
 
     parameters = RendezvousParameters(BACKEND, "localhost:0", f"alone-{os.getpid()}", 1, 1)

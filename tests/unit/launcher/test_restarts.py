@@ -1,7 +1,5 @@
 """The restart policy, as stories of failures."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -22,27 +20,27 @@ from ft_plugins.launcher.agent.restarts import (
 from ft_plugins.smp.watch.hang import HANG
 
 
-def failure(rank: int, exitcode: int = 1, message: str = "RuntimeError: boom", time: float = 10.0) -> WorkerFailure:
+def failure(rank, exitcode=1, message="RuntimeError: boom", time=10.0):
     return WorkerFailure(rank=rank, local_rank=rank, pid=100 + rank, exitcode=exitcode, message=message, time=time)
 
 
 def judged(
-    cause: WorkerFailure | LostPeers,
-    versions: list[int | None],
-    remaining: int | None = None,
-    before: WorkerFailure | LostPeers | None = None,
-) -> Verdict:
+    cause,
+    versions,
+    remaining=None,
+    before=None,
+):
     """The verdict on `cause`; with `before`, the failure before it, neither came after an iteration of the job."""
     earlier = [] if before is None else [Life(before, first=True)]
     return judge([*earlier, Life(cause, first=before is not None)], versions, remaining)
 
 
-def decisions(versions: list[int | None]) -> list[bool]:
+def decisions(versions):
     """Whether the job is restarted, at each failure of a story."""
     return [judged(failure(0), versions[: n + 1]).restart for n in range(len(versions))]
 
 
-def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> None:
+def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now():
     assert failure(3, -9, "").line("b") == "rank 3 (pid 103, node b) was ended by SIGKILL"
     assert failure(3, 1, "x" * 5000).line("b").startswith("rank 3 (pid 103, node b) exited with status 1: xx")
     assert len(failure(3, 1, "x" * 5000).line("b")) < 400
@@ -67,46 +65,46 @@ def test_the_line_at_a_failure_says_who_failed_where_and_what_comes_now() -> Non
     assert Verdict(False, "stuck", "why").what_comes(410, None) == "the job stops"
 
 
-def test_a_rank_that_left_with_status_0_was_not_killed() -> None:
+def test_a_rank_that_left_with_status_0_was_not_killed():
     first = failure(1, 1, time=1.0)
     assert root_cause([failure(0, 0, time=2.0), first]) is first
 
 
-def test_a_first_version_is_progress_from_the_beginning() -> None:
+def test_a_first_version_is_progress_from_the_beginning():
     assert restores_so_far([None, 1]) == 0 and restores_so_far([None, 0]) == 1
 
 
-def test_of_all_versions_the_last_one_is_named() -> None:
+def test_of_all_versions_the_last_one_is_named():
     assert "iteration 7 was restored 3 times" in judged(failure(0), [7, 7, 7, 5, 7], None).reason
 
 
-def test_a_job_that_gets_further_is_restarted_for_ever() -> None:
+def test_a_job_that_gets_further_is_restarted_for_ever():
     assert decisions([None, *range(1, 200)]) == [True] * 200
 
 
-def test_three_restores_of_one_version_stop_the_job() -> None:
+def test_three_restores_of_one_version_stop_the_job():
     assert decisions([7, 7, 7, 7, 7]) == [True, True, True, False, False]
     assert decisions([5, 7, 7, 7, 7]) == [True, True, True, True, False]
 
 
-def test_before_the_first_version_the_beginning_counts_as_one() -> None:
+def test_before_the_first_version_the_beginning_counts_as_one():
     assert decisions([None] * 4) == [True, True, True, False]
 
 
-def test_a_newer_version_forgives_the_restores_before_it() -> None:
+def test_a_newer_version_forgives_the_restores_before_it():
     assert decisions([7, 7, 7, 8, 8, 8, 8]) == [True] * 6 + [False]
 
 
-def test_memory_that_is_lost_again_and_again_is_no_progress() -> None:
+def test_memory_that_is_lost_again_and_again_is_no_progress():
     assert decisions([100, None, 5, None, 5, None, 5, None]) == [True] * 7 + [False]
 
 
-def test_after_memory_was_lost_once_each_new_version_on_the_way_up_is_progress() -> None:
+def test_after_memory_was_lost_once_each_new_version_on_the_way_up_is_progress():
     assert all(decisions([100, None, 30, 60, 90, 101]))
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=60))
-def test_no_version_is_restored_more_than_three_times_since_the_newest_was_seen(versions: list[int | None]) -> None:
+def test_no_version_is_restored_more_than_three_times_since_the_newest_was_seen(versions):
     for n in range(len(versions)):
         if not judged(failure(0), versions[: n + 1], None).restart:
             assert restores_so_far(versions[: n + 1]) == RESTORES_OF_ONE_VERSION
@@ -115,7 +113,7 @@ def test_no_version_is_restored_more_than_three_times_since_the_newest_was_seen(
     assert max(newest[newest.index(max(newest)) :].count(version) for version in newest) <= RESTORES_OF_ONE_VERSION
 
 
-def test_the_reason_for_stopping_names_rank_error_version_and_remedy() -> None:
+def test_the_reason_for_stopping_names_rank_error_version_and_remedy():
     assert "the beginning was tried again 3 times" in judged(failure(0), [5, None] * 4, None).reason, "memory was lost"
     verdict = judged(failure(3, -signal.SIGSEGV, "Signal 11 (SIGSEGV) received by PID 5"), [7] * 4, None)
     assert (verdict.restart, verdict.status) == (False, "stuck")
@@ -136,7 +134,7 @@ MISSING = failure(0, 1, "FileNotFoundError: data.bin")
     ],
     ids=["the same rank", "another rank", "another traceback"],
 )
-def test_the_same_error_twice_before_the_first_iteration_ends_the_job_and_is_named(second: WorkerFailure) -> None:
+def test_the_same_error_twice_before_the_first_iteration_ends_the_job_and_is_named(second):
     assert judged(MISSING, [None], None).restart
     verdict = judged(second, [None, None], None, before=MISSING)
     assert (verdict.restart, verdict.status) == (False, "stuck")
@@ -144,14 +142,14 @@ def test_the_same_error_twice_before_the_first_iteration_ends_the_job_and_is_nam
         assert part in verdict.reason
 
 
-def test_a_start_whose_ranks_are_idle_ends_no_job() -> None:
+def test_a_start_whose_ranks_are_idle_ends_no_job():
     hang = LostPeers((f"{HANG}the start on node a",))
     assert judge([Life(hang)], [7], None).restart
     assert judge([Life(hang), Life(hang)], [7, 7, 7, 7], None).restart, "they may wait for something outside"
     assert not judge([Life(hang, 7, 7)], [7, 7, 7, 7], None).restart, "that is a hang in an iteration"
 
 
-def test_ranks_ports_and_process_ids_in_an_error_make_no_other_error_of_it() -> None:
+def test_ranks_ports_and_process_ids_in_an_error_make_no_other_error_of_it():
     first = failure(0, 1, "ValueError: rank 0: port 29500, pid 77")
     second = failure(5, 1, "ValueError: rank 5: port 41, pid 8")
     assert not judged(second, [None, None], None, before=first).restart
@@ -167,14 +165,12 @@ def test_ranks_ports_and_process_ids_in_an_error_make_no_other_error_of_it() -> 
         (MISSING, LostPeers(("node b",))),
     ],
 )
-def test_another_error_before_the_first_iteration_is_tried_as_often_as_any_version(
-    first: WorkerFailure | None, second: WorkerFailure | LostPeers
-) -> None:
+def test_another_error_before_the_first_iteration_is_tried_as_often_as_any_version(first, second):
     assert judged(second, [None, None], None, before=first).restart
     assert not judged(second, [None] * 4, None, before=first).restart
 
 
-def test_an_explicit_count_is_torchs() -> None:
+def test_an_explicit_count_is_torchs():
     assert judged(failure(0), [], 2).restart
     assert judged(failure(0), [], 2, before=failure(0)).restart
     verdict = judged(failure(1), [], 0)
@@ -182,7 +178,7 @@ def test_an_explicit_count_is_torchs() -> None:
     assert verdict.reason == "rank 1 exited with status 1: RuntimeError: boom"
 
 
-def test_what_no_restart_can_cure_is_never_restarted() -> None:
+def test_what_no_restart_can_cure_is_never_restarted():
     refusal = failure(2, EXIT_REFUSED, "ft_plugins: rank 2: no such key")
     for remaining in (None, 0, 5):
         verdict = judged(refusal, [1], remaining)
@@ -203,5 +199,5 @@ def test_what_no_restart_can_cure_is_never_restarted() -> None:
         ([failure(0, 1), failure(1, 1)], 0),
     ],
 )
-def test_the_cause_is_told_from_what_followed(failures: list[WorkerFailure], cause: int) -> None:
+def test_the_cause_is_told_from_what_followed(failures, cause):
     assert root_cause(failures).rank == cause

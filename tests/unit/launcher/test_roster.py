@@ -1,9 +1,6 @@
 """What is sent of a roster to a node that knows another one."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,32 +20,32 @@ ROSTERS = st.builds(
 )
 
 
-def named(count: int, number: int = 1, spares: int = 0) -> Roster:
+def named(count, number=1, spares=0):
     """Rosters of long names."""
     places = [Place(f"node{each:05d}".ljust(48, "x"), f"10.0.{each >> 8}.{each & 255}:29400") for each in range(count)]
     return Roster(number, tuple(places[: count - spares]), tuple(places[count - spares :]))
 
 
-def received(pages: RosterPages, base: str) -> list[RosterPage]:
+def received(pages, base):
     """All pages for a node that knows `base`, as they arrive there."""
     first = through(pages.page(base, 0))
     return [first, *(through(pages.page(base, number)) for number in range(1, first.pages))]
 
 
-def through(page: dict[str, Any]) -> RosterPage:
+def through(page):
     return parsed(RosterPage, frame_codec.unpack(frame_codec.pack(page)))
 
 
 @settings(max_examples=300, deadline=None)
 @given(ROSTERS, ROSTERS, ROSTERS)
-def test_whatever_a_node_knows_it_ends_with_the_roster_that_was_sent(new: Roster, old: Roster, known: Roster) -> None:
+def test_whatever_a_node_knows_it_ends_with_the_roster_that_was_sent(new, old, known):
     pages = RosterPages(new, old)
     assert assembled(received(pages, known.digest), known) == new
     assert assembled(received(pages, old.digest), old) == new
     assert assembled(received(pages, ""), known) == new
 
 
-def test_a_node_that_knows_the_round_before_receives_what_changed_and_others_all() -> None:
+def test_a_node_that_knows_the_round_before_receives_what_changed_and_others_all():
     old = named(2048)
     members = list(old.members)
     members[700] = Place("substitute", "10.9.9.9:1")
@@ -63,7 +60,7 @@ def test_a_node_that_knows_the_round_before_receives_what_changed_and_others_all
         assert assembled(found, Roster(0)) == new
 
 
-def test_pages_of_the_longest_names_and_endpoints_fit_into_messages() -> None:
+def test_pages_of_the_longest_names_and_endpoints_fit_into_messages():
     longest = "\U0001f4a0" * 294 + ":29400"  # four bytes each
     places = tuple(Place(f"node{number:05d}".ljust(48, "x"), longest) for number in range(MOST_NODES))
     pages = RosterPages(Roster(1, places, places))
@@ -75,13 +72,13 @@ def test_pages_of_the_longest_names_and_endpoints_fit_into_messages() -> None:
     assert assembled(found, Roster(0)) == pages.roster
 
 
-def test_a_page_after_the_last_one_is_the_last_one() -> None:
+def test_a_page_after_the_last_one_is_the_last_one():
     """The roster may have become shorter since its first page was sent."""
     pages = RosterPages(named(PAGE + 1))
     assert pages.page("", 5) == pages.page("", 1)
 
 
-def test_pages_of_two_rosters_are_not_put_together() -> None:
+def test_pages_of_two_rosters_are_not_put_together():
     old, new = RosterPages(named(2 * PAGE, 1)), RosterPages(named(2 * PAGE, 2))
     first, second = received(old, "")
     other = received(new, "")[1]
@@ -104,7 +101,7 @@ def test_pages_of_two_rosters_are_not_put_together() -> None:
     ],
     ids=["digest", "members", "spares", "round", "name", "missing", "beyond", "base"],
 )
-def test_what_does_not_result_in_the_announced_roster_is_not_kept(change: dict[str, Any]) -> None:
+def test_what_does_not_result_in_the_announced_roster_is_not_kept(change):
     roster = Roster(1, (Place("a", "h:1"), Place("b", "h:2")), (Place("c", "h:3"),))
     [page] = received(RosterPages(roster), "")
     assert assembled([page], Roster(0)) == roster
@@ -125,7 +122,7 @@ def test_what_does_not_result_in_the_announced_roster_is_not_kept(change: dict[s
         {"digest": "0" * 33},
     ],
 )
-def test_a_page_that_exceeds_its_bounds_is_refused(change: dict[str, Any]) -> None:
+def test_a_page_that_exceeds_its_bounds_is_refused(change):
     page = RosterPages(named(2)).page("", 0)
     with pytest.raises(ProtocolError):
         parsed(RosterPage, page | change)

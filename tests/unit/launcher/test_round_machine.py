@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,18 +44,18 @@ class Model:
     enough_since: float | None = None
     looked: float = 0.0
 
-    def silent(self, token: str) -> bool:
+    def silent(self, token):
         return self.now - self.heard.get(token, self.now) > SILENCE
 
-    def last_round(self) -> int:
+    def last_round(self):
         known = [max(each.knows, each.seat.round if each.seat else 0) for each in self.waiting.values()]
         return max([self.roster.round, *known])
 
-    def lost(self) -> list[str]:
+    def lost(self):
         lost = {token for token, since in self.ended.items() if self.now - since > SILENCE} - self.done
         return [node for node, token in self.members.items() if token in lost]
 
-    def apply(self, application: Application) -> bool:
+    def apply(self, application):
         node, token = application.node, application.token
         holders = [each.token for each in self.waiting.values() if each.node == node]
         holders += [each for name, each in self.members.items() if name == node]
@@ -73,7 +71,7 @@ class Model:
         self.note_answers({application.endpoint: node})
         return True
 
-    def hear(self, token: str, knows: int) -> bool:
+    def hear(self, token, knows):
         if token in self.waiting or token in self.members.values():
             self.heard[token] = self.now
             self.since_chosen.add(token)
@@ -82,31 +80,31 @@ class Model:
             self.aware.add(token)
         return token in self.waiting
 
-    def hang_up(self, token: str) -> None:
+    def hang_up(self, token):
         if token in self.waiting or token in self.members.values():
             self.heard[token] = float("-inf")
             self.since_chosen.discard(token)
         if token in self.members.values():
             self.ended[token] = self.now
 
-    def leave(self, token: str) -> None:
+    def leave(self, token):
         if self.waiting.pop(token, None) and self.phase is Phase.PROPOSED and token in self.ranks:
             self.open()
 
-    def serve(self, token: str) -> None:
+    def serve(self, token):
         if self.phase is Phase.PROPOSED and self.ranks.get(token) == 0:
             self.store = "h:1"
 
-    def finish(self, token: str, number: int) -> None:
+    def finish(self, token, number):
         if self.phase is Phase.COMPLETE and number == self.round and token in self.members.values():
             self.done.add(token)
 
-    def open(self) -> None:
+    def open(self):
         if self.phase is Phase.COMPLETE:
             self.enough_since, self.answers = None, {}
         self.phase, self.round, self.ranks = Phase.OPEN, 0, {}
 
-    def reopen(self) -> None:
+    def reopen(self):
         if self.phase is not Phase.COMPLETE or not self.waiting:
             return
         back = any(each.node in self.members for each in self.waiting.values())
@@ -114,7 +112,7 @@ class Model:
         if back or self.rules.fit(size + len(self.waiting)) > size or self.lost():
             self.open()
 
-    def step(self) -> None:
+    def step(self):
         stopped = max(0.0, self.now - self.looked - 1.0)
         self.looked = self.now
         self.heard = {token: min(at + stopped, self.now) for token, at in self.heard.items()}
@@ -130,7 +128,7 @@ class Model:
         elif any(token in silent and token not in self.aware for token in self.members.values()):
             self.open()
 
-    def choose(self) -> None:
+    def choose(self):
         candidates = []
         for each in self.waiting.values():
             seats = [seat for seat in (each.seat, self.roster.seat(each.node)) if seat]
@@ -150,11 +148,11 @@ class Model:
             self.round, self.ranks = self.last_round() + 1, {tokens[node]: rank for node, rank in assigned.items()}
             self.phase, self.store, self.since_chosen = Phase.PROPOSED, "", set()
 
-    def expected(self, candidates: list[Candidate]) -> bool:
+    def expected(self, candidates):
         newest = max((each.seat.round for each in candidates if each.seat), default=0)
         missing = [place for place in self.roster.members if place.node not in {each.node for each in candidates}]
 
-        def alive(place: Place) -> bool:
+        def alive(place):
             token = self.members.get(place.node)
             if token and not self.silent(token):
                 return True
@@ -163,11 +161,11 @@ class Model:
 
         return newest <= self.roster.round and any(map(alive, missing))
 
-    def note_answers(self, answers: dict[str, str]) -> None:
+    def note_answers(self, answers):
         if self.phase is not Phase.COMPLETE:
             self.answers |= answers
 
-    def complete(self) -> None:
+    def complete(self):
         waiting = {each.node for each in self.waiting.values()}
         self.failures.update(place.node for place in self.roster.members if place.node not in waiting)
         self.blamed = False
@@ -218,15 +216,13 @@ LAST = st.none() | st.builds(
 
 @settings(max_examples=600, deadline=None)
 @given(RULES, LAST, STORIES)
-def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_nodes(
-    rules: Rules, last: Roster | None, story: list[tuple[Any, ...]]
-) -> None:
+def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_nodes(rules, last, story):
     machine, model = RoundMachine(rules, SILENCE, last, 1000.0), Model(rules, last or Roster(0), 1000.0, looked=1000.0)
     shown = machine.changes, outline(machine, model)
     seen = machine.revision, NodeService._seen_by_all(machine)
-    dead: set[str] = set()
+    dead = set()
 
-    def both(what: str, *arguments: Any) -> None:
+    def both(what, *arguments):
         nonlocal shown, seen
         timed = (model.now,) if what in ("apply", "hear", "hang_up", "step") else ()
         found = getattr(machine, what)(*arguments, *timed)
@@ -239,7 +235,7 @@ def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_no
         before, seen = seen, (machine.revision, NodeService._seen_by_all(machine))
         assert before[1] == seen[1] or before[0] != seen[0], "a look shows what was found at the same revision"
 
-    def live(seconds: float, silent: frozenset[str] = frozenset()) -> None:
+    def live(seconds, silent=frozenset()):
         end = model.now + seconds
         while model.now < end:
             model.now += 0.5
@@ -279,7 +275,7 @@ def test_whatever_happens_the_rounds_are_those_of_a_machine_that_looks_at_all_no
             both(what, arguments[0])
 
 
-def outline(machine: RoundMachine, model: Model) -> tuple[Any, ...]:
+def outline(machine, model):
     """What nodes act upon at once."""
     complete = model.phase is Phase.COMPLETE
     all_done = complete and model.done == set(model.members.values())
@@ -292,7 +288,7 @@ def outline(machine: RoundMachine, model: Model) -> tuple[Any, ...]:
     )
 
 
-def compare(machine: RoundMachine, model: Model) -> None:
+def compare(machine, model):
     assert machine.phase is model.phase and machine.roster == model.roster
     assert machine.last_round == model.last_round()
     assert machine.round == (model.round or model.last_round() + 1)
@@ -315,7 +311,7 @@ def compare(machine: RoundMachine, model: Model) -> None:
 class Lead:
     """A service that leads `count` nodes, in made-up time."""
 
-    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, count, monkeypatch):
         self.count = count
         self.now = 1000.0
         self.clock = SimpleNamespace(monotonic=lambda: self.now)
@@ -325,19 +321,19 @@ class Lead:
         assert self.service.answer({"do": "elect", "lead": vars(leader)})["granted"]
         assert self.service.take_lead(leader, None)
 
-    def apply(self, number: int) -> dict[str, Any]:
+    def apply(self, number):
         application = {"node": f"n{number}", "token": f"t{number}", "endpoint": "h:1", "workers": 8}
         return self.service.answer({"do": "apply", "token": f"t{number}", "application": application}, number + 1)
 
-    def look(self, number: int, known: int = 0, **fields: Any) -> dict[str, Any] | None:
+    def look(self, number, known=0, **fields):
         look = {"do": "look", "token": f"t{number}", "round": known, **fields}
         return self.service.answer_or_hold(look, number + 1)
 
-    def tick(self) -> None:
+    def tick(self):
         self.now += 0.1
         self.service.tick()
 
-    def run_one_round(self) -> None:
+    def run_one_round(self):
         for number in range(self.count):
             self.apply(number)
         self.tick()
@@ -348,7 +344,7 @@ class Lead:
         for number in range(self.count):
             self.look(number, known=1)
 
-    def lose_one(self) -> None:
+    def lose_one(self):
         """The last node is lost; the others wait for a substitute."""
         self.service.gone(self.count)
         for number in range(self.count - 1):
@@ -359,7 +355,7 @@ class Lead:
                 self.look(number, known=1)
 
 
-def costs(lead: Lead) -> dict[str, int]:
+def costs(lead):
     """Instructions for each thing that a lead does all the time; and bytes of a reply."""
     view = lead.look(3, known=1)
     assert view is not None and view["phase"] == "open" and view["waiting"] == lead.count - 1
@@ -378,7 +374,7 @@ def costs(lead: Lead) -> dict[str, int]:
     return found
 
 
-def test_what_a_lead_does_while_nodes_wait_costs_the_same_for_few_and_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lead_does_while_nodes_wait_costs_the_same_for_few_and_for_many(monkeypatch):
     few, many = (Lead(count, monkeypatch) for count in (16, 1024))
     found = []
     for lead in (few, many):
@@ -392,7 +388,7 @@ def test_what_a_lead_does_while_nodes_wait_costs_the_same_for_few_and_for_many(m
         assert found[1][name] <= few_nodes + more, f"{name}: {found[1][name]} for 1024 nodes, {few_nodes} for 16"
 
 
-def test_a_node_receives_the_roster_once_and_only_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_receives_the_roster_once_and_only_what_changed(monkeypatch):
     lead = Lead(1024, monkeypatch)
     lead.run_one_round()
     view = lead.look(1, known=1, roster=True)

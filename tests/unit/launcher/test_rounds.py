@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,11 +28,11 @@ from ft_plugins.launcher.rounds.rounds import (
 SILENCE = 10.0
 
 
-def size_now(rules: Rules, candidates: Sequence[Candidate], waited: float) -> int:
+def size_now(rules, candidates, waited):
     return size_of(rules, Turnout.of(candidates), waited)
 
 
-def seated(*names: str, number: int = 1) -> list[Candidate]:
+def seated(*names, number=1):
     """Nodes that sat in this order in round `number`."""
     return [Candidate(name, Seat(number, rank, len(names))) for rank, name in enumerate(names)]
 
@@ -42,39 +40,39 @@ def seated(*names: str, number: int = 1) -> list[Candidate]:
 # ---- who sits where ----
 
 
-def test_the_first_round_is_in_the_order_of_the_names_read_as_people_do() -> None:
+def test_the_first_round_is_in_the_order_of_the_names_read_as_people_do():
     names = ["node10", "node2", "node1", "Node1"]
     assert ranks([Candidate(name) for name in names], 4) == {"Node1": 0, "node1": 1, "node2": 2, "node10": 3}
     as_read = ["r2", "r2n", "r2n0", "r2n1", "r2n10", "r10n1"]
     assert sorted(sorted(as_read), key=natural) == as_read
 
 
-def test_a_substitute_takes_the_vacant_rank_whatever_it_is_called() -> None:
+def test_a_substitute_takes_the_vacant_rank_whatever_it_is_called():
     survivors = [found for found in seated("b", "c", "d", "e") if found.node != "d"]
     for name in ("a", "cc", "z"):
         assert ranks([*survivors, Candidate(name)], 4) == {"b": 0, "c": 1, name: 2, "e": 3}
 
 
-def test_in_a_smaller_round_those_keep_their_rank_who_can() -> None:
+def test_in_a_smaller_round_those_keep_their_rank_who_can():
     survivors = [found for found in seated("a", "b", "c", "d") if found.node != "b"]
     assert ranks(survivors, 3) == {"a": 0, "d": 1, "c": 2}
     assert ranks(survivors, 2) == {"a": 0, "c": 1}  # d waits as a spare
 
 
-def test_a_node_of_an_older_round_has_its_rank_back_before_new_ones_choose() -> None:
+def test_a_node_of_an_older_round_has_its_rank_back_before_new_ones_choose():
     now = seated("a", "b", number=7)
     assert ranks([*now, Candidate("0"), Candidate("old", Seat(5, 3, 4))], 4) == {"a": 0, "b": 1, "0": 2, "old": 3}
     late = Candidate("late", Seat(5, 1, 4))  # b sits there since
     assert ranks([*now, Candidate("0"), late], 3) == {"a": 0, "b": 1, "0": 2}
 
 
-def test_a_wanted_rank_is_given_if_nobody_has_it() -> None:
+def test_a_wanted_rank_is_given_if_nobody_has_it():
     first = [Candidate("a", wanted=2), Candidate("b"), Candidate("c", wanted=2)]
     assert ranks(first, 3) == {"a": 2, "b": 0, "c": 1}
     assert ranks([*seated("x", "y"), Candidate("w", wanted=1)], 3) == {"x": 0, "y": 1, "w": 2}
 
 
-def test_a_leader_is_no_spare_where_a_rank_is_given_to_a_node_that_had_none() -> None:
+def test_a_leader_is_no_spare_where_a_rank_is_given_to_a_node_that_had_none():
     names = [Candidate(name) for name in ("a", "b", "z")]
     assert ranks(names, 2, "z") == {"a": 0, "z": 1} and ranks(names, 3, "z") == {"a": 0, "b": 1, "z": 2}
     assert ranks(names, 2, "b") == ranks(names, 2, "not here") == {"a": 0, "b": 1}
@@ -88,7 +86,7 @@ def test_a_leader_is_no_spare_where_a_rank_is_given_to_a_node_that_had_none() ->
     assert rounds.members == ["a", "z"] and rounds.gathering.waiting() == ["b"]
 
 
-def test_two_of_one_name_or_too_few_are_a_mistake_of_the_caller() -> None:
+def test_two_of_one_name_or_too_few_are_a_mistake_of_the_caller():
     with pytest.raises(ValueError, match="different names"):
         ranks([Candidate("a"), Candidate("a")], 2)
     with pytest.raises(ValueError, match="3 nodes"):
@@ -96,13 +94,13 @@ def test_two_of_one_name_or_too_few_are_a_mistake_of_the_caller() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 0, 1), (LIMIT + 1, 0, 1), (1, -1, 1), (1, 1, 1), (1, 0, LIMIT + 1)], ids=str)
-def test_a_seat_is_of_a_round_from_1_and_has_a_rank_below_its_size(wrong: tuple[int, int, int]) -> None:
+def test_a_seat_is_of_a_round_from_1_and_has_a_rank_below_its_size(wrong):
     assert Seat(LIMIT, 0, LIMIT) > Seat(1, LIMIT - 1, LIMIT)
     with pytest.raises(ValueError, match="a rank below the size"):
         Seat(*wrong)
 
 
-def model(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
+def model(candidates, size):
     """Every way to seat `size` of the candidates is looked at; the one that pleases most is taken."""
     last = max((found.seat.round for found in candidates if found.seat), default=0)
     newest = [found for found in candidates if found.seat and found.seat.round == last]
@@ -111,11 +109,11 @@ def model(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
     )
     by_name = sorted(candidates, key=lambda found: natural(found.node))
 
-    def pleases(seating: dict[str, int]) -> list[object]:
-        def at_own(found: Candidate) -> bool:
+    def pleases(seating):
+        def at_own(found):
             return found.seat is not None and seating.get(found.node) == found.seat.rank
 
-        def low(found: Candidate) -> int:
+        def low(found):
             return -seating.get(found.node, size)
 
         return [
@@ -134,7 +132,7 @@ def model(candidates: Sequence[Candidate], size: int) -> dict[str, int]:
 
 
 @st.composite
-def rooms(draw: st.DrawFn) -> tuple[list[Candidate], int]:
+def rooms(draw):
     names = draw(st.lists(st.sampled_from(["n1", "n2", "n10", "m", "a9", "z"]), min_size=1, max_size=5, unique=True))
     places = draw(st.permutations([(number, rank) for number in (3, 8) for rank in range(4)]))
     found = []
@@ -146,12 +144,12 @@ def rooms(draw: st.DrawFn) -> tuple[list[Candidate], int]:
 
 @settings(max_examples=400, deadline=None)
 @given(rooms(), st.randoms())
-def test_the_seating_is_the_best_of_all(room: tuple[list[Candidate], int], random: object) -> None:
+def test_the_seating_is_the_best_of_all(room, random):
     candidates, size = room
     found = ranks(candidates, size)
     assert sorted(found.values()) == list(range(size))
     assert found == model(candidates, size)
-    random.shuffle(candidates)  # type: ignore[attr-defined]
+    random.shuffle(candidates)
     assert ranks(candidates, size) == found  # whoever came first
     new = [each.node for each in candidates if each.node in found and not each.seat]
     for leader in (each.node for each in candidates):
@@ -164,7 +162,7 @@ def test_the_seating_is_the_best_of_all(room: tuple[list[Candidate], int], rando
 # ---- how large, and when ----
 
 
-def test_a_first_round_waits_a_last_call_for_those_who_may_still_come() -> None:
+def test_a_first_round_waits_a_last_call_for_those_who_may_still_come():
     rules = Rules(2, 4, last_call=30, wait=300)
     nodes = [Candidate(name) for name in "abcd"]
     assert size_now(rules, nodes[:1], 1e9) == 0
@@ -174,7 +172,7 @@ def test_a_first_round_waits_a_last_call_for_those_who_may_still_come() -> None:
     assert size_now(rules, [*nodes, Candidate("e")], 0) == 4
 
 
-def test_a_round_goes_on_at_once_when_all_are_back_and_else_waits_for_a_substitute() -> None:
+def test_a_round_goes_on_at_once_when_all_are_back_and_else_waits_for_a_substitute():
     rules = Rules(2, 4, last_call=30, wait=300)
     last = seated("a", "b", "c")
     assert size_now(rules, last, 0) == 3  # as large as before: nobody is missing
@@ -184,7 +182,7 @@ def test_a_round_goes_on_at_once_when_all_are_back_and_else_waits_for_a_substitu
     assert size_now(rules, [*last, Candidate("new")], 0) == 4
 
 
-def test_only_allowed_sizes_are_taken() -> None:
+def test_only_allowed_sizes_are_taken():
     rules = Rules(4, 8, (8, 6, 4), wait=60)
     last = seated(*"abcdefgh")
     assert [rules.fit(count) for count in range(10)] == [0, 0, 0, 0, 4, 4, 6, 6, 8, 8]
@@ -217,10 +215,10 @@ class Rounds:
     known: set[str] = field(default_factory=set)
     survivors: str = ""  # of a round of another leader
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.gathering = RoundMachine(self.rules, SILENCE, None, self.now)
 
-    def come(self, *names: str, life: int = 1, **seats: Seat) -> list[bool]:
+    def come(self, *names, life=1, **seats):
         self.known |= {f"{name}/{life}" for name in names}
         return [
             self.gathering.apply(
@@ -230,7 +228,7 @@ class Rounds:
             for name in names
         ]
 
-    def pass_by(self, seconds: float) -> None:
+    def pass_by(self, seconds):
         end = self.now + seconds
         while self.now < end:
             self.now += 0.5
@@ -245,11 +243,11 @@ class Rounds:
             self.gathering.step(self.now)
 
     @property
-    def members(self) -> list[str]:
+    def members(self):
         return [place.node for place in self.gathering.roster.members]
 
 
-def test_a_node_that_no_longer_waits_is_not_watched_any_longer_unless_it_is_of_the_round() -> None:
+def test_a_node_that_no_longer_waits_is_not_watched_any_longer_unless_it_is_of_the_round():
     rounds = with_spares("x")
     rounds.come("a")
     assert "x/1" in rounds.gathering._alive
@@ -258,7 +256,7 @@ def test_a_node_that_no_longer_waits_is_not_watched_any_longer_unless_it_is_of_t
     assert "x/1" not in rounds.gathering._alive and "a/1" in rounds.gathering._alive
 
 
-def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chosen() -> None:
+def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chosen():
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
     rounds.silent = {"b/1"}
@@ -271,7 +269,7 @@ def test_a_round_is_complete_only_after_each_node_was_heard_of_since_it_was_chos
     assert rounds.gathering.phase is Phase.COMPLETE and rounds.members == ["a", "c"]
 
 
-def test_a_round_waits_for_a_node_that_is_being_checked_and_takes_a_spare_if_it_fails() -> None:
+def test_a_round_waits_for_a_node_that_is_being_checked_and_takes_a_spare_if_it_fails():
     rounds = with_spares("d", wait=60)
     rounds.come("a", "b", "c")
     rounds.now += 0.5
@@ -293,7 +291,7 @@ def test_a_round_waits_for_a_node_that_is_being_checked_and_takes_a_spare_if_it_
     assert rounds.gathering.begun and rounds.members == ["a", "d", "c"]
 
 
-def test_a_round_without_a_store_is_not_complete() -> None:
+def test_a_round_without_a_store_is_not_complete():
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
     for _ in range(4):
@@ -308,7 +306,7 @@ def test_a_round_without_a_store_is_not_complete() -> None:
     assert rounds.gathering.proposal.store == "store:1"
 
 
-def test_a_round_begins_when_all_of_its_nodes_know_of_it() -> None:
+def test_a_round_begins_when_all_of_its_nodes_know_of_it():
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
     rounds.pass_by(1)
@@ -323,7 +321,7 @@ def test_a_round_begins_when_all_of_its_nodes_know_of_it() -> None:
     assert rounds.gathering.begun, "from then on it is lost when somebody says so"
 
 
-def test_a_node_that_goes_before_a_round_has_begun_lets_nobody_begin_it() -> None:
+def test_a_node_that_goes_before_a_round_has_begun_lets_nobody_begin_it():
     for gone in ("silent", "closed"):
         rounds = Rounds(Rules(2, 2))
         rounds.come("a", "b")
@@ -338,7 +336,7 @@ def test_a_node_that_goes_before_a_round_has_begun_lets_nobody_begin_it() -> Non
         assert rounds.gathering.begun and (rounds.gathering.round, rounds.members) == (2, ["a", "c"])
 
 
-def test_a_surplus_node_waits_as_a_spare_and_takes_the_rank_of_a_lost_one() -> None:
+def test_a_surplus_node_waits_as_a_spare_and_takes_the_rank_of_a_lost_one():
     rounds = Rounds(Rules(2, 2, wait=60))
     rounds.come("b", "c")
     rounds.pass_by(1)
@@ -353,7 +351,7 @@ def test_a_surplus_node_waits_as_a_spare_and_takes_the_rank_of_a_lost_one() -> N
     assert (rounds.gathering.round, rounds.members) == (2, ["a", "c"])
 
 
-def with_spares(*spares: str, last: Roster | None = None, wait: float = 60) -> Rounds:
+def with_spares(*spares, last=None, wait=60):
     """A round of a, b and c with spares; with `last`, of a new leader, d, that remembers it."""
     rounds = Rounds(Rules(3, 3, wait=wait))
     rounds.gathering = RoundMachine(rounds.rules, SILENCE, last, rounds.now, "d")
@@ -364,7 +362,7 @@ def with_spares(*spares: str, last: Roster | None = None, wait: float = 60) -> R
     return rounds
 
 
-def test_a_survivor_that_says_nothing_while_its_workers_end_keeps_its_place_until_its_port_was_asked() -> None:
+def test_a_survivor_that_says_nothing_while_its_workers_end_keeps_its_place_until_its_port_was_asked():
     for answer in ("a", ""):
         rounds = with_spares("x")
         rounds.silent = rounds.busy = {"a/1"}
@@ -377,8 +375,8 @@ def test_a_survivor_that_says_nothing_while_its_workers_end_keeps_its_place_unti
         assert rounds.gathering.phase is (Phase.OPEN if answer else Phase.COMPLETE)
 
 
-def test_a_spare_that_comes_early_when_a_whole_job_starts_again_leaves_the_place_to_the_node_that_holds_state() -> None:
-    def started_again() -> Rounds:
+def test_a_spare_that_comes_early_when_a_whole_job_starts_again_leaves_the_place_to_the_node_that_holds_state():
+    def started_again():
         rounds = Rounds(Rules(3, 3, wait=60, last_call=30))
         rounds.come("b", "c", "x", b=Seat(4, 1, 3), c=Seat(4, 2, 3))
         rounds.pass_by(20)
@@ -394,7 +392,7 @@ def test_a_spare_that_comes_early_when_a_whole_job_starts_again_leaves_the_place
     assert rounds.members == ["x", "b", "c"], "it does not come"
 
 
-def test_a_spare_takes_the_place_of_the_lost_node_alone_and_that_of_a_living_one_only_after_the_wait() -> None:
+def test_a_spare_takes_the_place_of_the_lost_node_alone_and_that_of_a_living_one_only_after_the_wait():
     rounds = with_spares("x", "y")
     rounds.silent = {"a/1"}
     rounds.gathering.hang_up("a/1", rounds.now)
@@ -418,7 +416,7 @@ def test_a_spare_takes_the_place_of_the_lost_node_alone_and_that_of_a_living_one
     assert rounds.members == ["y", "z", "c"]
 
 
-def test_a_leader_of_other_rounds_asks_at_the_ports_of_the_nodes_that_it_remembers_who_is_alive() -> None:
+def test_a_leader_of_other_rounds_asks_at_the_ports_of_the_nodes_that_it_remembers_who_is_alive():
     last = Roster(4, tuple(Place(node, f"{node}:1") for node in "abcd"))
     rounds = with_spares("b", "d", "x", "y", last=last)
     rounds.pass_by(30)
@@ -431,7 +429,7 @@ def test_a_leader_of_other_rounds_asks_at_the_ports_of_the_nodes_that_it_remembe
     assert (rounds.gathering.round, rounds.members) == (5, ["d", "b", "x"])
 
 
-def test_a_substitute_takes_the_place_of_a_lost_leader_at_once_though_the_new_leader_has_led_no_round() -> None:
+def test_a_substitute_takes_the_place_of_a_lost_leader_at_once_though_the_new_leader_has_led_no_round():
     for alive in (True, False):
         rounds = Rounds(Rules(3, 3, wait=60, last_call=30), survivors="bc")
         last = Roster(4, tuple(Place(node, f"{node}:1") for node in "abc"))
@@ -443,7 +441,7 @@ def test_a_substitute_takes_the_place_of_a_lost_leader_at_once_though_the_new_le
         assert rounds.gathering.phase is (Phase.OPEN if alive else Phase.COMPLETE)
 
 
-def refused(rules: Rules, *come: str, last: Roster | None = None) -> Rounds:
+def refused(rules, *come, last=None):
     """Nodes that wait, and b, which was refused."""
     rounds = Rounds(rules)
     rounds.gathering = RoundMachine(rules, SILENCE, last, rounds.now, "a")
@@ -452,7 +450,7 @@ def refused(rules: Rules, *come: str, last: Roster | None = None) -> Rounds:
     return rounds
 
 
-def test_a_job_that_cannot_go_on_without_a_refused_node_ends_unless_another_comes_in_time() -> None:
+def test_a_job_that_cannot_go_on_without_a_refused_node_ends_unless_another_comes_in_time():
     rounds = refused(Rules(2, 2), "a")
     assert rounds.gathering.refused == "node b was refused: its memory is busy"
     rounds.pass_by(SILENCE - 1)
@@ -470,7 +468,7 @@ def test_a_job_that_cannot_go_on_without_a_refused_node_ends_unless_another_come
     assert rounds.members == ["a", "b"] and not rounds.gathering.is_hopeless
 
 
-def test_nodes_go_on_waiting_where_a_refused_one_may_be_replaced() -> None:
+def test_nodes_go_on_waiting_where_a_refused_one_may_be_replaced():
     for rules, running in ((Rules(2, 3), False), (Rules(2, 2), True)):
         rounds = refused(rules, *(() if running else "a"))
         if running:  # it lost a node; the one in its place was refused
@@ -481,7 +479,7 @@ def test_nodes_go_on_waiting_where_a_refused_one_may_be_replaced() -> None:
         assert rounds.gathering.refused.startswith("node b was refused")
 
 
-def test_a_node_that_is_drained_leaves_and_a_spare_takes_its_rank_at_once() -> None:
+def test_a_node_that_is_drained_leaves_and_a_spare_takes_its_rank_at_once():
     rounds = with_spares("d", wait=600)
     assert rounds.gathering.begun
     changes = rounds.gathering.changes
@@ -501,7 +499,7 @@ def test_a_node_that_is_drained_leaves_and_a_spare_takes_its_rank_at_once() -> N
 
 
 @pytest.mark.parametrize("how", ["drained", "lost", "in silence"])
-def test_as_many_spares_as_nodes_wait_for_the_survivors_of_a_node_that_is_gone_before_these_come(how: str) -> None:
+def test_as_many_spares_as_nodes_wait_for_the_survivors_of_a_node_that_is_gone_before_these_come(how):
     rounds = with_spares("x", "y", "z", wait=60)
     rounds.silent = {"b/1"}
     if how == "drained":
@@ -519,7 +517,7 @@ def test_as_many_spares_as_nodes_wait_for_the_survivors_of_a_node_that_is_gone_b
     assert rounds.members == ["a", "x", "c"] and rounds.gathering.waiting() == ["y", "z"]
 
 
-def test_spares_alone_wait_no_longer_than_they_may_for_survivors_that_live_and_do_not_come() -> None:
+def test_spares_alone_wait_no_longer_than_they_may_for_survivors_that_live_and_do_not_come():
     rounds = with_spares("x", "y", "z", wait=60)
     rounds.gathering.drain("b")
     rounds.silent = {"b/1"}
@@ -536,7 +534,7 @@ def test_spares_alone_wait_no_longer_than_they_may_for_survivors_that_live_and_d
     assert rounds.members == ["x", "y", "z"], "none of them lives"
 
 
-def test_a_leader_that_was_drained_itself_is_not_waited_for() -> None:
+def test_a_leader_that_was_drained_itself_is_not_waited_for():
     rounds = with_spares("x", wait=600)
     rounds.gathering._own = "b"
     rounds.gathering.drain("b")
@@ -547,7 +545,7 @@ def test_a_leader_that_was_drained_itself_is_not_waited_for() -> None:
     assert rounds.members == ["a", "x", "c"]
 
 
-def test_a_node_stays_where_its_drain_is_taken_back_or_the_spare_is_gone() -> None:
+def test_a_node_stays_where_its_drain_is_taken_back_or_the_spare_is_gone():
     for how in ("taken back", "spare gone", "node lost"):
         rounds = with_spares("d", wait=600)
         rounds.gathering.drain("b")
@@ -566,7 +564,7 @@ def test_a_node_stays_where_its_drain_is_taken_back_or_the_spare_is_gone() -> No
         assert rounds.members == (["a", "d", "c"] if how == "node lost" else ["a", "b", "c"])
 
 
-def test_a_failure_meanwhile_does_not_end_a_drain() -> None:
+def test_a_failure_meanwhile_does_not_end_a_drain():
     rounds = with_spares("d", wait=600)
     rounds.gathering.drain("b")
     rounds.come("a", "b", "c")
@@ -574,7 +572,7 @@ def test_a_failure_meanwhile_does_not_end_a_drain() -> None:
     assert rounds.gathering.round == 2 and rounds.gathering.begun and rounds.gathering.draining == "b"
 
 
-def test_a_stop_of_all_nodes_needs_no_spare_and_holds_until_the_job_has_ended() -> None:
+def test_a_stop_of_all_nodes_needs_no_spare_and_holds_until_the_job_has_ended():
     rounds = with_spares(wait=600)
     changes = rounds.gathering.changes
     assert rounds.gathering.drain(ALL) == "" and rounds.gathering.changes > changes, "all nodes learn of it at once"
@@ -599,13 +597,13 @@ def test_a_stop_of_all_nodes_needs_no_spare_and_holds_until_the_job_has_ended() 
         ("n2", "", {}),
     ],
 )
-def test_what_cannot_be_drained_is_refused_in_one_line(node: str, said: str, more: dict[str, Any]) -> None:
-    facts: dict[str, Any] = {"members": ("n10", "n2"), "spares": ("d",), "draining": "", "running": True, "lost": 0}
+def test_what_cannot_be_drained_is_refused_in_one_line(node, said, more):
+    facts = {"members": ("n10", "n2"), "spares": ("d",), "draining": "", "running": True, "lost": 0}
     found = why_not_drained(node, **{**facts, **more})
     assert found.startswith(said) and bool(found) == bool(said)
 
 
-def test_a_command_that_is_given_twice_on_a_node_does_no_harm() -> None:
+def test_a_command_that_is_given_twice_on_a_node_does_no_harm():
     rounds = refused(Rules(2, 2), "b")
     rounds.pass_by(2 * SILENCE)
     assert not rounds.gathering.is_hopeless and not rounds.gathering.refused, "b waits"
@@ -619,7 +617,7 @@ def test_a_command_that_is_given_twice_on_a_node_does_no_harm() -> None:
     assert rounds.members == ["a", "b", "c"]
 
 
-def test_a_refused_node_of_the_last_round_is_replaced_at_once_by_a_spare_that_waits() -> None:
+def test_a_refused_node_of_the_last_round_is_replaced_at_once_by_a_spare_that_waits():
     last = Roster(4, (Place("a", "a:1"), Place("b", "b:1")))
     rounds = refused(Rules(2, 2, wait=60), "a", "c", last=last)
     rounds.gathering.note_answers({"b:1": "b"})  # where it says why
@@ -627,7 +625,7 @@ def test_a_refused_node_of_the_last_round_is_replaced_at_once_by_a_spare_that_wa
     assert rounds.members == ["a", "c"] and not rounds.gathering._failures
 
 
-def test_a_node_with_which_the_round_can_be_larger_opens_it_and_one_with_which_it_cannot_does_not() -> None:
+def test_a_node_with_which_the_round_can_be_larger_opens_it_and_one_with_which_it_cannot_does_not():
     rounds = Rounds(Rules(2, 4, (2, 4), last_call=5))
     rounds.come("a", "b")
     rounds.pass_by(7)
@@ -643,7 +641,7 @@ def test_a_node_with_which_the_round_can_be_larger_opens_it_and_one_with_which_i
     assert (rounds.gathering.round, rounds.members) == (2, ["a", "b", "c", "d"])
 
 
-def test_survivors_that_an_admissible_size_leaves_over_are_spares_until_it_can_be_larger() -> None:
+def test_survivors_that_an_admissible_size_leaves_over_are_spares_until_it_can_be_larger():
     rounds = Rounds(Rules(2, 4, wait=20).among((2, 4), spares_asked=True))
     rounds.come(*"abcd")
     rounds.pass_by(1)
@@ -663,7 +661,7 @@ def test_survivors_that_an_admissible_size_leaves_over_are_spares_until_it_can_b
     assert (rounds.gathering.round, rounds.members) == (3, [*"abcd"]), "c and d have the ranks that they had"
 
 
-def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before() -> None:
+def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before():
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
     rounds.pass_by(1)
@@ -676,7 +674,7 @@ def test_a_name_is_free_again_when_its_holder_is_silent_but_not_before() -> None
     assert rounds.gathering.phase is Phase.OPEN
 
 
-def test_a_node_whose_connection_has_ended_is_replaced_by_one_that_waits_unless_it_is_heard_of_again() -> None:
+def test_a_node_whose_connection_has_ended_is_replaced_by_one_that_waits_unless_it_is_heard_of_again():
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
     rounds.pass_by(1)
@@ -695,7 +693,7 @@ def test_a_node_whose_connection_has_ended_is_replaced_by_one_that_waits_unless_
     assert rounds.members == ["c", "b"] and rounds.gathering.lost(rounds.now) == []
 
 
-def test_nodes_tell_when_they_are_done_with_the_round_they_are_in() -> None:
+def test_nodes_tell_when_they_are_done_with_the_round_they_are_in():
     rounds = Rounds(Rules(2, 2))
     rounds.come("a", "b")
     rounds.pass_by(1)
@@ -706,11 +704,11 @@ def test_nodes_tell_when_they_are_done_with_the_round_they_are_in() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["come", "die", "leave"])), max_size=25))
-def test_whatever_happens_who_stays_keeps_its_rank_and_nobody_silent_is_in(story: list[tuple[str, str]]) -> None:
+def test_whatever_happens_who_stays_keeps_its_rank_and_nobody_silent_is_in(story):
     """Against a model that only knows who lives: nodes come, die and leave; all that live come back for each round."""
     rounds = Rounds(Rules(2, 3, wait=4, last_call=4))
-    lives: dict[str, int] = {}
-    before: list[str] = []
+    lives = {}
+    before = []
     for name, what in story:
         if what == "come":
             lives.setdefault(name, max([int(t[2:]) for t in rounds.known if t[0] == name], default=0) + 1)
@@ -739,11 +737,11 @@ def test_whatever_happens_who_stays_keeps_its_rank_and_nobody_silent_is_in(story
 # ---- nodes that have failed often ----
 
 
-def worn(candidates: list[Candidate], failures: dict[str, int], replaceable: bool = True) -> list[Candidate]:
+def worn(candidates, failures, replaceable=True):
     return [replace(each, failures=failures.get(each.node, 0), replaceable=replaceable) for each in candidates]
 
 
-def test_a_node_that_failed_twice_is_a_spare_where_there_is_another_one_and_else_takes_part() -> None:
+def test_a_node_that_failed_twice_is_a_spare_where_there_is_another_one_and_else_takes_part():
     nodes = [*seated("a", "b", "c"), Candidate("x")]
     assert ranks(worn(nodes, {"b": 1}), 3) == {"a": 0, "b": 1, "c": 2}
     assert ranks(worn(nodes, {"b": 2}), 3) == {"a": 0, "x": 1, "c": 2}
@@ -752,7 +750,7 @@ def test_a_node_that_failed_twice_is_a_spare_where_there_is_another_one_and_else
     assert ranks(worn(nodes, {"b": 2}), 3, "b") == {"a": 0, "x": 1, "c": 2}, "a leader that fails too"
 
 
-def test_of_the_last_round_one_node_at_most_is_left_out_and_only_if_the_others_can_rebuild_it() -> None:
+def test_of_the_last_round_one_node_at_most_is_left_out_and_only_if_the_others_can_rebuild_it():
     nodes = [*seated("a", "b", "c"), Candidate("x"), Candidate("y")]
     assert left_out(worn(nodes, {"a": 2, "b": 3}), 3) == {"b"}
     assert not left_out(worn(nodes, {"b": 3}, replaceable=False), 3)
@@ -760,17 +758,17 @@ def test_of_the_last_round_one_node_at_most_is_left_out_and_only_if_the_others_c
     assert left_out(worn([nodes[0], *nodes[2:]], {"x": 3}), 3) == {"x"}, "but of two spares the better one is taken"
 
 
-def test_a_node_that_came_back_after_it_was_lost_twice_does_not_get_its_rank_back_before_a_fresh_one() -> None:
+def test_a_node_that_came_back_after_it_was_lost_twice_does_not_get_its_rank_back_before_a_fresh_one():
     old = Candidate("old", Seat(1, 2, 3))
     three = [*seated("a", "b", "lost", number=2)[:2], old, Candidate("fresh")]
     assert ranks(worn(three, {"old": 2}), 3) == {"a": 0, "b": 1, "fresh": 2}
     assert "old" in ranks(worn(three, {"old": 1}), 3)
 
 
-def test_a_failure_counts_for_the_node_that_failed_first_and_for_one_that_was_lost() -> None:
+def test_a_failure_counts_for_the_node_that_failed_first_and_for_one_that_was_lost():
     rounds = with_spares("d", wait=1)
 
-    def fail(first: str, *others: str) -> None:
+    def fail(first, *others):
         for node in (first, *others):
             said = Application(node, f"{node}/1", f"{node}:1", failed=True, replaceable=True, took_part=True)
             assert rounds.gathering.apply(said, rounds.now)

@@ -1,11 +1,8 @@
 """What a signal to ft-run does for the newest snapshot, and what is said of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
 from ft_plugins.errors import ProtectionError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.launcher.agent.signals import SignalStop, notices
 from ft_plugins.launcher.node_launch import signals_of
 from ft_plugins.smp.serve.client import REQUEST, STOP
@@ -22,20 +19,20 @@ WAIT = 60.0
 Outcome = dict[str, Any] | None
 
 
-def stored(iteration: int) -> Outcome:
+def stored(iteration):
     return {"state": "done", "iteration": iteration, "path": f"/ck/v1-{iteration}"}
 
 
 class Watcher:
     """One whose SMP answers `outcomes` one after another, then the last one again; None: there is no SMP."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
-        self.asked: list[tuple[str, bool]] = []
-        self.seconds: list[float | None] = []
+        self.asked = []
+        self.seconds = []
         self.answered = threading.Semaphore(0)
 
-    def checkpoint(self, reason: str, only_due: bool = False, seconds: float | None = None) -> dict[str, Any]:
+    def checkpoint(self, reason, only_due=False, seconds=None):
         self.asked.append((reason, only_due))
         self.seconds.append(seconds)
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
@@ -46,14 +43,14 @@ class Watcher:
 
 
 @pytest.fixture
-def found() -> list[str]:
+def found():
     """Names of the events."""
     return []
 
 
 @pytest.fixture
-def events(found: list[str]) -> Events:
-    def seen(event: Event) -> None:
+def events(found):
+    def seen(event):
         found.append(event.name)
 
     events = Events("n")
@@ -71,9 +68,7 @@ def events(found: list[str]) -> Events:
         ({"state": "writing"}, "not in storage: it was not written in time", True),
     ],
 )
-def test_what_became_of_the_newest_snapshot_is_one_line_or_nothing(
-    outcome: Outcome, said: str, told: bool, events: Events, found: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_became_of_the_newest_snapshot_is_one_line_or_nothing(outcome, said, told, events, found, capsys):
     watcher = Watcher(outcome)
     SignalStop(watcher, events, WAIT).finish()
     error = capsys.readouterr().err
@@ -83,8 +78,8 @@ def test_what_became_of_the_newest_snapshot_is_one_line_or_nothing(
 
 
 def test_what_is_in_memory_is_written_before_the_workers_have_ended_and_again_what_they_sealed_meanwhile(
-    events: Events, found: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+    events, found, capsys
+):
     watcher = Watcher(stored(7), stored(9))
     stop = SignalStop(watcher, events, WAIT)
     stop.begin()
@@ -95,16 +90,14 @@ def test_what_is_in_memory_is_written_before_the_workers_have_ended_and_again_wh
     assert found == []
 
 
-def test_a_storage_that_fails_after_the_first_version_is_said(
-    events: Events, found: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_storage_that_fails_after_the_first_version_is_said(events, found, capsys):
     SignalStop(Watcher(stored(7), {"state": "failed", "reason": "No space left on device"}), events, WAIT).finish()
     first, second = capsys.readouterr().err.splitlines()
     assert "iteration 7 is in /ck/v1-7" in first and "not in storage: No space left on device" in second
     assert found == ["checkpoint.missed"]
 
 
-def test_an_smp_that_the_signal_ended_is_asked_again(events: Events, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_smp_that_the_signal_ended_is_asked_again(events, capsys):
     watcher = Watcher(None, None, stored(7))
     stop = SignalStop(watcher, events, WAIT)
     stop.begin()
@@ -114,19 +107,17 @@ def test_an_smp_that_the_signal_ended_is_asked_again(events: Events, capsys: pyt
     assert capsys.readouterr().err == "ft-run: iteration 7 is in /ck/v1-7\n"
 
 
-def test_without_an_smp_that_is_said_when_the_grace_is_over(
-    events: Events, found: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_an_smp_that_is_said_when_the_grace_is_over(events, found, capsys):
     stop = SignalStop(Watcher(None), events, 0.5)
     stop.finish()
     assert stop.left == 0 and "not in storage: " in capsys.readouterr().err and found == ["checkpoint.missed"]
 
 
-def test_an_smp_that_never_answers_does_not_make_the_stop_longer(events: Events, found: list[str]) -> None:
+def test_an_smp_that_never_answers_does_not_make_the_stop_longer(events, found):
     released = threading.Event()
 
     class Silent(Watcher):
-        def checkpoint(self, *args: Any, **words: Any) -> dict[str, Any]:
+        def checkpoint(self, *args, **words):
             released.wait()
             return {"state": "off"}
 
@@ -135,7 +126,7 @@ def test_an_smp_that_never_answers_does_not_make_the_stop_longer(events: Events,
     released.set()
 
 
-def test_workers_get_three_quarters_of_the_grace(events: Events) -> None:
+def test_workers_get_three_quarters_of_the_grace(events):
     stop = SignalStop(None, events, 1000.0)
     stop.begin()
     assert 700 < stop.left_for_workers <= 750 and 950 < stop.left <= 1000
@@ -158,9 +149,7 @@ def test_workers_get_three_quarters_of_the_grace(events: Events) -> None:
     ],
 )
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_notice_of_preemption_writes_a_checkpoint_and_says_where(
-    outcome: Outcome, said: str, number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notice_of_preemption_writes_a_checkpoint_and_says_where(outcome, said, number, capfd):
     watcher, before = Watcher(outcome), signal.getsignal(number)
     with notices(watcher, "SIGTERM,SIGINT", "n"):
         os.kill(os.getpid(), number)
@@ -170,22 +159,22 @@ def test_a_notice_of_preemption_writes_a_checkpoint_and_says_where(
     assert watcher.asked == [(REQUEST, False)] and signal.getsignal(number) == before
 
 
-def wait_for_threads() -> None:
+def wait_for_threads():
     for thread in threading.enumerate():
         if thread.daemon and "_answer" in thread.name:
             thread.join(WAIT)
 
 
-def test_a_signal_that_is_to_end_the_job_is_no_notice() -> None:
-    before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGUSR1)
+def test_a_signal_that_is_to_end_the_job_is_no_notice():
+    before = signal.getsignal(signal.SIGUSR1)
     with notices(Watcher(stored(7)), "SIGTERM, SIGUSR1", "n"):
         assert signal.getsignal(signal.SIGUSR1) == before
         assert callable(signal.getsignal(signal.SIGUSR2))
 
 
-def test_a_torch_without_an_option_for_signals_ends_jobs_at_the_same_ones() -> None:
+def test_a_torch_without_an_option_for_signals_ends_jobs_at_the_same_ones():
     """The oldest torch that the package accepts has none."""
     newer = LaunchConfig(1, 1, 1)
-    assert signals_of(SimpleNamespace()) == signals_of(newer) == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # type: ignore[arg-type]
+    assert signals_of(SimpleNamespace()) == signals_of(newer) == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     newer.signals_to_handle = "SIGTERM"
     assert signals_of(newer) == "SIGTERM"

@@ -1,7 +1,5 @@
 """What ft-run takes from Slurm where the user gave no flags."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shlex
@@ -22,7 +20,7 @@ STEP = {
 ENDPOINTS = "n001:29417,n002:29417,n003:29417,n7:29417"
 
 
-def plan(folder: Path, *words: str, **changed: str) -> command.Plan:
+def plan(folder, *words, **changed):
     (folder / "train.py").write_text("")
     return command.plan([*words, "train.py"], 1000, str(folder), "host0", STEP | changed)
 
@@ -35,50 +33,48 @@ def plan(folder: Path, *words: str, **changed: str) -> command.Plan:
         ("one", ["one"]),
     ],
 )
-def test_a_host_list_names_its_hosts_in_order(text: str, names: list[str]) -> None:
+def test_a_host_list_names_its_hosts_in_order(text, names):
     assert list(slurm.expand(text)) == names
 
 
-def test_of_a_huge_range_only_the_names_that_are_wanted_are_made() -> None:
+def test_of_a_huge_range_only_the_names_that_are_wanted_are_made():
     assert list(itertools.islice(slurm.expand("n[1-999999999][1-999999999]"), 2)) == ["n11", "n12"]
 
 
 @pytest.mark.parametrize(
     "text", ["", "n[1-", "n[3-1]", "n[1--2]", "a,,b", "a,", "n[]", "n[1-2[3]]", "n" + "[1]" * 2000, "x" * 70_000]
 )
-def test_what_is_no_host_list_is_refused_by_name(text: str) -> None:
+def test_what_is_no_host_list_is_refused_by_name(text):
     with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST.*give --rdzv-endpoint"):
         list(slurm.expand(text))
 
 
-def test_in_a_step_over_several_nodes_all_is_taken_and_said(tmp_path: Path) -> None:
+def test_in_a_step_over_several_nodes_all_is_taken_and_said(tmp_path):
     found = plan(tmp_path, "--reft")
     assert (found.torch.nnodes, found.torch.rdzv_endpoint, found.node) == ("5", ENDPOINTS, "n002")
     assert found.from_slurm == f"--nnodes 5 --rdzv-endpoint {ENDPOINTS} --ftp-node-name n002"
 
 
-def test_flags_that_are_given_win_each_for_itself(tmp_path: Path) -> None:
+def test_flags_that_are_given_win_each_for_itself(tmp_path):
     found = plan(tmp_path, "--reft", "--nnodes", "4", "--ftp-node-name", "mine")
     assert (found.torch.nnodes, found.torch.rdzv_endpoint, found.node) == ("4", ENDPOINTS, "mine")
     found = plan(tmp_path, "--reft", "--rdzv-endpoint", "b:1")
     assert (found.torch.nnodes, found.torch.rdzv_endpoint) == ("5", "b:1")
 
 
-def test_nothing_is_taken_on_one_node_and_without_a_system(tmp_path: Path) -> None:
+def test_nothing_is_taken_on_one_node_and_without_a_system(tmp_path):
     for found in (plan(tmp_path, "--reft", SLURM_STEP_NUM_NODES="1"), plan(tmp_path)):
         assert (found.torch.nnodes, found.torch.rdzv_endpoint, found.node) == ("1:1", "", "host0")
         assert not found.from_slurm
 
 
-def test_several_tasks_on_a_node_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_several_tasks_on_a_node_are_refused_with_the_remedy(tmp_path):
     with pytest.raises(ConfigError, match="40 tasks on 5 nodes.*--ntasks-per-node=1"):
         plan(tmp_path, "--reft", SLURM_STEP_NUM_TASKS="40")
 
 
 @pytest.mark.parametrize("nodes", ["1", "5"])
-def test_a_heterogeneous_job_is_refused_unless_the_nodes_that_belong_together_are_given(
-    tmp_path: Path, nodes: str
-) -> None:
+def test_a_heterogeneous_job_is_refused_unless_the_nodes_that_belong_together_are_given(tmp_path, nodes):
     het = {"SLURM_HET_SIZE": "2", "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes}
     with pytest.raises(ConfigError, match=r"heterogeneous \(2 components\).*give --nnodes and --rdzv-endpoint"):
         plan(tmp_path, "--reft", **het)
@@ -93,7 +89,7 @@ SCRIPT = Path(__file__).parents[3] / "launch/slurm/train.sbatch"
 DRAINED = str(Outcome("drained").exit_status)
 
 
-def stand_ins(folder: Path, commands: dict[str, str]) -> dict[str, str]:
+def stand_ins(folder, commands):
     """Make these commands of Slurm in `folder`; the environment of a batch script that finds them."""
     for name, line in commands.items():
         (folder / name).write_text(f"#!/bin/bash\n{line}\n")
@@ -114,8 +110,8 @@ def stand_ins(folder: Path, commands: dict[str, str]) -> dict[str, str]:
     ],
 )  # fmt: skip
 def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
-    statuses: str, requeued: bool, status: int, allowed: int, tmp_path: Path
-) -> None:
+    statuses, requeued, status, allowed, tmp_path
+):
     """Slurm's commands are stand-ins: `srun` has each node end with one of these statuses."""
     (tmp_path / "job.secret").write_text("secret")
     commands = {
@@ -130,7 +126,7 @@ def test_a_node_that_was_drained_does_not_decide_whether_the_job_is_requeued(
     assert ("requeue" in asked, done.returncode) == (requeued, status)
 
 
-def test_the_script_waits_for_a_node_that_was_brought_back_and_passes_its_end_and_signals_on(tmp_path: Path) -> None:
+def test_the_script_waits_for_a_node_that_was_brought_back_and_passes_its_end_and_signals_on(tmp_path):
     """All nodes of its own step were drained; the first look at the steps fails. The step of the other node ends
     when it is signalled, with status 0."""
     (tmp_path / "job.secret").write_text("secret")
@@ -149,8 +145,8 @@ def test_the_script_waits_for_a_node_that_was_brought_back_and_passes_its_end_an
 
 
 def test_the_command_for_another_node_is_whole_without_slurm_and_with_what_only_surroundings_gave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """As an operator gives it: `srun --jobid JOB --overlap -N1 -w NODE`, whose step has one node, or by ssh."""
     monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     given = plan(tmp_path, "--reft", "--ftp-node-name", "mine")

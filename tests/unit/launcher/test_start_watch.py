@@ -1,10 +1,7 @@
 """A start that hangs, and one in which nothing attaches: what is decided, and what real processes show."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 
@@ -42,15 +39,13 @@ CHILD_SPINS = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', '
     ],
 )
 def test_a_start_without_work_hangs_and_one_at_work_for_too_long_may_never_attach(
-    seconds: float, idle: float, before: float, apart: bool, alarms: int, verdict: str
-) -> None:
+    seconds, idle, before, apart, alarms, verdict
+):
     assert judge_start(seconds, idle, before, apart, alarms) == verdict
 
 
 @pytest.fixture
-def begin(
-    monkeypatch: pytest.MonkeyPatch, run_python: Callable[[str], tuple[int, int]]
-) -> Callable[..., tuple[StartWatch, Callable[[str], None]]]:
+def begin(monkeypatch, run_python):
     """Watch a start of ranks that run these scripts, by times of a quick machine; with a wait for a verdict."""
     for name, seconds in (
         ("LOOK_SECONDS", 0.5),
@@ -60,12 +55,12 @@ def begin(
     ):
         monkeypatch.setattr(start_watch, name, seconds)
 
-    def begin(*scripts: str) -> tuple[StartWatch, Callable[[str], None]]:
+    def begin(*scripts):
         watch = StartWatch()
         watch.begin({rank: run_python(script)[0] for rank, script in enumerate(scripts)}, apart=False)
-        found: list[str] = []
+        found = []
 
-        def wait_for(verdict: str) -> None:
+        def wait_for(verdict):
             wait_until(
                 lambda: found.append(watch.look(lambda: False)) or bool(found[-1]), BOUND, lambda: str(watch.idle)
             )
@@ -77,16 +72,14 @@ def begin(
 
 
 @pytest.mark.parametrize("waits", [SLEEPS, LOOKS_FOR_A_FILE], ids=["sleeps", "waits for a lock"])
-def test_ranks_that_all_wait_hang(begin: Callable[..., tuple[StartWatch, Callable[[str], None]]], waits: str) -> None:
+def test_ranks_that_all_wait_hang(begin, waits):
     watch, wait_for = begin(waits, waits)
     wait_for(HUNG)
     assert watch.processes, "for their stacks"
 
 
 @pytest.mark.parametrize("works", [SPINS, CHILD_SPINS], ids=["a rank", "a child of a rank"])
-def test_where_one_works_the_others_may_wait_for_it_and_it_is_said_once_that_nothing_attaches(
-    begin: Callable[..., tuple[StartWatch, Callable[[str], None]]], works: str
-) -> None:
+def test_where_one_works_the_others_may_wait_for_it_and_it_is_said_once_that_nothing_attaches(begin, works):
     watch, wait_for = begin(SLEEPS, works)
     wait_for(UNATTACHED)
     assert watch.look(lambda: False) == "" and watch.processes, "it is watched further"
@@ -95,8 +88,8 @@ def test_where_one_works_the_others_may_wait_for_it_and_it_is_said_once_that_not
 
 
 def test_a_start_that_works_for_long_and_then_waits_hangs_after_the_alarm_that_nothing_attaches(
-    begin: Callable[..., tuple[StartWatch, Callable[[str], None]]],
-) -> None:
+    begin,
+):
     watch, wait_for = begin(SPINS)
     wait_for(UNATTACHED)
     os.kill(watch.processes[0][0], signal.SIGSTOP)
@@ -106,8 +99,8 @@ def test_a_start_that_works_for_long_and_then_waits_hangs_after_the_alarm_that_n
 
 
 def test_a_start_after_one_that_hung_or_that_another_node_ended_counts_that_one(
-    begin: Callable[..., tuple[StartWatch, Callable[[str], None]]],
-) -> None:
+    begin,
+):
     watch, _ = begin(SLEEPS)
     assert watch.alarms == 0, "the first one"
     watch.begin({}, apart=False, again=False)
@@ -123,8 +116,8 @@ def test_a_start_after_one_that_hung_or_that_another_node_ended_counts_that_one(
 
 
 def test_a_start_is_over_when_all_have_attached_and_what_it_took_is_the_measure_of_the_next(
-    begin: Callable[..., tuple[StartWatch, Callable[[str], None]]],
-) -> None:
+    begin,
+):
     watch, _ = begin(SLEEPS)
     assert watch.look(lambda: True, ended=True) == "" and not watch.processes
     assert 0 < watch._before < BOUND

@@ -1,15 +1,11 @@
 """What whoever can reach a node's port, and does not know the job's secret, can do there: nothing."""
 
-from __future__ import annotations
-
 import os
 import resource
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousTimeoutError
@@ -24,7 +20,7 @@ JOB = "the-name-of-the-job"
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Rendezvous]:
+def node(tmp_path):
     """A node whose round is complete, and could be larger."""
     parameters = RendezvousParameters(
         "ft_plugins",
@@ -57,9 +53,7 @@ while True:
 
 
 @pytest.mark.parametrize("says", ["", "HTTP/1.0 400 Bad Request"], ids=["silent", "rude"])
-def test_a_process_that_has_the_port_of_the_endpoint_is_named_at_once(
-    says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_has_the_port_of_the_endpoint_is_named_at_once(says, monkeypatch, capsys):
     monkeypatch.setattr(round_join, "_TAKEN_SECONDS", 0.0)
     stranger = subprocess.Popen([sys.executable, "-c", SILENT_OR_RUDE, says], stdout=subprocess.PIPE)
     try:
@@ -78,7 +72,7 @@ def test_a_process_that_has_the_port_of_the_endpoint_is_named_at_once(
     assert line.startswith(named) and "or choose another port on all nodes (this node goes on" in line
 
 
-def goes_on(node: Rendezvous) -> None:
+def goes_on(node):
     """The round is the same one, at the same node, and other nodes are answered."""
     node._node.server.check()
     assert node._node.server.is_serving and node._node.service.leading is not None
@@ -88,11 +82,11 @@ def goes_on(node: Rendezvous) -> None:
 
 
 @pytest.fixture
-def few_descriptors() -> Iterator[Callable[[int], None]]:
+def few_descriptors():
     """Leaves this process so many descriptors beyond those that are open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def limit(count: int) -> None:
+    def limit(count):
         highest = max(int(name) for name in os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, before[1]))
 
@@ -109,9 +103,7 @@ sys.stdin.read()
 """
 
 
-def test_silent_connections_leave_descriptors_for_workers(
-    node: Rendezvous, few_descriptors: Callable[[int], None]
-) -> None:
+def test_silent_connections_leave_descriptors_for_workers(node, few_descriptors):
     few_descriptors(200)
     command = ["python3", "-c", SILENT, str(node._node.server.port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:

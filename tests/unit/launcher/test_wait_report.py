@@ -1,7 +1,5 @@
 """What a job's log says while a node is waited for."""
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -28,14 +26,12 @@ from ft_plugins.launcher.rounds.rounds import Rules
         (Rules(4, 4), 2, ["a", "d"], "ad", "waiting for a, d, alive, to end the old ranks"),
     ],
 )  # fmt: skip
-def test_it_is_said_whom_a_round_waits_for_and_who_lives_is_not_to_be_replaced(
-    rules: Rules, waiting: int, missing: list[str], alive: str, said: str
-) -> None:
+def test_it_is_said_whom_a_round_waits_for_and_who_lives_is_not_to_be_replaced(rules, waiting, missing, alive, said):
     absent = [name for name in missing if name not in alive]
     assert awaited(rules, waiting, missing, absent) == (said, not missing or bool(absent))
 
 
-def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> None:
+def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own():
     own = ["--ftp-node-name", "a", "--local-addr=10.0.0.1"]
     assert (
         command(["/opt/bin/ft-run", "--nnodes", "2", *own, "train.py", "--name", "x y"])
@@ -57,11 +53,11 @@ def test_the_command_is_the_one_given_here_without_what_is_this_nodes_own() -> N
         ("--nproc-per-node 2", "--nproc-per-node 2"),
     ],
 )
-def test_the_command_names_a_node_that_lives(given: str, found: str) -> None:
+def test_the_command_names_a_node_that_lives(given, found):
     assert reaching(f"ft-run --nnodes 2 {given} train.py", "10.0.0.3:29400") == f"ft-run --nnodes 2 {found} train.py"
 
 
-def test_a_lost_node_comes_back_under_its_own_name() -> None:
+def test_a_lost_node_comes_back_under_its_own_name():
     given = "ft-run --ftp-job j --rdzv-endpoint a:1 train.py"
     named = "ft-run --ftp-node-name b --ftp-job j --rdzv-endpoint a:1 train.py"
     assert how_to_start(given, "a:1", ["b"]) == f"to bring b back, in {os.getcwd()}: {named}"
@@ -71,7 +67,7 @@ def test_a_lost_node_comes_back_under_its_own_name() -> None:
     assert how_to_start(given, "a:1") == f"to start one, in {os.getcwd()}: {given}"
 
 
-def test_in_a_job_of_slurm_a_node_is_brought_back_by_a_step_of_that_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_job_of_slurm_a_node_is_brought_back_by_a_step_of_that_job(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     step, log = "nohup srun --jobid 7 --overlap -N1 -w", ">> slurm-7.out 2>&1 &"
     given = "ft-run --ftp-job j train.py"
@@ -79,13 +75,11 @@ def test_in_a_job_of_slurm_a_node_is_brought_back_by_a_step_of_that_job(monkeypa
     assert how_to_start(given, "a:1").endswith(f": {step} NODE {given} {log}")
 
 
-def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     lead, other = (WaitReport(10.0, "ft-run train.py") for _ in range(2))
-    said: dict[str, list[float]] = {"lead": [], "other": []}
+    said = {"lead": [], "other": []}
     for _ in range(950):
         for name, each in (("lead", lead), ("other", other)):
             each.update("waiting for a node in the place of b", True, name == "lead", 400.0, "c:29400")
@@ -98,14 +92,14 @@ def test_the_lead_says_it_every_thirty_seconds_and_the_others_once(
     assert said == {"lead": [10, 40, 70], "other": [10]}
 
 
-def test_why_others_may_not_find_this_node_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_others_may_not_find_this_node_comes_first(capsys):
     report = WaitReport(0.0, "ft-run train.py", lambda: "port 29400 is taken")
     report.update("waiting for 1 more of 2 nodes", True, True, 1e9, "a:1")
     assert capsys.readouterr().err.startswith("ft-run: port 29400 is taken; waiting for 1 more of 2 nodes (for")
     assert report.trouble == "port 29400 is taken"
 
 
-def test_a_node_that_lives_is_not_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_lives_is_not_started_again(capsys):
     WaitReport(0.0, "ft-run train.py").update("waiting for a, alive", False, True, 1e9, "a:1")
     said = capsys.readouterr().err
     assert said.startswith("ft-run: waiting for a, alive (for another ") and "to start one" not in said

@@ -1,7 +1,5 @@
 """The indices of waiting nodes, against counting them again."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +23,7 @@ STEPS = st.one_of(
 
 @settings(max_examples=500, deadline=None)
 @given(ROSTERS, st.lists(STEPS, max_size=30))
-def test_whoever_comes_and_goes_the_indices_say_what_counting_says(last: Roster, story: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_whoever_comes_and_goes_the_indices_say_what_counting_says(last, story):
     nodes, model = WaitingNodes(last), dict[str, Application]()
     for number, (what, *arguments) in enumerate(story):
         if what == "follow":
@@ -42,7 +40,7 @@ def test_whoever_comes_and_goes_the_indices_say_what_counting_says(last: Roster,
         check(nodes, last, list(model.values()))
 
 
-def check(nodes: WaitingNodes, last: Roster, expected: list[Application]) -> None:
+def check(nodes, last, expected):
     names = sorted((each.node for each in expected), key=natural)
     missing = [place.node for place in last.members if place.node not in names]
     candidates = [

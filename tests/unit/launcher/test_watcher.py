@@ -1,7 +1,5 @@
 """The watcher: real processes in place of the SMP, killed for real; a stand-in for its socket."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal
@@ -9,17 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
 from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, FencedError, ProtectionError, ProtocolError
-from ft_plugins.events import Event, Events, catalogue
+from ft_plugins.events import Events, catalogue
 from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.smp.watch import liveness
 
@@ -29,22 +24,22 @@ WAIT = 90.0
 class Snapshots:
     """Stands in for `smp.serve.client`: `ensure` starts a process, `connect` answers as long as it lives."""
 
-    def __init__(self) -> None:
-        self.started: list[subprocess.Popen[bytes]] = []
-        self.killed: list[subprocess.Popen[bytes]] = []
+    def __init__(self):
+        self.started = []
+        self.killed = []
         self.refusals = 0  # how many starts fail first
-        self.watched: list[tuple[int, int]] = []  # (SMP, watched pid)
-        self.metrics: list[tuple[str, int] | None] = []  # where each SMP serves them
+        self.watched = []  # (SMP, watched pid)
+        self.metrics = []  # where each SMP serves them
         self.unserved = ""  # why it does not
         self.tokens = 0
         self.hangs = 0  # the pid that lives and does not answer
-        self.fence_error: Exception | None = None
+        self.fence_error = None
         self.slots = [{"state": "CLEAN", "lineage": 1, "iteration": 4}]
-        self.previous_sizes: dict[str, list[int]] = {}
+        self.previous_sizes = {}
         self.released = 0
-        self.missing: list[str] = []
+        self.missing = []
 
-    def ensure(self, run_dir: Path, job: str, node: str, orphan: float, faults: str, timeout: float, watch: int) -> int:
+    def ensure(self, run_dir, job, node, orphan, faults, timeout, watch):
         assert watch == os.getpid()
         if self.refusals:
             self.refusals -= 1
@@ -53,39 +48,39 @@ class Snapshots:
             self.started.append(subprocess.Popen(["sleep", "600"]))
         return self.started[-1].pid
 
-    def connect(self, run_dir: Path, timeout: float) -> Snapshots:
+    def connect(self, run_dir, timeout):
         if self.started[-1].poll() is not None or self.started[-1].pid == self.hangs:
             raise ProtectionError("no SMP answers")
         return self
 
-    def __enter__(self) -> Snapshots:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         pass
 
-    def watch(self, pid: int, detect_seconds: float, orphan_seconds: float, metrics: tuple[str, int] | None) -> str:
+    def watch(self, pid, detect_seconds, orphan_seconds, metrics):
         self.watched.append((self.started[-1].pid, pid))
         self.metrics.append(metrics)
         return self.unserved
 
-    def fence(self) -> int:
+    def fence(self):
         if self.fence_error:
             error, self.fence_error = self.fence_error, None
             raise error
         self.tokens += 1
         return self.tokens
 
-    def status(self) -> dict[str, Any]:
+    def status(self):
         return {
             "refused": [], "previous_sizes": self.previous_sizes, "node_tier": {"released": self.released},
             "segments": [{"attached": True, "slots": self.slots}], "storage": {}, "missing": self.missing,
         }  # fmt: skip
 
-    def end(self) -> None:
+    def end(self):
         self.kill()
 
-    def kill(self) -> None:
+    def kill(self):
         self.killed.append(self.started[-1])  # while another thread waits for it, `poll` does not see that it has ended
         self.started[-1].kill()
         self.started[-1].wait(WAIT)
@@ -94,21 +89,21 @@ class Snapshots:
 class Story:
     """A watcher over `Snapshots`, and the events as they come."""
 
-    def __init__(self, run_dir: Path, patience: float = WAIT) -> None:
+    def __init__(self, run_dir, patience=WAIT):
         self.smp = Snapshots()
-        self.events: queue.Queue[Event] = queue.Queue()
+        self.events = queue.Queue()
         stream = Events("n")
         stream.subscribe(self.events.put)
         job = Job(Config.from_json({"reft": {}, "metrics": 9400}), "j", "n", run_dir)
         self.watcher = Watcher(job, stream, self.smp.ensure, self.smp.connect, patience)
 
-    def next(self) -> tuple[str, dict[str, Any]]:
+    def next(self):
         event = self.events.get(timeout=WAIT)
         return event.name, event.fields
 
 
 @pytest.fixture
-def story(tmp_path: Path) -> Iterator[Story]:
+def story(tmp_path):
     story = Story(tmp_path)
     yield story
     story.watcher.stop()
@@ -117,9 +112,7 @@ def story(tmp_path: Path) -> Iterator[Story]:
         process.wait(WAIT)
 
 
-def test_that_a_job_may_only_be_waiting_is_printed_once_and_only_of_the_running_incarnation(
-    story: Story, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_that_a_job_may_only_be_waiting_is_printed_once_and_only_of_the_running_incarnation(story, tmp_path, capsys):
     story.watcher.say_waiting(3)
     (tmp_path / "waiting.json").write_text('{"token": 3, "words": "job.waiting: node a: rank 0 uploads"}')
     for token in (2, 3, 3):
@@ -129,7 +122,7 @@ def test_that_a_job_may_only_be_waiting_is_printed_once_and_only_of_the_running_
     assert capsys.readouterr().err == "ft-run: job.waiting: node a: rank 0 uploads\n"
 
 
-def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(story: Story) -> None:
+def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(story):
     first = story.watcher.start()
     assert story.next() == ("smp.started", {"pid": first})
     for _ in range(2):
@@ -145,7 +138,7 @@ def test_a_killed_smp_is_reported_and_replaced_by_one_that_knows_whom_to_watch(s
     assert story.smp.metrics == 3 * [("127.0.0.1", 9400)]
 
 
-def test_while_none_can_be_started_each_try_is_an_alarm_and_the_next_one_counts(story: Story) -> None:
+def test_while_none_can_be_started_each_try_is_an_alarm_and_the_next_one_counts(story):
     story.watcher.start()
     story.smp.refusals = 2
     story.smp.kill()
@@ -154,22 +147,22 @@ def test_while_none_can_be_started_each_try_is_an_alarm_and_the_next_one_counts(
     assert names == ["smp.started", *lost, "smp.started", "protection.restored"]
 
 
-def test_it_raises_when_there_is_none_at_the_start(story: Story) -> None:
+def test_it_raises_when_there_is_none_at_the_start(story):
     story.smp.refusals = 1
     with pytest.raises(ProtectionError, match="node n.*no memory"):
         story.watcher.start()
     story.watcher.end()  # nothing to end
 
 
-def test_memory_that_is_anothers_is_no_alarm_but_the_end(story: Story) -> None:
-    story.smp.ensure = lambda *_: (_ for _ in ()).throw(BusyError("pid 7 has it"))  # type: ignore[method-assign]
+def test_memory_that_is_anothers_is_no_alarm_but_the_end(story):
+    story.smp.ensure = lambda *_: (_ for _ in ()).throw(BusyError("pid 7 has it"))
     watcher = Watcher(story.watcher._job, Events("n"), story.smp.ensure, story.smp.connect)
     with pytest.raises(BusyError, match="^pid 7 has it$"):
         watcher.start()
     watcher.stop()
 
 
-def test_a_request_waits_for_the_new_smp(story: Story) -> None:
+def test_a_request_waits_for_the_new_smp(story):
     story.watcher.start()
     story.smp.kill()
     assert story.watcher.fence() == 1
@@ -177,14 +170,14 @@ def test_a_request_waits_for_the_new_smp(story: Story) -> None:
     assert len(story.smp.started) == 2
 
 
-def test_nothing_is_promised_from_memory_while_ranks_have_lost_theirs(story: Story) -> None:
+def test_nothing_is_promised_from_memory_while_ranks_have_lost_theirs(story):
     story.watcher.start()
     assert story.watcher.newest() == 4 and [each.iteration for each in story.watcher.held()] == [4]
     story.smp.missing = ["/dev/shm/segment of rank 1"]
     assert story.watcher.newest() is None and story.watcher.held() == []
 
 
-def test_a_request_is_tried_again_when_the_smp_hangs_up_but_not_when_it_cannot_fence(story: Story) -> None:
+def test_a_request_is_tried_again_when_the_smp_hangs_up_but_not_when_it_cannot_fence(story):
     story.watcher.start()
     story.smp.fence_error = ProtocolError("hung up")
     assert story.watcher.fence() == 1
@@ -193,7 +186,7 @@ def test_a_request_is_tried_again_when_the_smp_hangs_up_but_not_when_it_cannot_f
         story.watcher.fence()
 
 
-def test_a_request_gives_up_and_says_that_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_request_gives_up_and_says_that_nothing_is_lost(tmp_path):
     story = Story(tmp_path, patience=0.2)
     story.watcher.start()
     story.smp.refusals = 10**6
@@ -203,7 +196,7 @@ def test_a_request_gives_up_and_says_that_nothing_is_lost(tmp_path: Path) -> Non
     story.watcher.stop()
 
 
-def test_an_smp_that_hangs_is_ended_and_replaced(tmp_path: Path) -> None:
+def test_an_smp_that_hangs_is_ended_and_replaced(tmp_path):
     story = Story(tmp_path, patience=0.5)
     story.smp.hangs = first = story.watcher.start()
     assert story.watcher.fence() == 1
@@ -218,12 +211,12 @@ class Hanging:
     """What a story's watcher starts in place of its first SMP: one that holds the lock and never answers; afterwards
     those of the story."""
 
-    def __init__(self, story: Story, run_dir: Path) -> None:
+    def __init__(self, story, run_dir):
         self._story = story
         self._lock = run_dir / "smp.lock"
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes = []
 
-    def ensure(self, *arguments: Any) -> int:
+    def ensure(self, *arguments):
         if not self.processes:
             hold = "import sys, pathlib\nfrom ft_plugins.smp.watch import liveness\n"
             hold += "liveness.acquire(pathlib.Path(sys.argv[1]))\nprint(flush=True)\nsys.stdin.read()"
@@ -235,14 +228,14 @@ class Hanging:
             raise ProtectionError("no SMP answers")
         return self._story.smp.ensure(*arguments)
 
-    def end(self) -> None:
+    def end(self):
         for process in self.processes:
             process.kill()
             process.communicate(timeout=WAIT)
 
 
 @pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[tuple[Story, Hanging]]:
+def hanging(tmp_path):
     story = Story(tmp_path, patience=1.0)
     hanging = Hanging(story, tmp_path)
     story.watcher._ensure = hanging.ensure
@@ -254,7 +247,7 @@ def hanging(tmp_path: Path) -> Iterator[tuple[Story, Hanging]]:
         process.wait(WAIT)
 
 
-def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(hanging: tuple[Story, Hanging]) -> None:
+def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(hanging):
     """It never answered, so nobody was told its pid: it is known as the one that holds the lock."""
     story, second = hanging
     story.watcher._ensure = story.smp.ensure
@@ -270,7 +263,7 @@ def test_a_second_smp_that_hangs_from_its_beginning_is_ended_as_well(hanging: tu
     assert [fields["pid"] for name, fields in told if name == "smp.hung"] == [first, second.processes[0].pid]
 
 
-def test_an_smp_that_hung_before_the_launcher_came_is_ended_unless_it_is_young(hanging: tuple[Story, Hanging]) -> None:
+def test_an_smp_that_hung_before_the_launcher_came_is_ended_unless_it_is_young(hanging):
     story, old = hanging
     story.watcher._patience = WAIT  # it is younger than that
     with pytest.raises(ProtectionError, match="there is no SMP on node n: no SMP answers"):
@@ -283,7 +276,7 @@ def test_an_smp_that_hung_before_the_launcher_came_is_ended_unless_it_is_young(h
     assert old.processes[0].wait(WAIT) == -signal.SIGKILL
 
 
-def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(story: Story) -> None:
+def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(story):
     """Else the end of the one job that was refused for it lets the next one begin from nothing."""
     story.watcher.start()
     assert not story.watcher.empty()
@@ -295,7 +288,7 @@ def test_a_refusal_that_the_job_went_on_without_this_node_is_kept_like_state(sto
     assert not story.watcher.empty()
 
 
-def test_an_end_in_order_is_no_loss(story: Story) -> None:
+def test_an_end_in_order_is_no_loss(story):
     pid = story.watcher.start()
     story.watcher.end()
     assert story.next() == ("smp.started", {"pid": pid})
@@ -303,7 +296,7 @@ def test_an_end_in_order_is_no_loss(story: Story) -> None:
     assert threading.active_count() == 1 or "ft-smp-watcher" not in [t.name for t in threading.enumerate()]
 
 
-def test_an_smp_that_died_before_the_end_comes_back_to_clean_up(story: Story) -> None:
+def test_an_smp_that_died_before_the_end_comes_back_to_clean_up(story):
     story.watcher.start()
     story.watcher.stop()
     story.smp.kill()
@@ -312,7 +305,7 @@ def test_an_smp_that_died_before_the_end_comes_back_to_clean_up(story: Story) ->
     assert story.smp.started[-1].returncode == -signal.SIGKILL  # what `end` of the stand-in does
 
 
-def test_no_smp_is_started_while_ranks_are_forked(story: Story) -> None:
+def test_no_smp_is_started_while_ranks_are_forked(story):
     story.watcher.start()
     story.next()
     with story.watcher.paused():
@@ -322,9 +315,7 @@ def test_no_smp_is_started_while_ranks_are_forked(story: Story) -> None:
     assert story.next()[0] == "smp.started"
 
 
-def test_a_port_for_the_metrics_that_is_taken_is_in_the_log_of_the_job(
-    story: Story, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_for_the_metrics_that_is_taken_is_in_the_log_of_the_job(story, capsys):
     story.smp.unserved = "127.0.0.1, port 9400: Address already in use"
     story.watcher.start()
     assert capsys.readouterr().err == (

@@ -1,7 +1,5 @@
 """What a preloader imports, from the text of a script and from what its ranks had imported."""
 
-from __future__ import annotations
-
 import pytest
 
 from ft_plugins.launcher.preload.what_to_import import (
@@ -34,7 +32,7 @@ if __name__ == "__main__":
 """
 
 
-def test_the_imports_that_run_first_are_found_in_their_order_with_those_of_modules_beside_the_script() -> None:
+def test_the_imports_that_run_first_are_found_in_their_order_with_those_of_modules_beside_the_script():
     texts = {"beside": "import megatron.core\nimport beside\nfrom further import x", "further": "import beside, zlib"}
     script = SCRIPT.replace("loader, *", "loader")
     found = [each for each in statements(script, texts.get) if each.package not in ("__future__", "typing")]
@@ -46,7 +44,7 @@ def test_the_imports_that_run_first_are_found_in_their_order_with_those_of_modul
     ]  # fmt: skip
 
 
-def test_packages_that_are_not_installed_or_left_to_the_ranks_are_not_imported() -> None:
+def test_packages_that_are_not_installed_or_left_to_the_ranks_are_not_imported():
     named = [
         ImportStatement("deepspeed.pipe", ("LayerSpec",)),
         ImportStatement("beside"),
@@ -70,7 +68,7 @@ def test_packages_that_are_not_installed_or_left_to_the_ranks_are_not_imported()
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "megatron"])
-def test_our_adapter_of_a_framework_that_is_a_checkout_is_not_imported_ahead(framework: str) -> None:
+def test_our_adapter_of_a_framework_that_is_a_checkout_is_not_imported_ahead(framework):
     adapter = f"ft_plugins.adapters.{framework}"
     recorded = [f"{framework}.core", "ft_plugins.adapters.data", adapter, f"{adapter}.state", f"{adapter}.a.b"]
     checkout = in_order([], recorded, [], lambda package: package != framework)
@@ -90,11 +88,11 @@ def test_our_adapter_of_a_framework_that_is_a_checkout_is_not_imported_ahead(fra
         ("os.environ[name] = '1'", set()),
     ],
 )
-def test_the_variables_that_a_script_sets_by_name_are_known(text: str, names: set[str]) -> None:
+def test_the_variables_that_a_script_sets_by_name_are_known(text, names):
     assert variables_set(text) == names
 
 
-def test_variables_of_a_rank_are_withheld_and_those_of_libraries_in_c_are_told_apart() -> None:
+def test_variables_of_a_rank_are_withheld_and_those_of_libraries_in_c_are_told_apart():
     ranks = [
         "RANK",
         "LOCAL_RANK",
@@ -122,7 +120,7 @@ def test_variables_of_a_rank_are_withheld_and_those_of_libraries_in_c_are_told_a
         ("def f(path): path.insert(0, 1)", []),
     ],
 )
-def test_folders_that_a_script_puts_first_on_the_path_are_read(text: str, folders: list[str]) -> None:
+def test_folders_that_a_script_puts_first_on_the_path_are_read(text, folders):
     assert first_on_path(text, "/s/t.py") == folders
 
 
@@ -135,6 +133,6 @@ def test_folders_that_a_script_puts_first_on_the_path_are_read(text: str, folder
         "; sys.path.insert(0, open('x').read())", "str = 1; sys.path.insert(0, str('x'))", "sys.path.insert(0, 1)",
     ],
 )  # fmt: skip
-def test_a_path_that_reading_does_not_tell_is_refused(text: str) -> None:
+def test_a_path_that_reading_does_not_tell_is_refused(text):
     with pytest.raises(ValueError):
         first_on_path(text, "/s/t.py")

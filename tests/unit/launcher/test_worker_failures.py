@@ -1,7 +1,5 @@
 """The end of a worker ends a wait at once, and only once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,18 +10,18 @@ from ft_plugins.launcher.agent.worker_failures import WorkerExits
 FOR_EVER = 3600.0  # longer than a test may take
 
 
-def waiting() -> subprocess.Popen[bytes]:
+def waiting():
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
-def watched() -> int:
+def watched():
     """How many processes this one watches by a descriptor: of its descriptors only these, since what other tests left
     is closed at any time."""
     links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     return sum(link.endswith("[pidfd]") for link in links)
 
 
-def test_a_killed_worker_ends_the_wait_and_the_next_wait_is_for_the_others() -> None:
+def test_a_killed_worker_ends_the_wait_and_the_next_wait_is_for_the_others():
     first, second = waiting(), waiting()
     exits = WorkerExits([first.pid, second.pid])
     first.kill()
@@ -39,7 +37,7 @@ def test_a_killed_worker_ends_the_wait_and_the_next_wait_is_for_the_others() -> 
     exits.close()
 
 
-def test_all_killed_workers_are_waited_for_and_one_that_lives_only_for_the_given_time() -> None:
+def test_all_killed_workers_are_waited_for_and_one_that_lives_only_for_the_given_time():
     processes = [waiting() for _ in range(3)]
     exits = WorkerExits([process.pid for process in processes])
     for process in processes[:2]:
@@ -54,7 +52,7 @@ def test_all_killed_workers_are_waited_for_and_one_that_lives_only_for_the_given
         process.communicate()
 
 
-def test_a_worker_that_is_gone_already_and_a_closed_watch_are_no_error() -> None:
+def test_a_worker_that_is_gone_already_and_a_closed_watch_are_no_error():
     process = waiting()
     process.kill()
     process.communicate()

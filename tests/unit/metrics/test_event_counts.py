@@ -1,10 +1,7 @@
 """Events are counted once each, however their files grow, fill up and break off."""
 
-from __future__ import annotations
-
 import os
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +12,17 @@ SUMMED = {"fence.waited": ["seconds"], "snapshot.sealed": ["bytes"]}
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "events.jsonl"
 
 
-def rank(path: Path, number: int | None) -> Events:
+def rank(path, number):
     events = Events("n", number)
     events.subscribe(file_sink(path))
     return events
 
 
-def test_events_are_counted_and_summed_by_rank_and_the_next_reading_adds_only_what_is_new(path: Path) -> None:
+def test_events_are_counted_and_summed_by_rank_and_the_next_reading_adds_only_what_is_new(path):
     counts = EventCounts(path, SUMMED)
     assert counts.read().values == {}, "a history that is not there yet"
     zero, one, smp = rank(path, 0), rank(path, 1), rank(path, None)
@@ -40,7 +37,7 @@ def test_events_are_counted_and_summed_by_rank_and_the_next_reading_adds_only_wh
     assert later.of("slot.lost") == {}
 
 
-def test_the_alarm_that_stands_is_the_one_that_status_shows_and_is_not_of_an_ended_incarnation(path: Path) -> None:
+def test_the_alarm_that_stands_is_the_one_that_status_shows_and_is_not_of_an_ended_incarnation(path):
     counts, smp = EventCounts(path, SUMMED), rank(path, None)
     assert counts.read().alarm == ""
     began = time.time()
@@ -65,7 +62,7 @@ def test_the_alarm_that_stands_is_the_one_that_status_shows_and_is_not_of_an_end
         assert counts.read().alarm == (shown.name if shown else "") == stands
 
 
-def test_routine_events_are_not_counted_again_by_their_summary(path: Path) -> None:
+def test_routine_events_are_not_counted_again_by_their_summary(path):
     zero = rank(path, 0)
     for iteration in range(stream.SUMMED):
         zero.emit(catalogue.FENCE_WAITED, iteration=iteration, seconds=1.0)
@@ -73,9 +70,7 @@ def test_routine_events_are_not_counted_again_by_their_summary(path: Path) -> No
     assert EventCounts(path, SUMMED).read().of("fence.waited", "seconds") == {0: float(stream.SUMMED)}
 
 
-def test_no_event_is_lost_or_counted_twice_when_a_full_file_is_renamed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_event_is_lost_or_counted_twice_when_a_full_file_is_renamed(path, monkeypatch):
     monkeypatch.setattr(stream, "RECENT_LIMIT", 1000)
     follows, zero = EventCounts(path, SUMMED), rank(path, 0)
     for iteration in range(40):
@@ -84,9 +79,7 @@ def test_no_event_is_lost_or_counted_twice_when_a_full_file_is_renamed(
     assert stream.recent_of(path).with_name("events.recent.jsonl.1").exists()
 
 
-def test_no_event_is_counted_twice_when_a_file_is_renamed_amid_a_reading(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_event_is_counted_twice_when_a_file_is_renamed_amid_a_reading(path, monkeypatch):
     smp, before = rank(path, None), stream.rotated_of(path)
     for _ in range(3):
         smp.emit(catalogue.SMP_STARTED, pid=1)
@@ -97,7 +90,7 @@ def test_no_event_is_counted_twice_when_a_file_is_renamed_amid_a_reading(
     follows = EventCounts(path, SUMMED)
     add = follows._add
 
-    def meanwhile(line: bytes) -> None:
+    def meanwhile(line):
         add(line)
         if b"smp.started" in line and follows._values[("smp.started", "", None)] == 2:
             os.replace(path, before)
@@ -110,7 +103,7 @@ def test_no_event_is_counted_twice_when_a_file_is_renamed_amid_a_reading(
     follows.close()
 
 
-def test_one_reading_is_bounded_and_a_line_is_counted_once_it_is_whole(path: Path) -> None:
+def test_one_reading_is_bounded_and_a_line_is_counted_once_it_is_whole(path):
     zero = rank(path, 0)
     for iteration in range(10):
         zero.emit(catalogue.SNAPSHOT_SEALED, lineage=1, iteration=iteration, seconds=1.0, bytes=7, slot=0)
@@ -127,13 +120,13 @@ def test_one_reading_is_bounded_and_a_line_is_counted_once_it_is_whole(path: Pat
 
 
 @pytest.mark.parametrize("line", ["", "{", '{"time": 1, "name": "fence.waited", "seconds": ', "\x00\xff", "[]", "7"])
-def test_a_damaged_line_is_passed_over(path: Path, line: str) -> None:
+def test_a_damaged_line_is_passed_over(path, line):
     path.write_text(line + "\n")
     rank(path, None).emit(catalogue.SMP_LOST, pid=1)
     assert EventCounts(path, SUMMED).read().of("smp.lost") == {None: 1}
 
 
-def test_an_event_that_does_not_fit_the_catalogue_is_not_counted(path: Path) -> None:
+def test_an_event_that_does_not_fit_the_catalogue_is_not_counted(path):
     good = '{"time": 1, "name": "fence.waited", "node": "n", "rank": 0, "pid": 1, "iteration": 4, "seconds": 0.5}\n'
     wrong = (
         good.replace("0.5", '"long"'),
@@ -145,7 +138,7 @@ def test_an_event_that_does_not_fit_the_catalogue_is_not_counted(path: Path) -> 
     assert counts.of("fence.waited") == {0: 1} and counts.of("fence.waited", "seconds") == {0: 0.5}
 
 
-def test_a_link_or_a_pipe_in_place_of_a_history_is_not_read(path: Path, tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_in_place_of_a_history_is_not_read(path, tmp_path):
     rank(tmp_path / "other.jsonl", None).emit(catalogue.SMP_LOST, pid=1)
     path.symlink_to(tmp_path / "other.jsonl")
     assert EventCounts(path, SUMMED).read().values == {}
@@ -154,7 +147,7 @@ def test_a_link_or_a_pipe_in_place_of_a_history_is_not_read(path: Path, tmp_path
     assert EventCounts(path, SUMMED).read().values == {}
 
 
-def test_damaged_lines_are_passed_over_once_and_do_not_stop_the_rest(path: Path) -> None:
+def test_damaged_lines_are_passed_over_once_and_do_not_stop_the_rest(path):
     begin = '{"time": 1.0, "name": "fence.waited", "node": "n", "rank": 0, "pid": 1, "iteration": 4, "seconds": '
     deep = begin + "[" * 100_000 + "]" * 100_000 + "}"
     huge, unending, unknown = f"{begin}1{'0' * 400}}}", begin + "Infinity}", '{"time": 1.0, "name": "not.known"}'
@@ -165,7 +158,7 @@ def test_damaged_lines_are_passed_over_once_and_do_not_stop_the_rest(path: Path)
     assert counts.read().of("not.known") == {}, "names without end would take memory"
 
 
-def test_a_line_that_is_longer_than_a_reading_does_not_hide_what_follows(path: Path) -> None:
+def test_a_line_that_is_longer_than_a_reading_does_not_hide_what_follows(path):
     path.write_bytes(b"x" * 5000 + b"\n")
     rank(path, 0).emit(catalogue.SMP_LOST, pid=1)
     counts = EventCounts(path, SUMMED)

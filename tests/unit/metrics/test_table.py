@@ -1,13 +1,10 @@
 """The table of metrics: what is unknown is left out, and what is derived from it is up to date."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,12 +21,12 @@ GENERATED = {
     "alerts": "launch/prometheus/alerts.yml",
     "dashboard": "launch/grafana/ft_plugins.json",
 }
-TIERS: dict[str, Any] = {
+TIERS = {
     "process": {"lineage": 2, "iteration": 12, "age_seconds": 0.5},
     "node": {"lineage": 2, "iteration": 8, "age_seconds": 4.0},
     "storage": None,
 }
-STATUS: dict[str, Any] = {
+STATUS = {
     "segments": [{"rank": 0, "bytes": 100}, {"rank": 1, "bytes": 50}],
     "ranks": 2,
     "node_tier": {"nodes": ["a", "b"], "parity_bytes": 7, "taken": 30, "offered": 40},
@@ -43,14 +40,14 @@ STATUS: dict[str, Any] = {
 NOTHING = Counts({})
 
 
-def shown(status: Any = STATUS, counts: Counts = NOTHING) -> dict[str, str]:
+def shown(status=STATUS, counts=NOTHING):
     """Value by series, without the labels that every series has."""
     text = text_of([Node("j", "a", status, counts)])
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name.replace('ftp_job="j",node="a"', "").replace("{}", "").replace("{,", "{"): v for name, _, v in lines}
 
 
-def test_what_the_smp_knows_is_shown_with_its_labels() -> None:
+def test_what_the_smp_knows_is_shown_with_its_labels():
     found = shown()
     expected = {
         "ftp_smp_answered": "1", "ftp_iteration": "13", "ftp_iteration_seconds": "0.75", "ftp_restarts_total": "1",
@@ -62,7 +59,7 @@ def test_what_the_smp_knows_is_shown_with_its_labels() -> None:
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_what_is_unknown_is_left_out_and_not_zero() -> None:
+def test_what_is_unknown_is_left_out_and_not_zero():
     found = shown()
     absent = ("ftp_down_seconds", 'ftp_version_age_seconds{tier="storage"')
     assert not [name for name in found if name.startswith(absent)]
@@ -74,19 +71,19 @@ def test_what_is_unknown_is_left_out_and_not_zero() -> None:
     assert not [name for name in alone if "backlog" in name or "bubble_fill" in name]
 
 
-def test_ranks_on_which_there_is_no_verdict_are_not_said_to_be_idle_for_no_time() -> None:
+def test_ranks_on_which_there_is_no_verdict_are_not_said_to_be_idle_for_no_time():
     assert (shown()["ftp_idle_seconds"], shown()["ftp_hang_limit_seconds"]) == ("0.1", "60")
     found = shown(STATUS | {"progress": STATUS["progress"] | {"no_progress_seconds": 0.0, "hang_seconds": 0.0}})
     assert not found.keys() & {"ftp_idle_seconds", "ftp_hang_limit_seconds"}
 
 
-def test_a_backlog_is_not_computed_over_two_lineages() -> None:
+def test_a_backlog_is_not_computed_over_two_lineages():
     older = TIERS | {"node": TIERS["node"] | {"lineage": 1}}
     found = shown(STATUS | {"history": STATUS["history"] | {"tiers": older}})
     assert "ftp_exchange_backlog_iterations" not in found
 
 
-def test_events_are_summed_over_the_node_or_shown_by_rank() -> None:
+def test_events_are_summed_over_the_node_or_shown_by_rank():
     values = {
         ("snapshot.sealed", "", 0): 3, ("snapshot.sealed", "", 1): 4, ("snapshot.sealed", "bytes", 0): 10,
         ("fence.waited", "seconds", 1): 0.5, ("smp.lost", "", None): 2,
@@ -98,7 +95,7 @@ def test_events_are_summed_over_the_node_or_shown_by_rank() -> None:
     assert found['ftp_alarm_standing{alarm="smp.lost"}'] == "1"
 
 
-def test_some_metrics_are_scalars_without_a_label_for_the_rank() -> None:
+def test_some_metrics_are_scalars_without_a_label_for_the_rank():
     counts = Counts({("fence.waited", "seconds", 0): 0.5, ("fence.waited", "seconds", 1): 2.5})
     assert scalars_of(Node("j", "a", STATUS, counts)) == {
         "ft/restarts": 1.0, "ft/downtime_seconds": 24.5, "ft/version_age_seconds/process": 0.5,
@@ -110,7 +107,7 @@ def test_some_metrics_are_scalars_without_a_label_for_the_rank() -> None:
     assert all(f"`{tag_of(metric)}`" in KINDS["page"]() for metric in SCALARS)
 
 
-def test_a_count_begins_at_zero_so_that_the_first_event_is_an_increase() -> None:
+def test_a_count_begins_at_zero_so_that_the_first_event_is_an_increase():
     before, after = shown(), shown(counts=Counts({("snapshot.skipped", "", 1): 1}))
     assert [found["ftp_snapshots_skipped_total"] for found in (before, after)] == ["0", "1"]
     lost = shown(counts=Counts({("state.restored", "lost", 1): 3}))
@@ -118,14 +115,14 @@ def test_a_count_begins_at_zero_so_that_the_first_event_is_an_increase() -> None
         assert [found[f'ftp_lost_iterations_total{{rank="{rank}"}}'] for found in (before, lost)] == values
 
 
-def test_an_alarm_that_came_has_an_age_and_one_that_never_came_has_none() -> None:
+def test_an_alarm_that_came_has_an_age_and_one_that_never_came_has_none():
     found = shown(None, Counts({}, "", {"job.hung": 100.5}))
     assert {name: value for name, value in found.items() if "_age_" in name} == {
         'ftp_alarm_age_seconds{alarm="job.hung"}': "100.5"
     }
 
 
-def test_names_follow_the_conventions_of_prometheus() -> None:
+def test_names_follow_the_conventions_of_prometheus():
     assert len({each.name for each in METRICS}) == len(METRICS)
     for each in METRICS:
         assert re.fullmatch("ftp(_[a-z]+)+", each.name) and each.meaning.endswith("."), each.name
@@ -136,23 +133,23 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
             assert each.unit == {"s": "seconds"}.get(kind.unit, kind.unit), each.name
 
 
-def test_a_rank_that_alone_computes_is_infinitely_slow() -> None:
+def test_a_rank_that_alone_computes_is_infinitely_slow():
     found = shown(STATUS | {"progress": {"slow": [[3, float("inf")]]}})
     assert found['ftp_slow_rank_ratio{rank="3"}'] == "+Inf"
 
 
-def test_a_label_is_escaped() -> None:
+def test_a_label_is_escaped():
     text = text_of([Node('a"b\\c', "n\n", None, NOTHING)])
     assert 'ftp_job="a\\"b\\\\c",node="n\\n"' in text
 
 
 @pytest.mark.parametrize("kind", GENERATED)
-def test_what_is_generated_from_the_table_is_up_to_date(kind: str) -> None:
+def test_what_is_generated_from_the_table_is_up_to_date(kind):
     path = ROOT / GENERATED[kind]
     assert path.read_text() == KINDS[kind](), f"python -m ft_plugins.metrics.derived {kind} > {GENERATED[kind]}"
 
 
-def test_a_rule_about_what_has_no_node_says_what_it_has() -> None:
+def test_a_rule_about_what_has_no_node_says_what_it_has():
     """What is known of a job alone names no node."""
     summaries = re.findall(r"alert: (\w+)\n.*\n.*\n.*\n *summary: \"(.*)\"", KINDS["alerts"]())
     assert len(summaries) > len(ALARMS)
@@ -161,7 +158,7 @@ def test_a_rule_about_what_has_no_node_says_what_it_has() -> None:
     assert set(map(frozenset, places.values())) == {frozenset({"ftp_job", "node"})}
 
 
-def test_the_dashboard_shows_rates_in_units_that_grafana_knows_and_asks_the_chosen_source() -> None:
+def test_the_dashboard_shows_rates_in_units_that_grafana_knows_and_asks_the_chosen_source():
     board = json.loads(KINDS["dashboard"]())
     units = {panel["title"]: panel["fieldConfig"]["defaults"]["unit"] for panel in board["panels"]}
     assert set(units.values()) == {"none", "s", "bytes", "percentunit", "Bps", "cps"}
@@ -172,7 +169,7 @@ def test_the_dashboard_shows_rates_in_units_that_grafana_knows_and_asks_the_chos
     assert job["query"] == "label_values(ftp_smp_answered, ftp_job)", "known before the first iteration"
 
 
-def test_every_alarm_of_the_catalogue_has_a_rule() -> None:
+def test_every_alarm_of_the_catalogue_has_a_rule():
     rules = KINDS["alerts"]()
     alarms = [name for name, kind in catalogue.EVENTS.items() if kind.severity is Severity.ALARM]
     assert sorted(alarms) == ALARMS
@@ -239,7 +236,7 @@ tests:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Prometheus, is not installed")
-def test_promtool_accepts_the_rules_and_they_fire_when_they_should(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules_and_they_fire_when_they_should(tmp_path):
     rules = ROOT / GENERATED["alerts"]
     (tmp_path / "tests.yml").write_text(RULE_TESTS.format(rules=rules))
     config = str(rules.with_name("prometheus.yml"))
@@ -249,7 +246,7 @@ def test_promtool_accepts_the_rules_and_they_fire_when_they_should(tmp_path: Pat
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Prometheus, is not installed")
-def test_promtool_finds_no_fault_in_the_text() -> None:
+def test_promtool_finds_no_fault_in_the_text():
     counts = Counts({(each.counts[0], each.counts[1], 0): 1.5 for each in METRICS if each.counts}, "smp.lost")
     text = text_of([Node("j", "a", STATUS, counts), Node("j", "b", STATUS, counts)])
     done = subprocess.run(

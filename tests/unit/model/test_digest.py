@@ -1,10 +1,7 @@
 """State digests: one bit more or less shows, in every kind of value that small state may hold."""
 
-from __future__ import annotations
-
 import json
 import struct
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from ft_plugins.model.digest import readable, state_digest, tensor_digest
 from harness.plain_host import PlainHost
 
 
-def next_float(value: float) -> float:
+def next_float(value):
     (bits,) = struct.unpack("q", struct.pack("d", value))
     return float(struct.unpack("d", struct.pack("q", bits + 1))[0])
 
@@ -39,19 +36,19 @@ def next_float(value: float) -> float:
         (None, 0),
     ],
 )
-def test_what_differs_in_one_bit_reads_differently(left: Any, right: Any) -> None:
+def test_what_differs_in_one_bit_reads_differently(left, right):
     assert json.dumps(readable(left)) != json.dumps(readable(right))
     assert json.dumps(readable(left)) == json.dumps(readable(left))
 
 
-def test_a_tensor_is_its_bytes_in_order_whatever_its_memory_looks_like() -> None:
+def test_a_tensor_is_its_bytes_in_order_whatever_its_memory_looks_like():
     tensor = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     assert tensor_digest(tensor.t()) == tensor_digest(tensor.t().contiguous()) != tensor_digest(tensor)
     assert "values" not in tensor_digest(tensor)
     assert tensor_digest(torch.tensor([0.5]))["values"] == [(0.5).hex()]
 
 
-def test_a_state_is_all_its_items_and_its_small_state() -> None:
+def test_a_state_is_all_its_items_and_its_small_state():
     weight = torch.ones(5)
     host = PlainHost({"weight": weight}, get_state=lambda: {"step": 3})
     before = state_digest(host)

@@ -1,9 +1,6 @@
 """The collector rests while something is planned, and is as it was afterwards."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,14 +8,14 @@ from ft_plugins.model.timeline import gc_paused
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def as_before():
     was = gc.isenabled()
     yield
     (gc.enable if was else gc.disable)()
 
 
 @gc_paused()
-def looked(fails: bool = False) -> bool:
+def looked(fails=False):
     if fails:
         raise IndexError("no such window")
     return gc.isenabled()
@@ -26,7 +23,7 @@ def looked(fails: bool = False) -> bool:
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_it_rests_meanwhile_and_is_afterwards_what_it_was(before: bool, fails: bool) -> None:
+def test_it_rests_meanwhile_and_is_afterwards_what_it_was(before, fails):
     (gc.enable if before else gc.disable)()
     if fails:
         with pytest.raises(IndexError):

@@ -1,10 +1,7 @@
 """What a rank has imported, in a file."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +9,7 @@ import pytest
 from ft_plugins.model import imported
 
 
-def test_a_reader_finds_the_modules_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_finds_the_modules_in_their_order(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "not importable", ModuleType("x"))
     monkeypatch.setitem(sys.modules, "made_by_hand", ModuleType("made_by_hand"))
     imported.write(tmp_path, 1, 7)
@@ -24,14 +21,14 @@ def test_a_reader_finds_the_modules_in_their_order(tmp_path: Path, monkeypatch: 
     assert imported.read_record(path) == found and imported.read_record(tmp_path / "none") == imported.Imported()
 
 
-def test_variables_that_a_script_sets_after_a_module_had_read_them_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_a_script_sets_after_a_module_had_read_them_are_known(monkeypatch):
     monkeypatch.setattr(imported, "_found", {})
     imported.found_by_modules({"READ": None, "KEPT": "1"})
     assert imported.outdated({"READ": "x", "KEPT": "1"}) == ("READ",) and imported.outdated({"KEPT": "1"}) == ()
 
 
 @pytest.mark.parametrize("name", ["../x", "os;x", "a" * 300, ".relative", 3])
-def test_what_cannot_be_the_name_of_a_module_is_refused(tmp_path: Path, name: object) -> None:
+def test_what_cannot_be_the_name_of_a_module_is_refused(tmp_path, name):
     imported.write(tmp_path, 0, 1)
     path = imported.path_of(tmp_path, 0)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"names": ["json", name]}))

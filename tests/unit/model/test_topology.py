@@ -1,7 +1,5 @@
 """Topology: against Megatron's own rank generator, and by its properties."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -17,7 +15,7 @@ DENSE_GROUPS = ("tp", "pp", "dp", "cp", "dp-cp", "tp-pp", "tp-dp-cp", "tp-dp", "
 EXPERT_GROUPS = ("tp", "ep", "dp", "pp", "tp-ep", "tp-ep-pp", "ep-dp")
 
 
-def megatron(topology: Topology, expert: bool):
+def megatron(topology, expert):
     """Megatron's rank generator for the same job, made as initialize_model_parallel makes it."""
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
     tp, ep, cp, dp = (
@@ -28,12 +26,12 @@ def megatron(topology: Topology, expert: bool):
     return parallel_state.RankGenerator(tp=tp, ep=ep, dp=dp, pp=topology.pp, cp=cp, order=topology.order)
 
 
-def groups(topology: Topology, axes: str, expert: bool) -> list[tuple[int, ...]]:
+def groups(topology, axes, expert):
     """All groups of a kind, each once, in the order of their lowest ranks."""
     return sorted({topology.group(axes, rank, expert) for rank in range(topology.world_size)})
 
 
-def same_groups(topology: Topology) -> None:
+def same_groups(topology):
     for expert, kinds in ((False, DENSE_GROUPS), (True, EXPERT_GROUPS)):
         theirs = megatron(topology, expert)
         for axes in kinds:
@@ -43,7 +41,7 @@ def same_groups(topology: Topology) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("tp, pp, dp, cp", list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2))))
-def test_dense_groups_are_those_of_megatron(tp: int, pp: int, dp: int, cp: int, order: str) -> None:
+def test_dense_groups_are_those_of_megatron(tp, pp, dp, cp, order):
     topology = Topology(tp, pp, dp, cp, order=order, etp=tp * cp)
     theirs = megatron(topology, expert=False)
     assert topology.world_size == theirs.world_size
@@ -71,7 +69,7 @@ def test_dense_groups_are_those_of_megatron(tp: int, pp: int, dp: int, cp: int, 
     ],
     ids=str,
 )
-def test_expert_groups_are_those_of_megatron(sizes: dict) -> None:
+def test_expert_groups_are_those_of_megatron(sizes):
     same_groups(Topology(**sizes))
 
 
@@ -82,9 +80,7 @@ def test_expert_groups_are_those_of_megatron(sizes: dict) -> None:
     st.sampled_from([None, 1, 2]),
     st.permutations(["tp", "cp", "ep", "dp", "pp"]),
 )
-def test_whatever_can_be_laid_out_is_laid_out_as_megatron_does_and_megatron_refuses_the_rest(
-    dense: tuple[int, int, int, int], ep: int, etp: int | None, axes: list[str]
-) -> None:
+def test_whatever_can_be_laid_out_is_laid_out_as_megatron_does_and_megatron_refuses_the_rest(dense, ep, etp, axes):
     tp, pp, dp, cp = dense
     order = "-".join(axes)
     try:
@@ -96,7 +92,7 @@ def test_whatever_can_be_laid_out_is_laid_out_as_megatron_does_and_megatron_refu
         same_groups(topology)
 
 
-def refused_by_megatron(tp: int, pp: int, dp: int, cp: int, ep: int, etp: int, order: str) -> bool:
+def refused_by_megatron(tp, pp, dp, cp, ep, etp, order):
     """The conditions of initialize_model_parallel (core 0.16.1), in its own terms."""
     generator = pytest.importorskip("megatron.core.parallel_state").RankGenerator
     world = tp * pp * dp * cp
@@ -114,9 +110,7 @@ sizes = st.integers(1, 5)
 
 
 @given(sizes, sizes, sizes, sizes, st.sampled_from(ORDERS), st.data())
-def test_a_rank_and_its_coordinates_name_each_other(
-    tp: int, pp: int, dp: int, cp: int, order: str, choice: st.DataObject
-) -> None:
+def test_a_rank_and_its_coordinates_name_each_other(tp, pp, dp, cp, order, choice):
     topology = Topology(tp, pp, dp, cp, order=order, etp=tp * cp)
     rank = choice.draw(st.integers(0, topology.world_size - 1))
     at = topology.coords(rank)
@@ -131,7 +125,7 @@ def test_a_rank_and_its_coordinates_name_each_other(
 
 
 @given(sizes, sizes, sizes, sizes)
-def test_sharding_groups_cut_the_job_into_sets_of_replicas(tp: int, pp: int, dp: int, cp: int) -> None:
+def test_sharding_groups_cut_the_job_into_sets_of_replicas(tp, pp, dp, cp):
     topology = Topology(tp, pp, dp, cp)
     groups = topology.sharding_groups()
     assert list(groups) == sorted(itertools.product(range(pp), range(tp)))
@@ -141,7 +135,7 @@ def test_sharding_groups_cut_the_job_into_sets_of_replicas(tp: int, pp: int, dp:
         assert {(topology.coords(rank).pp, topology.coords(rank).tp) for rank in ranks} == {(stage, tensor)}
 
 
-def test_megatrons_default_order_puts_tensor_ranks_side_by_side_and_stages_far_apart() -> None:
+def test_megatrons_default_order_puts_tensor_ranks_side_by_side_and_stages_far_apart():
     topology = Topology(tp=2, pp=2, dp=2)
     assert topology.coords(5) == Coords(tp=1, pp=1, dp=0, etp=1)
     assert topology.replicas(1) == (1, 3)
@@ -150,7 +144,7 @@ def test_megatrons_default_order_puts_tensor_ranks_side_by_side_and_stages_far_a
     assert other.sharding_groups() == {(0, 0): (0, 4), (0, 1): (1, 5), (1, 0): (2, 6), (1, 1): (3, 7)}
 
 
-def test_an_experts_replicas_are_fewer_than_those_of_dense_layers() -> None:
+def test_an_experts_replicas_are_fewer_than_those_of_dense_layers():
     topology = Topology(tp=2, pp=1, dp=4, ep=2)
     assert topology.replicas(0) == (0, 2, 4, 6)
     assert topology.expert_replicas(0) == (0, 4)
@@ -158,7 +152,7 @@ def test_an_experts_replicas_are_fewer_than_those_of_dense_layers() -> None:
     assert topology.group("ep", 0) == (0, 2)
 
 
-def test_a_pipeline_is_one_rank_of_each_stage() -> None:
+def test_a_pipeline_is_one_rank_of_each_stage():
     topology = Topology(tp=2, pp=3, dp=2)
     assert topology.group("pp", 1) == (1, 5, 9)
 
@@ -179,12 +173,12 @@ def test_a_pipeline_is_one_rank_of_each_stage() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_laid_out_is_refused_with_the_numbers(sizes: dict, message: str) -> None:
+def test_what_cannot_be_laid_out_is_refused_with_the_numbers(sizes, message):
     with pytest.raises(TopologyError, match=message):
         Topology(**sizes)
 
 
-def test_ranks_indices_and_axes_that_do_not_exist_are_refused() -> None:
+def test_ranks_indices_and_axes_that_do_not_exist_are_refused():
     topology = Topology(2, 2, 2)
     for ask in (topology.coords, lambda rank: topology.group("tp", rank)):
         for rank in (-1, 8):
@@ -196,8 +190,8 @@ def test_ranks_indices_and_axes_that_do_not_exist_are_refused() -> None:
         topology.group("dp-dp", 0)
 
 
-def test_laying_out_twice_as_many_ranks_takes_twice_the_steps() -> None:
-    def lay_out(dp: int) -> None:
+def test_laying_out_twice_as_many_ranks_takes_twice_the_steps():
+    def lay_out(dp):
         topology = Topology(tp=4, pp=4, dp=dp, cp=2, ep=8, etp=1)
         groups = topology.sharding_groups()
         for rank in range(topology.world_size):

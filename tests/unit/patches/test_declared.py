@@ -1,7 +1,5 @@
 """A patch applies as declared, once, or says by name why it does not."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -16,35 +14,35 @@ from ft_plugins.patches.declared import Patch, around
 from ft_plugins.patches.versions import DEEPSPEED, MEGATRON
 
 
-def upstream() -> ModuleType:
+def upstream():
     """A module as an upstream project might have it."""
     module = ModuleType("upstream.part")
     module.__file__ = "/site-packages/upstream/part.py"
 
-    def double(value: int) -> int:
+    def double(value):
         return value * 2
 
     class Worker:
-        def run(self, times: int) -> int:
+        def run(self, times):
             return times
 
     module.__dict__.update(double=double, Worker=Worker)
     return module
 
 
-def patch(symbol: str = "double", **more: object) -> Patch:
-    given: dict[str, object] = {"replace": around(lambda original, value: original(value) + 1), **more}
-    return Patch("torch", "upstream.part", symbol, ("1.2.3",), "the reason", **given)  # type: ignore[arg-type]
+def patch(symbol="double", **more):
+    given = {"replace": around(lambda original, value: original(value) + 1), **more}
+    return Patch("torch", "upstream.part", symbol, ("1.2.3",), "the reason", **given)
 
 
-def test_the_replacement_wraps_the_original_once_however_often_it_is_applied() -> None:
+def test_the_replacement_wraps_the_original_once_however_often_it_is_applied():
     module = upstream()
     for _ in range(2):
         patch().apply(module)
     assert module.double(3) == 7
 
 
-def test_a_method_is_replaced_on_its_class() -> None:
+def test_a_method_is_replaced_on_its_class():
     module = upstream()
     method = patch("Worker.run", replace=lambda original: lambda self, times: original(self, times) * 10)
     method.apply(module)
@@ -61,7 +59,7 @@ def test_a_method_is_replaced_on_its_class() -> None:
         (patch(contains=("value * 3",)), "its source does not contain 'value * 3'"),
     ],
 )
-def test_a_patch_that_no_longer_applies_names_file_symbol_version_and_reason(drifted: Patch, found: str) -> None:
+def test_a_patch_that_no_longer_applies_names_file_symbol_version_and_reason(drifted, found):
     module = upstream()
     with pytest.raises(PatchError) as raised:
         drifted.apply(module)
@@ -70,7 +68,7 @@ def test_a_patch_that_no_longer_applies_names_file_symbol_version_and_reason(dri
     assert module.double(3) == 6
 
 
-def test_an_absent_symbol_is_added_and_an_existing_one_left_alone() -> None:
+def test_an_absent_symbol_is_added_and_an_existing_one_left_alone():
     module = upstream()
     added = patch("triple", absent=True, replace=lambda original: original or 3)
     added.apply(module)
@@ -90,7 +88,7 @@ except Exception as error:
 """
 
 
-def test_the_version_that_is_named_is_that_of_the_checkout_and_not_of_the_installed_package(tmp_path: Path) -> None:
+def test_the_version_that_is_named_is_that_of_the_checkout_and_not_of_the_installed_package(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("")
@@ -102,7 +100,7 @@ def test_the_version_that_is_named_is_that_of_the_checkout_and_not_of_the_instal
     assert f"It was checked with {', '.join(MEGATRON)}" in done.stdout
 
 
-def test_a_version_is_untested_where_no_version_of_its_series_is_in_the_table_of_versions() -> None:
+def test_a_version_is_untested_where_no_version_of_its_series_is_in_the_table_of_versions():
     assert untested("Megatron", MEGATRON[0]) == untested("Megatron", "0.16.9") == untested("DeepSpeed", "0.19.8") == ""
     assert untested("Megatron", "0.99.0").startswith("Megatron 0.99.0 is untested")
     page = Path(__file__).parents[3].joinpath("docs", "versions.md").read_text()
@@ -114,7 +112,7 @@ def test_a_version_is_untested_where_no_version_of_its_series_is_in_the_table_of
         assert version in known, f"{name} {version} is in docs/versions.md and not in patches/versions.py"
 
 
-def test_every_patch_of_the_shim_is_declared_in_full_and_no_symbol_twice() -> None:
+def test_every_patch_of_the_shim_is_declared_in_full_and_no_symbol_twice():
     declared = cpu_patches()
     assert len({(one.module, one.symbol) for one in declared}) == len(declared)
     for one in declared:

@@ -1,19 +1,14 @@
 """The flat buffer that DeepSpeed's ZeRO updates in place, and the optimizer whose kernel is not compiled."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
 import torch
 
 from ft_plugins.patches.deepspeed_cpu import detached, with_torch_adam
 
 
-def test_a_flat_buffer_is_the_same_memory_without_a_graph() -> None:
+def test_a_flat_buffer_is_the_same_memory_without_a_graph():
     made = []
 
-    def flatten(tensors: list[torch.Tensor], alignment: int) -> torch.Tensor:
+    def flatten(tensors, alignment):
         made.append(torch.cat(tensors))
         return made[0]
 
@@ -26,10 +21,10 @@ def test_a_flat_buffer_is_the_same_memory_without_a_graph() -> None:
 
 
 def test_deepspeeds_fused_adam_is_torchs_own_and_a_line_names_its_arithmetic(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     weight, compiled = torch.nn.Parameter(torch.ones(2)), []
-    made: Any = with_torch_adam(lambda *given: compiled.append(given))  # type: ignore[arg-type, return-value]
+    made = with_torch_adam(lambda *given: compiled.append(given))
     decoupled = made([weight], lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)
     assert type(decoupled) is torch.optim.AdamW and "rounded differently" in capsys.readouterr().out
     group = decoupled.param_groups[0]

@@ -1,13 +1,9 @@
 """Modules that import triton at their top level load without it; every other module finds it absent."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -61,7 +57,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is not None, reason="triton 
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def package(tmp_path, monkeypatch):
     name = f"kernels_{tmp_path.name.replace('-', '_')}"
     folder = tmp_path / name
     folder.mkdir()
@@ -75,7 +71,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[loaded]
 
 
-def test_the_modules_own_code_runs_and_its_kernels_refuse_by_name(package: str) -> None:
+def test_the_modules_own_code_runs_and_its_kernels_refuse_by_name(package):
     load_below(package, partial(loader, ["triton", "torchvision"]))
     kernels = importlib.import_module(f"{package}.kernels")
     assert kernels.is_enabled() is False and kernels.TRITON_22 is False
@@ -85,7 +81,7 @@ def test_the_modules_own_code_runs_and_its_kernels_refuse_by_name(package: str) 
     assert kernels.looks_for_it().jit
 
 
-def test_whoever_else_looks_for_triton_finds_it_absent(package: str) -> None:
+def test_whoever_else_looks_for_triton_finds_it_absent(package):
     load_below(package, partial(loader, ["triton", "torchvision"]))
     importlib.import_module(f"{package}.kernels")
     assert importlib.import_module(f"{package}.guarded").found is False, "it has a way without triton"
@@ -107,5 +103,5 @@ def test_whoever_else_looks_for_triton_finds_it_absent(package: str) -> None:
         ("# import triton\nimport os", False),
     ],
 )
-def test_a_module_is_known_by_an_import_at_its_top_level(source: str, needs: bool) -> None:
+def test_a_module_is_known_by_an_import_at_its_top_level(source, needs):
     assert needed_by(source.encode()) == (("triton",) if needs else ())

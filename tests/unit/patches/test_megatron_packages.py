@@ -1,9 +1,6 @@
 """Which program a package `megatron` belongs to is seen in its files, not in its name or version."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +11,7 @@ from ft_plugins.patches import megatron_forks as forks
 DEEPSPEED = "model, *_ = deepspeed.initialize(\n    model=model)"
 
 
-def package(folder: Path, **files: str) -> Path:
+def package(folder, **files):
     for name, text in files.items():
         file = folder / f"{name.replace('__', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -22,7 +19,7 @@ def package(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_an_early_megatron_core_of_megatron_deepspeed_is_not_taken_for_megatron_lm(tmp_path: Path) -> None:
+def test_an_early_megatron_core_of_megatron_deepspeed_is_not_taken_for_megatron_lm(tmp_path):
     core = {"core__package_info": "MAJOR = 0\nMINOR = 2"}
     fork = package(tmp_path / "fork", training=f"import deepspeed\n{DEEPSPEED}", **core)
     early = package(tmp_path / "early", training="def pretrain(): ...", **core)
@@ -33,7 +30,7 @@ def test_an_early_megatron_core_of_megatron_deepspeed_is_not_taken_for_megatron_
     assert package_in([early]) is package_in([recent]) is package_in([]) is MegatronPackage.MEGATRON_LM
 
 
-def test_each_program_has_its_own_patches() -> None:
+def test_each_program_has_its_own_patches():
     modules = {
         one: {patch.module.partition(".")[0:3:2] for patch in cpu_patches(package=one) if "megatron" in patch.module}
         for one in MegatronPackage
@@ -46,8 +43,8 @@ def test_each_program_has_its_own_patches() -> None:
 
 
 def test_what_deepspeed_has_removed_can_be_imported_and_says_so_when_it_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(forks, "_COMPRESS", "json.compress")  # any package without such a module
     monkeypatch.setitem(sys.modules, "json.compress", ModuleType("unset"))
     del sys.modules["json.compress"]

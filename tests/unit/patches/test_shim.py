@@ -1,7 +1,5 @@
 """The CPU device shim, in a process of its own: torch and Megatron behave as if there were a device."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -148,7 +146,7 @@ if find_spec("triton") is not None:  # then kernels are left as they are
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
+def outcomes():
     """The traceback of each story, '' if it held. Each is told in a fork: the shim cannot be taken off again."""
     command = [sys.executable, "-c", PREPARED]
     done = subprocess.run(command, input=json.dumps(STORIES), capture_output=True, text=True, timeout=240)
@@ -157,5 +155,5 @@ def outcomes() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_with_the_shim(name: str, outcomes: dict[str, str]) -> None:
+def test_with_the_shim(name, outcomes):
     assert outcomes[name] == "", outcomes[name]

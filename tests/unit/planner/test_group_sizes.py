@@ -1,7 +1,5 @@
 """Smaller redundancy groups survive longer and take more parity."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -15,7 +13,7 @@ from ft_plugins.planner.survival import Cluster, Scheme, days_until, log_surviva
 LARGE = Cluster(2048, 512, 0.004, 0.002, redundancy_nodes=8)
 
 
-def test_each_size_is_what_the_cluster_would_be_with_it() -> None:
+def test_each_size_is_what_the_cluster_would_be_with_it():
     found = plan_group_sizes(LARGE, 0.9)
     assert [one.nodes for one in found.of(Scheme.RAIM5)] == [2, 4, 8, 16, 32, 64, 128, 256, 512]
     assert [one.nodes for one in found.of(Scheme.RAIM6)] == [4, 8, 16, 32, 64, 128, 256, 512]
@@ -28,14 +26,14 @@ def test_each_size_is_what_the_cluster_would_be_with_it() -> None:
 
 
 @pytest.mark.parametrize("scheme", [Scheme.RAIM5, Scheme.RAIM6])
-def test_the_smaller_the_groups_the_longer_they_survive_and_the_more_they_take(scheme: Scheme) -> None:
+def test_the_smaller_the_groups_the_longer_they_survive_and_the_more_they_take(scheme):
     found = plan_group_sizes(LARGE, 0.9).of(scheme)
     assert [one.days for one in found] == sorted((one.days for one in found), reverse=True)
     assert [one.parity for one in found] == sorted((one.parity for one in found), reverse=True)
     assert found[0].days > 10 * found[-1].days
 
 
-def test_the_table_marks_the_size_of_the_plan_and_names_the_automatic_one() -> None:
+def test_the_table_marks_the_size_of_the_plan_and_names_the_automatic_one():
     lines = plan_group_sizes(LARGE, 0.9).table().splitlines()
     assert lines[0].endswith(f"--reft-group-nodes auto would choose {choose_group_nodes(2048, 1)}")
     assert "RAIM5: parity" in lines[1] and "RAIM6: lost within 30 d" in lines[1]
@@ -44,17 +42,17 @@ def test_the_table_marks_the_size_of_the_plan_and_names_the_automatic_one() -> N
     assert lines[2].split()[0] == "2" and "100.0%" in lines[2]
 
 
-def test_one_size_is_no_comparison() -> None:
+def test_one_size_is_no_comparison():
     assert plan_group_sizes(Cluster(4, 2, 0.1, 0.1), 0.9).table() == ""
 
 
-def test_what_never_fails_is_no_error_and_is_none_in_json() -> None:
+def test_what_never_fails_is_no_error_and_is_none_in_json():
     still = plan_group_sizes(Cluster(64, 64, 0.0, 0.0), 0.9)
     assert all(math.isinf(one.days) for one in still.sizes) and "always" in still.table()
     assert {one["days"] for one in json.loads(json.dumps(still.block(), allow_nan=False))} == {None}
 
 
-def test_racks_cost_days_and_keep_groups_small() -> None:
+def test_racks_cost_days_and_keep_groups_small():
     racks = plan_group_sizes(replace(LARGE, domain_nodes=16, domain_rate=1e-3), 0.9).of(Scheme.RAIM5)
     alone = plan_group_sizes(LARGE, 0.9).of(Scheme.RAIM5)
     assert all(one.days < other.days for one, other in zip(racks[:5], alone[:5], strict=True))

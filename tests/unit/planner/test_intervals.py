@@ -1,7 +1,5 @@
 """Intervals: the smallest that link and bound allow, the cheapest by trying all; rates against a group played out."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import math
@@ -16,7 +14,6 @@ from ft_plugins.errors import ConfigError
 from ft_plugins.planner.intervals import (
     DAY,
     Costs,
-    SchemePlan,
     cheapest_snapshots,
     exchange_seconds,
     failures_per_day,
@@ -50,7 +47,7 @@ some_costs = st.builds(
 )
 
 
-def scheme_plan(scheme: Scheme, cluster: Cluster = CLUSTER, costs: Costs = COSTS) -> SchemePlan:
+def scheme_plan(scheme, cluster=CLUSTER, costs=COSTS):
     return next(plan for plan in plan_intervals(cluster, costs).schemes if plan.scheme is scheme)
 
 
@@ -59,8 +56,8 @@ def scheme_plan(scheme: Scheme, cluster: Cluster = CLUSTER, costs: Costs = COSTS
 
 @settings(max_examples=300, deadline=None)
 @given(some_costs, st.integers(1, 2))
-def test_the_snapshot_interval_keeps_both_bounds_and_one_less_would_break_one(costs: Costs, losses: int) -> None:
-    def keeps(iterations: int, slack: float) -> bool:
+def test_the_snapshot_interval_keeps_both_bounds_and_one_less_would_break_one(costs, losses):
+    def keeps(iterations, slack):
         seconds = iterations * costs.iteration_seconds * slack
         return costs.snapshot_seconds <= costs.max_overhead * seconds and exchange_seconds(costs, losses) <= seconds
 
@@ -81,11 +78,11 @@ def test_the_snapshot_interval_keeps_both_bounds_and_one_less_would_break_one(co
         (0.0, 1, 1, 1),
     ],
 )
-def test_snapshot_intervals_by_hand(snapshot: float, state: float, losses: int, expected: int) -> None:
+def test_snapshot_intervals_by_hand(snapshot, state, losses, expected):
     assert snapshot_interval(replace(COSTS, snapshot_seconds=snapshot, state_gib=state), losses) == expected
 
 
-def test_an_interval_that_just_suffices_is_not_lost_to_rounding() -> None:
+def test_an_interval_that_just_suffices_is_not_lost_to_rounding():
     costs = replace(COSTS, iteration_seconds=1, snapshot_seconds=0.07, state_gib=1)
     assert 0.07 / 0.01 > 7  # in doubles
     assert snapshot_interval(costs, 1) == 7
@@ -93,8 +90,8 @@ def test_an_interval_that_just_suffices_is_not_lost_to_rounding() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(some_costs, st.integers(1, 2))
-def test_snapshots_are_taken_as_often_as_costs_least_within_the_limits(costs: Costs, losses: int) -> None:
-    def cost(iterations: int) -> float:
+def test_snapshots_are_taken_as_often_as_costs_least_within_the_limits(costs, losses):
+    def cost(iterations):
         seconds = iterations * costs.iteration_seconds
         return DAY / seconds * costs.snapshot_seconds + seconds / 2 * 96 * 11e-3
 
@@ -105,7 +102,7 @@ def test_snapshots_are_taken_as_often_as_costs_least_within_the_limits(costs: Co
     assert found <= shortest + 1 or cost(found - 1) <= cost(found - 2) * (1 + 1e-9)
 
 
-def test_where_nothing_fails_snapshots_are_as_frequent_as_the_limits_allow() -> None:
+def test_where_nothing_fails_snapshots_are_as_frequent_as_the_limits_allow():
     quiet = replace(CLUSTER, hw_rate=0.0, sw_rate=0.0)
     assert cheapest_snapshots(failures_per_day(quiet), replace(COSTS, snapshot_seconds=0.7), 1) == 7
 
@@ -113,14 +110,14 @@ def test_where_nothing_fails_snapshots_are_as_frequent_as_the_limits_allow() -> 
 # ------------------------------------------------------------------------------------------------ rates
 
 
-def test_without_reft_every_failure_is_for_storage() -> None:
+def test_without_reft_every_failure_is_for_storage():
     assert storage_rate(CLUSTER, COSTS, Scheme.CHECKPOINT) == pytest.approx(96 * (1e-3 + 1e-2))
     aged = replace(CLUSTER, shape=1.3)
     expected = 96 * (mean_rate(1e-3, 1.3) + mean_rate(1e-2, 1.3))
     assert storage_rate(aged, COSTS, Scheme.CHECKPOINT) == pytest.approx(expected)
 
 
-def test_the_rate_that_memory_does_not_survive_is_of_the_known_order() -> None:
+def test_the_rate_that_memory_does_not_survive_is_of_the_known_order():
     hazard = 1e-3 * rebuild_seconds(CLUSTER, COSTS) / DAY
     assert rebuild_seconds(CLUSTER, COSTS) == pytest.approx(600 + 6 * 60 / 20)
     first = 96 * 1e-3 * 5 * hazard, 96 * 1e-3 * 10 * hazard**2  # C(5, m) of the others, in the time of one rebuild
@@ -129,10 +126,10 @@ def test_the_rate_that_memory_does_not_survive_is_of_the_known_order() -> None:
     assert storage_rate(CLUSTER, COSTS, Scheme.RAIM6) == pytest.approx(first[1], rel=1e-4)
 
 
-def played_out(nodes: int, losses: int, rate: float, down: float, days: float) -> float:
+def played_out(nodes, losses, rate, down, days):
     """Per day, how often more than `losses` of a group are down at once, each for `down` days; played at random."""
     chance, now, lost = random.Random(7), 0.0, 0
-    returns: list[float] = []
+    returns = []
     while now < days:
         now += chance.expovariate(nodes * rate)
         while returns and returns[0] <= now:
@@ -146,7 +143,7 @@ def played_out(nodes: int, losses: int, rate: float, down: float, days: float) -
 
 
 @pytest.mark.parametrize(("scheme", "days"), [(Scheme.RAIM5, 10_000), (Scheme.RAIM6, 200_000)])
-def test_the_rate_that_memory_does_not_survive_equals_that_of_a_group_played_out(scheme: Scheme, days: float) -> None:
+def test_the_rate_that_memory_does_not_survive_equals_that_of_a_group_played_out(scheme, days):
     cluster = Cluster(nodes=6, group_nodes=6, hw_rate=1.0, sw_rate=0.0)
     costs = replace(COSTS, replace_seconds=0.01 * DAY - 6 * 60 / 20)
     assert rebuild_seconds(cluster, costs) == pytest.approx(0.01 * DAY)
@@ -155,7 +152,7 @@ def test_the_rate_that_memory_does_not_survive_equals_that_of_a_group_played_out
     assert storage_rate(cluster, costs, scheme) == pytest.approx(found, rel=0.12)
 
 
-def test_hardware_failures_are_shared_out_between_memory_and_storage() -> None:
+def test_hardware_failures_are_shared_out_between_memory_and_storage():
     for scheme in (Scheme.RAIM5, Scheme.RAIM6):
         process, node, storage = scheme_plan(scheme).tiers
         assert (process.name, node.name, storage.name) == ("process", "node", "storage")
@@ -169,19 +166,19 @@ def test_hardware_failures_are_shared_out_between_memory_and_storage() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0.1, 100), st.floats(0.01, 10))
-def test_youngs_interval_is_the_cheapest_of_all(cost: float, rate: float) -> None:
-    def total(seconds: float) -> float:
+def test_youngs_interval_is_the_cheapest_of_all(cost, rate):
+    def total(seconds):
         return DAY / seconds * cost + seconds / 2 * rate
 
     best = young(cost, rate)
     assert all(total(best) <= total(best * factor) for factor in (0.2, 0.5, 0.9, 0.99, 1.01, 1.1, 2, 5))
 
 
-def test_the_checkpoint_interval_is_the_cheapest_whole_number_of_iterations() -> None:
+def test_the_checkpoint_interval_is_the_cheapest_whole_number_of_iterations():
     costs = replace(COSTS, storage_gib_per_second=1000)
     write, rate = 96 * 60 / 1000, 96 * 11e-3
 
-    def total(iterations: int) -> float:
+    def total(iterations):
         return DAY / (10 * iterations) * write + 10 * iterations / 2 * rate
 
     cheapest = min(range(1, 2000), key=total)
@@ -192,7 +189,7 @@ def test_the_checkpoint_interval_is_the_cheapest_whole_number_of_iterations() ->
 
 @settings(max_examples=200, deadline=None)
 @given(some_costs)
-def test_no_checkpoint_is_asked_for_faster_than_storage_takes_it_nor_between_snapshots(costs: Costs) -> None:
+def test_no_checkpoint_is_asked_for_faster_than_storage_takes_it_nor_between_snapshots(costs):
     write = 96 * costs.state_gib / costs.storage_gib_per_second
     for plan in plan_intervals(CLUSTER, costs).schemes:
         storage = plan.tiers[-1]
@@ -201,13 +198,13 @@ def test_no_checkpoint_is_asked_for_faster_than_storage_takes_it_nor_between_sna
         assert all(tier.every is not None and storage.every % tier.every == 0 for tier in plan.tiers)
 
 
-def test_slow_storage_bounds_the_interval() -> None:
+def test_slow_storage_bounds_the_interval():
     slow = replace(COSTS, storage_gib_per_second=0.01)
     (storage,) = scheme_plan(Scheme.CHECKPOINT, costs=replace(slow, checkpoint_seconds=1.0)).tiers
     assert storage.every == math.ceil(96 * 60 / 0.01 / 10)
 
 
-def test_a_checkpoint_that_training_does_not_wait_for_costs_less_but_lags_behind() -> None:
+def test_a_checkpoint_that_training_does_not_wait_for_costs_less_but_lags_behind():
     (waited,) = scheme_plan(Scheme.CHECKPOINT).tiers
     (behind,) = scheme_plan(Scheme.CHECKPOINT, costs=replace(COSTS, checkpoint_seconds=1.0)).tiers
     assert behind.every is not None and waited.every is not None and behind.every < waited.every
@@ -216,7 +213,7 @@ def test_a_checkpoint_that_training_does_not_wait_for_costs_less_but_lags_behind
     assert behind.lost_seconds == pytest.approx((seconds / 2 + write - 1.0) * 96 * 11e-3)
 
 
-def test_the_cost_of_reft_is_the_sum_by_hand() -> None:
+def test_the_cost_of_reft_is_the_sum_by_hand():
     process, node, storage = scheme_plan(Scheme.RAIM5).tiers
     assert process.every == node.every == math.ceil(math.sqrt(2 * 0.05 * DAY / (96 * 0.011)) / 10) == 10
     assert process.save_seconds == pytest.approx(DAY / 100 * 0.05) and node.save_seconds == 0
@@ -229,7 +226,7 @@ def test_the_cost_of_reft_is_the_sum_by_hand() -> None:
     assert plan.cost < scheme_plan(Scheme.CHECKPOINT).cost / 2
 
 
-def test_where_nothing_fails_nothing_is_written_and_nothing_lost() -> None:
+def test_where_nothing_fails_nothing_is_written_and_nothing_lost():
     quiet = Cluster(nodes=12, group_nodes=6, hw_rate=0.0, sw_rate=0.0)
     plan = plan_intervals(quiet, COSTS)
     assert [one.tiers[-1].every for one in plan.schemes] == [None] * 3
@@ -240,7 +237,7 @@ def test_where_nothing_fails_nothing_is_written_and_nothing_lost() -> None:
 # ------------------------------------------------------------------------------------------------ input and output
 
 
-def test_costs_are_given_whole_or_not_at_all() -> None:
+def test_costs_are_given_whole_or_not_at_all():
     assert Costs.from_options({"state_gib": None, "max_overhead": None}) is None
     whole = {"state_gib": 60, "iteration_seconds": 10, "snapshot_seconds": 0.05, "link_gib_per_second": 20}
     with pytest.raises(ConfigError, match="no effect without storage_gib_per_second; give it too$"):
@@ -261,13 +258,13 @@ def test_costs_are_given_whole_or_not_at_all() -> None:
         ({"max_overhead": 1.5}, "max_overhead: expected a number from 1e-6 to 1, found 1.5"),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(change: dict[str, float], said: str) -> None:
+def test_costs_that_make_no_sense_are_refused(change, said):
     with pytest.raises(ConfigError) as refused:
-        replace(COSTS, **change)  # type: ignore[arg-type]
+        replace(COSTS, **change)
     assert str(refused.value) == said
 
 
-def test_the_table_shows_every_tier_and_the_share_of_the_day() -> None:
+def test_the_table_shows_every_tier_and_the_share_of_the_day():
     lines = plan_intervals(CLUSTER, COSTS).table().splitlines()
     assert "hardware one in 1000 days, software one in 100 days" in lines[0]
     assert [line.split()[0] for line in lines[2:4]] == ["checkpoints", "total"]
@@ -278,7 +275,7 @@ def test_the_table_shows_every_tier_and_the_share_of_the_day() -> None:
     assert "no progress" in hopeless
 
 
-def test_the_block_is_json_of_its_standard() -> None:
+def test_the_block_is_json_of_its_standard():
     block = json.loads(json.dumps(plan_intervals(CLUSTER, COSTS).block(), allow_nan=False))
     assert block["costs"]["state_gib"] == 60
     assert block["schemes"]["raim5"]["tiers"]["process"]["every"] == 10
@@ -288,5 +285,5 @@ def test_the_block_is_json_of_its_standard() -> None:
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.0, "0 s"), (119.0, "119 s"), (150.0, "2.5 min"), (9000, "2.5 h"), (216_000, "2.5 d")]
 )
-def test_a_time_for_people(seconds: float, shown: str) -> None:
+def test_a_time_for_people(seconds, shown):
     assert span(seconds) == shown

@@ -1,7 +1,5 @@
 """The intervals of a running job: the planner's, from measured seconds; bounded, monotone, and changed rarely."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,6 @@ from ft_plugins.planner.job_intervals import (
     MOST_CAPTURED,
     MOST_STORED,
     WORTH,
-    Choice,
     Measured,
     MeasuredJob,
     choose,
@@ -38,19 +35,19 @@ some_jobs = st.builds(
 captured, stored = st.integers(1, MOST_CAPTURED), st.integers(0, MOST_STORED)
 
 
-def settled(job: MeasuredJob, measured: Measured, captured: int = 1, stored: int = 1) -> Choice:
+def settled(job, measured, captured=1, stored=1):
     """What is chosen in the end, after as many choices as it takes to grow."""
     found = choose(job, measured, captured, stored)
     same = (found.captured, found.stored) == (captured, stored)
     return found if same else settled(job, measured, found.captured, found.stored)
 
 
-def wanted(job: MeasuredJob, measured: Measured) -> int:
+def wanted(job, measured):
     return settled(job, measured).captured
 
 
 @pytest.mark.parametrize("losses", [1, 2])
-def test_they_are_those_of_the_planner_for_the_same_job(losses: int) -> None:
+def test_they_are_those_of_the_planner_for_the_same_job(losses):
     state = 60.0  # GiB; the figures are the seconds that link and storage take for them
     costs = Costs(
         state, MEASURED.iteration, MEASURED.fences, losses * state / MEASURED.exchange, 6 * state / MEASURED.storage
@@ -63,9 +60,7 @@ def test_they_are_those_of_the_planner_for_the_same_job(losses: int) -> None:
 
 
 @given(some_jobs, some_measured, captured, stored)
-def test_they_are_bounded_and_what_is_not_chosen_stays(
-    job: MeasuredJob, measured: Measured, before: int, kept: int
-) -> None:
+def test_they_are_bounded_and_what_is_not_chosen_stays(job, measured, before, kept):
     found = choose(job, measured, before, kept)
     assert 1 <= found.captured <= MOST_CAPTURED and 0 <= found.stored <= MOST_STORED
     assert job.captured or found.captured == before
@@ -73,9 +68,7 @@ def test_they_are_bounded_and_what_is_not_chosen_stays(
 
 
 @given(some_jobs, some_measured, captured, stored)
-def test_a_choice_is_final_until_what_is_measured_changes_a_lot(
-    job: MeasuredJob, measured: Measured, before: int, kept: int
-) -> None:
+def test_a_choice_is_final_until_what_is_measured_changes_a_lot(job, measured, before, kept):
     found = choose(job, measured, before, kept)
     assert found.captured <= GROWTH * before and (not kept or found.stored <= GROWTH * kept), "it grows step by step"
     end = settled(job, measured, before, kept)
@@ -85,24 +78,20 @@ def test_a_choice_is_final_until_what_is_measured_changes_a_lot(
 
 
 @given(some_jobs, some_measured, st.floats(1, 1e3), st.floats(1, 1e3))
-def test_the_more_a_snapshot_costs_the_rarer_it_is(
-    job: MeasuredJob, measured: Measured, waits: float, sends: float
-) -> None:
+def test_the_more_a_snapshot_costs_the_rarer_it_is(job, measured, waits, sends):
     dearer = replace(measured, fences=measured.fences * waits, exchange=measured.exchange * sends)
     assert wanted(job, dearer) >= wanted(job, measured)
 
 
 @given(some_jobs, some_measured, st.floats(1, 1e3), st.integers(0, 1000))
-def test_the_more_fails_the_more_often_snapshots_are_taken(
-    job: MeasuredJob, measured: Measured, times: float, restarts: int
-) -> None:
+def test_the_more_fails_the_more_often_snapshots_are_taken(job, measured, times, restarts):
     hw_rate, sw_rate = (rate if rate is None else min(100.0, rate * times) for rate in (job.hw_rate, job.sw_rate))
     worse = replace(job, hw_rate=hw_rate, sw_rate=sw_rate)
     failed = replace(measured, restarts=measured.restarts + restarts)
     assert wanted(worse, failed) <= wanted(job, measured)
 
 
-def test_failures_are_observed_if_none_are_given_and_all_of_them_may_have_been_nodes() -> None:
+def test_failures_are_observed_if_none_are_given_and_all_of_them_may_have_been_nodes():
     observed = replace(JOB, hw_rate=None, sw_rate=None, losses=0, nodes=1)
     day = replace(MEASURED, job=86400.0, restarts=3)
     given_rate = replace(observed, hw_rate=4.0)
@@ -112,7 +101,7 @@ def test_failures_are_observed_if_none_are_given_and_all_of_them_may_have_been_n
     assert choose(observed, replace(day, job=0.0), 1, 1).captured >= 1, "a job that has just begun"
 
 
-def test_without_a_failure_to_expect_a_snapshot_costs_at_most_its_share_and_nothing_needs_a_checkpoint() -> None:
+def test_without_a_failure_to_expect_a_snapshot_costs_at_most_its_share_and_nothing_needs_a_checkpoint():
     quiet = replace(JOB, hw_rate=0.0, sw_rate=0.0)
     found = settled(quiet, replace(MEASURED, fences=0.2))
     assert found.captured == 10, "0.2 s are one percent of ten iterations of 2 s"

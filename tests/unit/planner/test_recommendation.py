@@ -1,7 +1,5 @@
 """The planner leads with one configuration, whose reasons are the figures of its tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from ft_plugins.config import Config
 from ft_plugins.planner.group_sizes import plan_group_sizes
 from ft_plugins.planner.intervals import DAY, Costs, plan_intervals
-from ft_plugins.planner.recommendation import Recommendation, recommend
+from ft_plugins.planner.recommendation import recommend
 from ft_plugins.planner.survival import Cluster, Scheme, plan_survival
 
 CLUSTER = Cluster(nodes=96, group_nodes=6, hw_rate=1e-3, sw_rate=1e-2)
@@ -18,12 +16,12 @@ COSTS = Costs(
 )
 
 
-def advice(cluster: Cluster = CLUSTER, costs: Costs | None = COSTS) -> Recommendation:
+def advice(cluster=CLUSTER, costs=COSTS):
     intervals = plan_intervals(cluster, costs) if costs is not None else None
     return recommend(plan_survival(cluster, 0.9), plan_group_sizes(cluster, 0.9), intervals)
 
 
-def test_its_flags_are_those_of_a_job() -> None:
+def test_its_flags_are_those_of_a_job():
     for found in (advice(), advice(costs=None), advice(replace(CLUSTER, redundancy_nodes=4))):
         config, rest = Config.from_flags(" ".join(found.flags).split())
         assert not rest and config.reft is not None and config.reft.redundancy == found.scheme.value
@@ -33,7 +31,7 @@ def test_its_flags_are_those_of_a_job() -> None:
             assert config.reft.checkpoint_interval == found.checkpoint_interval
 
 
-def test_raim5_is_enough_unless_raim6_saves_a_thousandth_of_the_day() -> None:
+def test_raim5_is_enough_unless_raim6_saves_a_thousandth_of_the_day():
     assert advice().scheme is Scheme.RAIM5
     hard = replace(CLUSTER, hw_rate=1.0)
     costs = replace(COSTS, storage_gib_per_second=1, replace_seconds=3600)
@@ -45,7 +43,7 @@ def test_raim5_is_enough_unless_raim6_saves_a_thousandth_of_the_day() -> None:
     assert small.scheme is Scheme.RAIM5 and any("would need groups of at least 4" in one for one in small.reasons)
 
 
-def test_without_costs_it_recommends_what_survives_a_day_and_no_interval() -> None:
+def test_without_costs_it_recommends_what_survives_a_day_and_no_interval():
     found = advice(costs=None)
     assert (found.scheme, found.interval, found.checkpoint_interval) == (Scheme.RAIM5, None, None)
     assert "give --state-gib" in found.reasons[0]
@@ -63,12 +61,12 @@ def test_without_costs_it_recommends_what_survives_a_day_and_no_interval() -> No
     ],
     ids=["cheapest", "waiting", "sending"],
 )  # fmt: skip
-def test_it_says_what_limits_the_interval(costs: Costs, interval: int, said: str) -> None:
+def test_it_says_what_limits_the_interval(costs, interval, said):
     found = advice(costs=costs)
     assert found.interval == interval and said in found.reasons[0]
 
 
-def test_where_nothing_fails_checkpoints_are_still_advised() -> None:
+def test_where_nothing_fails_checkpoints_are_still_advised():
     found = advice(replace(CLUSTER, hw_rate=0.0, sw_rate=0.0))
     assert (found.interval, found.checkpoint_interval) == (1, None)
     assert any("no failure of this model needs them" in reason for reason in found.reasons)

@@ -1,27 +1,21 @@
 """What a job did with its bubbles, from events: sums between versions that counted under one plan, and nothing else."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from ft_plugins.bubbles.gate.pacing_limits import LIMITS
 from ft_plugins.events import Event
-from quickstart_report.bubble_use import BubbleUse, bubble_use
+from quickstart_report.bubble_use import bubble_use
 from quickstart_report.run_pictures import draw_bubbles, size
 
 RANKS = range(4)
 MIB = 1 << 20
 
 
-def event(name: str, time: float, node: int, rank: int | None = None, pid: int = 100, **fields: Any) -> Event:
+def event(name, time, node, rank=None, pid=100, **fields):
     return Event(name, time, f"node{node}", rank, pid, fields)
 
 
-def planned(time: float, iterations: int = 2, reason: str = "", ranks: Sequence[int] = RANKS) -> list[Event]:
+def planned(time, iterations=2, reason="", ranks=RANKS):
     """Ranks plan, in an iteration of the same number as the time: half of 100 ms is a bubble, the first or second."""
     found = []
     for rank in ranks:
@@ -39,7 +33,7 @@ def planned(time: float, iterations: int = 2, reason: str = "", ranks: Sequence[
     return found
 
 
-def counted(time: float, iteration: int, inside: int, late: int = 0, by_rate: int = 0, pid: int = 100) -> list[Event]:
+def counted(time, iteration, inside, late=0, by_rate=0, pid=100):
     """Each node says so of its two ranks, which have sent alike."""
     return [
         event(
@@ -51,7 +45,7 @@ def counted(time: float, iteration: int, inside: int, late: int = 0, by_rate: in
     ]  # fmt: skip
 
 
-def used(*events: list[Event]) -> BubbleUse:
+def used(*events):
     found = bubble_use([one for those in events for one in those])
     assert found is not None
     return found
@@ -60,7 +54,7 @@ def used(*events: list[Event]) -> BubbleUse:
 STEADY = [planned(10), counted(11, 8, 100, 0, 4000), counted(12, 10, 700, 50, 4000), counted(13, 12, 1900, 50, 4150)]
 
 
-def test_what_went_before_there_was_a_plan_is_left_out() -> None:
+def test_what_went_before_there_was_a_plan_is_left_out():
     use = used(counted(9, 6, 0, 0, 4000), *STEADY)
     traffic = use.traffic
     assert (traffic.versions, traffic.iterations, traffic.iterations_per_version) == (2, 4, 2.0)
@@ -73,7 +67,7 @@ def test_what_went_before_there_was_a_plan_is_left_out() -> None:
     assert line.endswith("2% late, 8% rate-limited")
 
 
-def test_another_incarnation_counts_from_nothing_and_is_not_added() -> None:
+def test_another_incarnation_counts_from_nothing_and_is_not_added():
     again = [event("rank.attached", 14, rank // 2, rank) for rank in RANKS]
     after = counted(15, 13, 10_000)
     assert used(*STEADY, again, after).traffic == used(*STEADY).traffic
@@ -84,23 +78,23 @@ def test_another_incarnation_counts_from_nothing_and_is_not_added() -> None:
     assert (found.versions, found.iterations, found.in_bubbles) == (3, 3, 600)
 
 
-def test_without_a_plan_there_is_nothing_to_say() -> None:
+def test_without_a_plan_there_is_nothing_to_say():
     assert bubble_use([]) is None and bubble_use(counted(9, 6, 0)) is None
 
 
-def test_a_plan_under_which_no_two_versions_counted_says_so() -> None:
+def test_a_plan_under_which_no_two_versions_counted_says_so():
     traffic = used(planned(10, iterations=3), counted(11, 8, 100)).traffic
     assert traffic.iterations_per_version is None and traffic.in_bubble_share is None
     assert "planned: a version every 3; fewer than two were committed since the plan" in traffic.line()
 
 
-def test_versions_that_needed_no_bytes_are_not_said_to_be_missing() -> None:
+def test_versions_that_needed_no_bytes_are_not_said_to_be_missing():
     traffic = used(planned(10, iterations=3), counted(11, 8, 100), counted(12, 11, 100), counted(13, 14, 100)).traffic
     assert traffic.in_bubble_share is None
     assert traffic.line().endswith("a version every 3.0 iterations (planned: 3); no copies were sent")
 
 
-def test_all_bubbles_are_counted_also_those_beyond_what_a_timeline_shows() -> None:
+def test_all_bubbles_are_counted_also_those_beyond_what_a_timeline_shows():
     """Of each rank's bubbles of 50 ms the timeline shows the first 10 ms."""
     plan = planned(10)
     for recorded in plan[1::2]:
@@ -108,7 +102,7 @@ def test_all_bubbles_are_counted_also_those_beyond_what_a_timeline_shows() -> No
     assert used(plan, counted(11, 8, 100)).traffic.idle_share == pytest.approx(0.5)
 
 
-def test_a_rank_that_was_killed_before_its_timeline_does_not_shift_the_plans_after_it() -> None:
+def test_a_rank_that_was_killed_before_its_timeline_does_not_shift_the_plans_after_it():
     again = [event("rank.attached", 11, rank // 2, rank) for rank in RANKS]
     first = planned(10, ranks=(0, 1, 3))
     use = used(first, again, planned(14, iterations=5), *(counted(15 + k, 15 + k, 100 * k) for k in range(3)))
@@ -116,7 +110,7 @@ def test_a_rank_that_was_killed_before_its_timeline_does_not_shift_the_plans_aft
     assert [row.rank for row in use.rows] == [*RANKS] and use.nodes[2] == "node1"
 
 
-def test_ranks_that_a_resize_took_away_do_not_hide_the_plans_of_the_others() -> None:
+def test_ranks_that_a_resize_took_away_do_not_hide_the_plans_of_the_others():
     again = [event("rank.attached", 11, rank // 2, rank) for rank in (0, 1)]
     small = planned(14, ranks=(0, 1))
     kept = [[one for one in counted(15 + k, 15 + k, 100 * k) if one.node == "node0"] for k in range(3)]
@@ -124,7 +118,7 @@ def test_ranks_that_a_resize_took_away_do_not_hide_the_plans_of_the_others() -> 
     assert [row.rank for row in use.rows] == [0, 1] and use.traffic.versions == 2
 
 
-def test_two_incarnations_that_planned_in_the_same_iteration_have_two_plans() -> None:
+def test_two_incarnations_that_planned_in_the_same_iteration_have_two_plans():
     """The first ended before a version was committed, so the second began from scratch too."""
     again = [event("rank.attached", 11, rank // 2, rank) for rank in RANKS]
     second = planned(14, iterations=5)
@@ -134,17 +128,17 @@ def test_two_incarnations_that_planned_in_the_same_iteration_have_two_plans() ->
     assert use.traffic.planned_iterations_per_version == 5 and use.traffic.in_bubbles == 200
 
 
-def test_an_smp_that_replaces_another_counts_from_nothing_and_is_not_added() -> None:
+def test_an_smp_that_replaces_another_counts_from_nothing_and_is_not_added():
     assert used(*STEADY, counted(14, 14, 10, pid=101), counted(15, 16, 20, pid=101)).traffic == used(*STEADY).traffic
 
 
-def told(bytes_by_bubble: dict[int, int]) -> list[list[int]]:
+def told(bytes_by_bubble):
     """Of rank 0, as a node tells it: the bubbles in which most went."""
-    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[:LIMITS.reported_bubbles]
+    most = sorted(bytes_by_bubble.items(), key=lambda one: -one[1])[: LIMITS.reported_bubbles]
     return [[0, bubble, nbytes] for bubble, nbytes in sorted(most)]
 
 
-def test_a_bubble_that_a_node_did_not_tell_both_times_is_not_known_and_not_empty(tmp_path: Path) -> None:
+def test_a_bubble_that_a_node_did_not_tell_both_times_is_not_known_and_not_empty(tmp_path):
     """Of 40 bubbles the last 32 had most at first, later all but the second eight; nothing ever went in the 41st."""
     before = {bubble: 1000 + bubble for bubble in range(40)}
     after = {bubble: nbytes + (0 if 8 <= bubble < 16 else 400) for bubble, nbytes in before.items()}
@@ -163,7 +157,7 @@ def test_a_bubble_that_a_node_did_not_tell_both_times_is_not_known_and_not_empty
     assert (tmp_path / "part.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_where_most_bubbles_only_came_up_later_what_went_in_them_is_known() -> None:
+def test_where_most_bubbles_only_came_up_later_what_went_in_them_is_known():
     events = list(planned(10))
     for time, iteration, filled in ((11, 8, {3: 10}), (12, 10, {at: 10 + at for at in range(40)})):
         counts = counted(time, iteration, 100 * iteration)
@@ -173,7 +167,7 @@ def test_where_most_bubbles_only_came_up_later_what_went_in_them_is_known() -> N
     assert [use.bytes_per_iteration(0, at) for at in (3, 7, 8, 39)] == [None, None, 9.0, 24.5]
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_the_picture_is_drawn(tmp_path):
     for name, plan in (("sent", STEADY), ("rate", [planned(10, reason="no bubbles")])):
         draw_bubbles(used(*plan), tmp_path / f"{name}.png")
         written = (tmp_path / f"{name}.png").read_bytes()
@@ -181,11 +175,11 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "sent.png").read_bytes() != (tmp_path / "rate.png").read_bytes()
 
 
-def test_bytes_are_told_in_a_unit_for_people() -> None:
+def test_bytes_are_told_in_a_unit_for_people():
     assert (size(3 * MIB / 2), size(2048), size(0)) == ("1.5 MiB", "2 KiB", "0 KiB")
 
 
-def test_of_a_node_with_too_few_commits_the_bytes_are_unknown_and_others_count_by_their_own_iterations() -> None:
+def test_of_a_node_with_too_few_commits_the_bytes_are_unknown_and_others_count_by_their_own_iterations():
     """Node 1 has one commit; then it has two that are half as far apart as those of node 0."""
     first, second, third = STEADY[1:]
     use = used(STEADY[0], first, second[:1], third[:1])

@@ -1,12 +1,8 @@
 """The report: every figure from the events, and no proof without one restore from memory."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +12,6 @@ from ft_plugins.rehearse.driver import Loss
 from quickstart_report.comparison import (
     EvidenceError,
     RestoredVersion,
-    RunComparison,
     RunRecord,
     compare_runs,
     sealed_by_all,
@@ -29,11 +24,11 @@ RANKS = 4
 BEGAN, KILLED = 1000.0, 1038.2
 
 
-def event(name: str, time: float, rank: int | None = None, **fields: Any) -> Event:
+def event(name, time, rank=None, **fields):
     return Event(name, time, "node0", rank, 100 + (rank or 0), fields)
 
 
-def incarnation(start: float, token: int, lineage: int, iterations: range) -> list[Event]:
+def incarnation(start, token, lineage, iterations):
     """What `RANKS` trainers emit: they attach, pass fences of 1, 2, 3, ... ms and commit a version a second."""
     found = [
         event(
@@ -55,20 +50,20 @@ def incarnation(start: float, token: int, lineage: int, iterations: range) -> li
     return found
 
 
-def losses(start: float, iterations: range) -> list[Loss]:
+def losses(start, iterations):
     return [Loss(k, 5.0 / k, start + 1 + k - iterations.start + 0.01) for k in iterations]
 
 
-def unfailed_run() -> RunRecord:
+def unfailed_run():
     return RunRecord(BEGAN, BEGAN + 45, incarnation(1030.0, 1, 1, range(1, 13)), losses(1030.0, range(1, 13)))
 
 
-def restored(rank: int, **changes: Any) -> Event:
+def restored(rank, **changes):
     found = {"lineage": 1, "iteration": 7, "tier": "process", "completed": 8, "lost": 1, "seconds": 0.1 + rank / 100}
     return event("state.restored", 1071.0, rank, **(found | changes))
 
 
-def failed_run(restores: list[Event] | None = None, **changes: Any) -> RunRecord:
+def failed_run(restores=None, **changes):
     """Killed in iteration 9, when 8 were completed and 7 was the newest version: resumes from 7."""
     attempt = incarnation(1030.0, 1, 1, range(1, 9))
     events = [
@@ -84,11 +79,11 @@ def failed_run(restores: list[Event] | None = None, **changes: Any) -> RunRecord
     return replace(run, **changes)
 
 
-def report(**changes: Any) -> RunComparison:
+def report(**changes):
     return compare_runs(failed_run(**changes), unfailed_run())
 
 
-def test_a_kill_that_left_no_trace_is_proven_with_its_figures() -> None:
+def test_a_kill_that_left_no_trace_is_proven_with_its_figures():
     found = report()
     assert found.proven and found.identical and found.unproven == ()
     assert found.iterations == found.iterations_unfailed == 12
@@ -105,7 +100,7 @@ def test_a_kill_that_left_no_trace_is_proven_with_its_figures() -> None:
     assert found.snapshots == 7 + 5
 
 
-def test_the_downtime_is_told_apart() -> None:
+def test_the_downtime_is_told_apart():
     seconds = report().seconds
     assert seconds.detect == pytest.approx(0.5)
     assert seconds.restart == pytest.approx(1070.3 - KILLED - 0.5)  # the last of four ranks attaches at 1070.3
@@ -113,21 +108,21 @@ def test_the_downtime_is_told_apart() -> None:
     assert seconds.down == pytest.approx(1072.51 - KILLED)
 
 
-def test_the_stall_is_the_median_over_fences_of_the_slowest_rank() -> None:
+def test_the_stall_is_the_median_over_fences_of_the_slowest_rank():
     assert stall(unfailed_run().events) == pytest.approx((6.5 + 3) / 1000)
     # the fences of the first incarnation and of the second, iteration 8 in both
     assert stall(failed_run().events) == pytest.approx((sorted([*range(1, 9), *range(8, 13)])[6] + 3) / 1000)
     assert stall([]) is None
 
 
-def test_a_version_counts_as_a_snapshot_when_every_rank_has_sealed_it() -> None:
+def test_a_version_counts_as_a_snapshot_when_every_rank_has_sealed_it():
     found = sealed_by_all(failed_run().events)
     assert [k for _, k in found] == [*range(1, 8), *range(8, 13)]
     assert found[0][0] == pytest.approx(1031.03)  # when the last of the four had it
 
 
 @pytest.mark.parametrize("name", ["training.started", "state.lost"])
-def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str) -> None:
+def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name):
     scratch = [event(name, 1071.0, rank, reason="no version was captured before") for rank in range(RANKS)]
     found = report(restores=scratch)
     assert found.identical and found.restores == 0 and found.restored_from is None and found.scratch_restarts == 1
@@ -135,7 +130,7 @@ def test_a_restart_from_scratch_is_no_proof_even_with_identical_state(name: str)
     assert "started 1 time(s) from scratch" in verdict(found) and "restored 0 time(s)" in verdict(found)
 
 
-def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None:
+def test_starting_from_scratch_before_the_kill_is_how_every_job_starts():
     run = failed_run()
     first = [event("training.started", 1030.5, rank, reason="no version was captured before") for rank in range(RANKS)]
     assert compare_runs(replace(run, events=[*first, *run.events]), unfailed_run()).proven
@@ -151,20 +146,20 @@ def test_starting_from_scratch_before_the_kill_is_how_every_job_starts() -> None
         ([restored(rank) for rank in range(RANKS)] * 2, "restored 2 time(s), expected 1"),
     ],
 )
-def test_other_than_one_restore_from_memory_is_no_proof(restores: list[Event], reason: str) -> None:
+def test_other_than_one_restore_from_memory_is_no_proof(restores, reason):
     found = report(restores=restores)
     assert not found.proven
     assert reason in verdict(found)
 
 
-def test_without_a_kill_nothing_is_proven() -> None:
+def test_without_a_kill_nothing_is_proven():
     found = compare_runs(unfailed_run(), unfailed_run())
     assert found.identical and not found.proven
     assert "0 processes were killed" in verdict(found)
     assert found.seconds.detect is None and found.iterations_lost is None
 
 
-def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> None:
+def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost():
     run = failed_run([restored(rank, tier="node", iteration=6, completed=6, lost=0) for rank in range(RANKS)])
     kill = event("signal.sent", KILLED, lost="node1", ranks=[2, 3], signal="SIGKILL", iteration=8)
     events = [kill if e.name == "signal.sent" else e for e in run.events]
@@ -174,7 +169,7 @@ def test_a_lost_node_is_named_and_what_was_logged_and_not_restored_is_lost() -> 
     assert "with one node killed" in str(table(found).title)
 
 
-def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned() -> None:
+def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned():
     idle = {"seconds": 1.0, "spans": [], "bubbles": [[0, 0.0, 0.4]], "windows": [], "bytes": 9, "receiver": 0}
     planned = [event("bubbles.planned", 1031.0, 0, iterations=2, idle_seconds=0.4)]
     planned += [event("timeline.recorded", 1031.0, 0, iteration=2, reason="", **idle)]
@@ -194,7 +189,7 @@ def test_what_went_in_bubbles_stands_in_the_table_where_any_were_planned() -> No
     assert "bubbles" not in str([column._cells for column in table(report()).columns])
 
 
-def test_ranks_that_restored_different_versions_are_reported_as_such() -> None:
+def test_ranks_that_restored_different_versions_are_reported_as_such():
     mixed = [restored(rank, iteration=7 if rank else 6) for rank in range(RANKS)]
     with pytest.raises(EvidenceError, match="different versions"):
         report(restores=mixed)
@@ -202,18 +197,18 @@ def test_ranks_that_restored_different_versions_are_reported_as_such() -> None:
         report(restores=[restored(0)])
 
 
-def test_a_difference_of_the_transcripts_is_named() -> None:
+def test_a_difference_of_the_transcripts_is_named():
     found = compare_runs(failed_run(), unfailed_run(), ["NOT EXACT: iteration 9, rank 1: the batch: b1 != b9"])
     assert not found.identical and not found.proven
     assert "are NOT identical: NOT EXACT: iteration 9, rank 1: the batch" in verdict(found)
 
 
-def test_runs_that_left_nothing_are_refused() -> None:
+def test_runs_that_left_nothing_are_refused():
     with pytest.raises(EvidenceError, match="failed run left no losses"):
         report(losses=[])
 
 
-def test_report_json_has_the_promised_keys() -> None:
+def test_report_json_has_the_promised_keys():
     found = json.loads(report().json())
     assert found["identical"] is True and found["proven"] is True
     assert found["iterations_lost"] == 1
@@ -222,7 +217,7 @@ def test_report_json_has_the_promised_keys() -> None:
     assert found["snapshot_stall_seconds"] > 0 and found["host_memory_bytes"] == RANKS * 3000
 
 
-def test_the_table_shows_every_figure() -> None:
+def test_the_table_shows_every_figure():
     text = io.StringIO()
     Console(file=text, width=120).print(table(report()))
     for shown in (
@@ -243,7 +238,7 @@ def test_the_table_shows_every_figure() -> None:
     assert "DIFFERS" in text.getvalue()
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_the_picture_is_drawn(tmp_path):
     failed, unfailed = failed_run(), unfailed_run()
     draw_comparison(failed, unfailed, compare_runs(failed, unfailed), tmp_path / "report.png")
     written = (tmp_path / "report.png").read_bytes()
@@ -253,7 +248,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     draw_comparison(other, unfailed, compare_runs(other, unfailed), tmp_path / "other.png")  # without a kill
 
 
-def test_the_difference_of_the_runs_is_that_of_each_iteration_also_of_one_that_was_computed_twice() -> None:
+def test_the_difference_of_the_runs_is_that_of_each_iteration_also_of_one_that_was_computed_twice():
     unfailed = unfailed_run()
     whole = [(entry.iteration, 0.0) for entry in failed_run().losses]
     assert difference(failed_run(), unfailed) == whole and len(whole) > 12 - 1
@@ -261,7 +256,7 @@ def test_the_difference_of_the_runs_is_that_of_each_iteration_also_of_one_that_w
     assert difference(replace(unfailed, losses=twice), unfailed)[-1] == (8, 0.5)
 
 
-def test_a_kill_written_by_another_process_is_read_with_its_rank(tmp_path: Path) -> None:
+def test_a_kill_written_by_another_process_is_read_with_its_rank(tmp_path):
     stream = Events()
     stream.subscribe(file_sink(tmp_path / "events.jsonl"))
     stream.emit(catalogue.SIGNAL_SENT, rank=2, signal="SIGKILL")

@@ -1,9 +1,6 @@
 """The quickstart's decisions: what it runs, what it refuses, when it strikes."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +11,7 @@ from ft_plugins.rehearse.driver import DriveError, DrivePhase, Progress
 from quickstart import FAILED_STATUS, LINK_MBPS, PROFILED, follow, main, parse
 
 
-def test_both_runs_are_the_same_command_but_for_their_files(tmp_path: Path) -> None:
+def test_both_runs_are_the_same_command_but_for_their_files(tmp_path):
     plan = parse(["--out", str(tmp_path), "--iterations", "40"])
     one, other = plan.arguments(tmp_path / "one"), plan.arguments(tmp_path / "other")
     assert [word.replace("/other/", "/one/") for word in other] == one
@@ -27,7 +24,7 @@ def test_both_runs_are_the_same_command_but_for_their_files(tmp_path: Path) -> N
     assert plan.kill_at == 20
 
 
-def test_with_deepspeed_both_runs_have_one_configuration_whose_block_protects_them(tmp_path: Path) -> None:
+def test_with_deepspeed_both_runs_have_one_configuration_whose_block_protects_them(tmp_path):
     plan = parse(["--framework", "deepspeed", "--out", str(tmp_path), "--iterations", "40"])
     words = plan.arguments(tmp_path / "one")
     config, rest = Config.from_flags(words, whole=False)
@@ -37,7 +34,7 @@ def test_with_deepspeed_both_runs_have_one_configuration_whose_block_protects_th
     assert plan.settings is not None and Config.from_json(plan.settings["ft_plugins"]).reft is not None
 
 
-def test_with_baft_the_stages_are_on_two_nodes_and_one_of_them_is_killed(tmp_path: Path) -> None:
+def test_with_baft_the_stages_are_on_two_nodes_and_one_of_them_is_killed(tmp_path):
     plan = parse(["--baft", "--out", str(tmp_path)])
     config, rest = Config.from_flags(plan.arguments(tmp_path / "one"))
     assert config.baft is not None and config.reft is not None
@@ -52,7 +49,7 @@ def test_with_baft_the_stages_are_on_two_nodes_and_one_of_them_is_killed(tmp_pat
     assert block.baft == config.baft and block.reft == config.reft
 
 
-def test_with_a_policy_replicas_are_synchronised_before_the_kill(tmp_path: Path) -> None:
+def test_with_a_policy_replicas_are_synchronised_before_the_kill(tmp_path):
     plan = parse(["--policy", "edit", "--quick", "--out", str(tmp_path)])
     config, rest = Config.from_flags(plan.arguments(tmp_path / "one"))
     assert config.sync is not None and config.sync.policy == "edit" and config.sync.tau == 3 <= plan.kill_at
@@ -65,14 +62,14 @@ def test_with_a_policy_replicas_are_synchronised_before_the_kill(tmp_path: Path)
     assert parse([]).sync == ()
 
 
-def test_with_baft_a_quick_run_is_long_enough_for_a_plan_before_the_kill_and_after_it() -> None:
+def test_with_baft_a_quick_run_is_long_enough_for_a_plan_before_the_kill_and_after_it():
     plan = parse(["--baft", "--quick"])
     planned_at = Profiling().warmup + PROFILED + 3  # messages take three iterations
     assert plan.kill_at >= planned_at + 4
     assert plan.iterations - plan.kill_at >= planned_at + 4
 
 
-def test_the_given_text_is_what_both_runs_learn_from(tmp_path: Path) -> None:
+def test_the_given_text_is_what_both_runs_learn_from(tmp_path):
     (tmp_path / "text").write_text("some text")
     words = parse(["--data", str(tmp_path / "text")]).arguments(tmp_path)
     assert words[words.index("--data") + 1] == str(tmp_path / "text")
@@ -90,7 +87,7 @@ def test_the_given_text_is_what_both_runs_learn_from(tmp_path: Path) -> None:
         (["--out", "/dev/null/out"], "--out /dev/null/out: Not a directory; name a writable folder"),
     ],
 )
-def test_what_cannot_be_run_is_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_one_line(argv, message, capsys):
     assert main(argv) == FAILED_STATUS
     error = capsys.readouterr().err
     assert error.startswith(f"quickstart: {message}") and error.count("\n") == 1
@@ -101,23 +98,23 @@ class Script:
 
     log = Path("output.log")
 
-    def __init__(self, moments: list[tuple[DrivePhase, int]], committed_at: int = 0) -> None:
-        self.moments, self.kills = moments, []  # type: ignore[var-annotated]
+    def __init__(self, moments, committed_at=0):
+        self.moments, self.kills = moments, []
         self.committed_at = committed_at  # iteration
         self.lost = 0
 
-    def events(self) -> list[Event]:
+    def events(self):
         return [Event("version.committed", 0.0)] if self.iteration >= self.committed_at else []
 
-    def follow(self, seconds: float, patience: float) -> Progress:
+    def follow(self, seconds, patience):
         self.now, self.iteration = self.moments.pop(0)
         return Progress(self.now, self.iteration, None, 8, 0.0)
 
-    def kill(self, rank: int) -> int:
+    def kill(self, rank):
         self.kills.append((rank, self.now, self.iteration))
         return 4711
 
-    def kill_node(self) -> tuple[str, str]:
+    def kill_node(self):
         self.lost += 1
         return "node1", "node2"
 
@@ -125,36 +122,36 @@ class Script:
 class Silent:
     """Shows nothing."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return lambda *given: None
 
 
-def strikes(moments: list[tuple[DrivePhase, int]], kill: bool = True) -> list[Any]:
+def strikes(moments, kill=True):
     job, display = Script(moments), Silent()
     plan = parse(["--iterations", "10", "--kill-at", "4", "--kill-rank", "3"])
-    follow(job, plan, kill, display)  # type: ignore[arg-type]
+    follow(job, plan, kill, display)
     return job.kills
 
 
-def test_one_process_is_killed_once_and_not_before_its_iteration_is_logged() -> None:
+def test_one_process_is_killed_once_and_not_before_its_iteration_is_logged():
     before = [(DrivePhase.STARTING, 0), (DrivePhase.TRAINING, 3)]
     after = [(DrivePhase.RESTARTING, 5), (DrivePhase.TRAINING, 6), (DrivePhase.ENDING, 10), (DrivePhase.DONE, 10)]
     assert strikes([*before, (DrivePhase.TRAINING, 5), *after]) == [(3, DrivePhase.TRAINING, 5)]
     assert strikes([*before, (DrivePhase.TRAINING, 5), *after], kill=False) == []
 
 
-def test_a_whole_node_is_killed_once_when_a_version_is_committed() -> None:
+def test_a_whole_node_is_killed_once_when_a_version_is_committed():
     moments = [(DrivePhase.TRAINING, iteration) for iteration in (3, 4, 5, 6)]
     job = Script([*moments, (DrivePhase.DONE, 30)], committed_at=5)
-    said: list[str] = []
+    said = []
     display = Silent()
-    display.say = said.append  # type: ignore[attr-defined]
-    follow(job, parse(["--baft", "--quick", "--kill-at", "4"]), True, display)  # type: ignore[arg-type]
+    display.say = said.append
+    follow(job, parse(["--baft", "--quick", "--kill-at", "4"]), True, display)
     assert job.lost == 1 and not job.kills
     (line,) = said
     assert line.startswith("SIGKILL sent to all processes of node1") and line.endswith("after iteration 5 was logged")
 
 
-def test_a_job_that_ends_before_anyone_was_killed_is_no_failed_run() -> None:
+def test_a_job_that_ends_before_anyone_was_killed_is_no_failed_run():
     with pytest.raises(DriveError, match=r"no process was killed; see output\.log"):
         strikes([(DrivePhase.STARTING, 0), (DrivePhase.ENDING, 10), (DrivePhase.DONE, 10)])

@@ -9,11 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -24,7 +21,7 @@ from hypothesis import strategies as st
 
 from ft_plugins import errors
 from ft_plugins.errors import CorruptSlotError, FtError, ProtocolError, ResumeError, SegmentError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.recovery.facts import NodeFacts
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, Way, plan_recovery
 from ft_plugins.recovery.restore import _facts, _read_facts, agree_on_version
@@ -43,12 +40,11 @@ RANGES = [(0, 128), (128, 128), (256, 44)]
 FINGERPRINT = {"layers": 2, "order": ["tp", "dp"]}
 ITERATIONS = (4, 5, 6)
 _WAIT_SECONDS = 90.0
-DiesAt = Callable[[int, Callable[[], object]], bool]  # the fixture
 
 LINEAGE_WORD = 8  # offset in the header of a slot
 HEADER = range(0, 512)
 FIRST_SLOT = SHAPE.slots_start
-AREAS: dict[str, list[range]] = {  # in which bytes are changed, by what they belong to
+AREAS = {  # in which bytes are changed, by what they belong to
     "header": [HEADER, range(1024, 1024 + 60)],
     "ranges": [range(PAGE, PAGE + 16 * SHAPE.buckets)],
     **{
@@ -78,11 +74,11 @@ class Start:
 class Gather:
     """All ranks of the job, as threads of this process."""
 
-    def __init__(self, rank: int, said: list[bytes], barrier: threading.Barrier) -> None:
+    def __init__(self, rank, said, barrier):
         self.rank, self.world_size = rank, len(said)
         self._said, self._barrier = said, barrier
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload):
         self._said[self.rank] = payload
         self._barrier.wait(_WAIT_SECONDS)
         found = list(self._said)
@@ -93,26 +89,26 @@ class Gather:
 class Job:
     """A job of three ranks on one node, between two starts, if not of other `ranks`."""
 
-    def __init__(self, name: str, run_dir: Path, ranks: Sequence[int] = RANKS) -> None:
+    def __init__(self, name, run_dir, ranks=RANKS):
         self.name, self.run_dir, self.ranks = name, run_dir, ranks
-        self.seen: list[Event] = []
+        self.seen = []
 
-    def path(self, rank: int) -> Path:
+    def path(self, rank):
         return path_of(self.name, "n", rank)
 
-    def smp(self) -> SnapshotProcess:
+    def smp(self):
         """An SMP that has adopted what is there."""
         events = Events("n")
         events.subscribe(self.seen.append)
         return SnapshotProcess(self.run_dir, self.name, "n", events)
 
-    def attach(self, smp: SnapshotProcess, rank: int, token: int, fresh: bool = False) -> dict[str, Any]:
+    def attach(self, smp, rank, token, fresh=False):
         return smp.answer(
             {"do": "attach", "rank": rank, "token": token, "shape": asdict(SHAPE), "fingerprint": FINGERPRINT,
              "pid": 0, "fresh": fresh, "world_size": len(self.ranks)}
         )  # fmt: skip
 
-    def train(self) -> None:
+    def train(self):
         """From the beginning, to three versions on every rank."""
         smp = self.smp()
         token = smp.answer({"do": "fence"})["token"]
@@ -125,7 +121,7 @@ class Job:
                 capture(segment, index, Version(1, iteration), token)
             segment.header.completed = max(ITERATIONS)
 
-    def start(self, smp: SnapshotProcess, mode: str = "auto") -> Start:
+    def start(self, smp, mode="auto"):
         """The same command again, until a lineage is opened or something is refused."""
         fenced = smp.answer({"do": "fence"})
         assert fenced["ok"], fenced
@@ -153,15 +149,15 @@ class Job:
         return begun
 
 
-def small_of(rank: int, version: Version) -> bytes:
+def small_of(rank, version):
     return f"{rank} at {version.iteration}".encode()
 
 
-def data_of(rank: int, version: Version) -> np.ndarray:
+def data_of(rank, version):
     return np.random.default_rng([rank, version.iteration]).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
 
 
-def capture(segment: Segment, index: int, version: Version, token: int) -> None:
+def capture(segment, index, version, token):
     data, small = data_of(segment.rank, version), small_of(segment.rank, version)
     digests = np.array([xxhash.xxh3_64_intdigest(data[a : a + n].tobytes()) for a, n in RANGES], dtype=np.uint64)
     segment.dirty(index, version, token)
@@ -172,23 +168,21 @@ def capture(segment: Segment, index: int, version: Version, token: int) -> None:
     segment.seal(index, version, token, small, digests)
 
 
-def restorable(segment: Segment, version: Version) -> bool:
+def restorable(segment, version):
     """Whether what would be restored is what was captured."""
     (index,) = [slot.index for slot in segment.slots() if slot.version == version and slot.state is SlotState.CLEAN]
     same = (segment.data(index) == data_of(segment.rank, version)).all()
     return bool(same) and segment.small(index) == small_of(segment.rank, version)
 
 
-def agreed(
-    segments: list[Segment], report: Callable[[FtError], None], nodes: Sequence[Any] | None = None
-) -> RecoveryPlan:
+def agreed(segments, report, nodes=None):
     """What all ranks agree on. Raises what all of them raise alike."""
     said, barrier = [b""] * len(segments), threading.Barrier(len(segments))
-    found: list[Any] = [None] * len(segments)
+    found = [None] * len(segments)
 
-    def run(rank: int) -> None:
+    def run(rank):
         try:
-            gather: Any = Gather(rank, said, barrier)
+            gather = Gather(rank, said, barrier)
             found[rank] = agree_on_version(segments[rank], gather, report, nodes and nodes[rank])
         except BaseException as error:
             found[rank] = error
@@ -210,7 +204,7 @@ def agreed(
 
 
 @pytest.fixture
-def trained(job: str, tmp_path: Path) -> Iterator[tuple[Job, Mapping[int, bytes]]]:
+def trained(job, tmp_path):
     """A job that has trained, and the bytes of its segments."""
     made = Job(job, tmp_path)
     made.train()
@@ -218,7 +212,7 @@ def trained(job: str, tmp_path: Path) -> Iterator[tuple[Job, Mapping[int, bytes]
     remove(job, "n")
 
 
-def put_back(job: Job, kept: Mapping[int, bytes]) -> None:
+def put_back(job, kept):
     for rank, content in kept.items():
         job.path(rank).unlink(missing_ok=True)
         fd = os.open(job.path(rank), os.O_RDWR | os.O_CREAT, 0o600)
@@ -228,7 +222,7 @@ def put_back(job: Job, kept: Mapping[int, bytes]) -> None:
     job.seen.clear()
 
 
-def flip(job: Job, rank: int, at: int, mask: int) -> None:
+def flip(job, rank, at, mask):
     with open(job.path(rank), "r+b") as file:
         file.seek(at)
         (before,) = file.read(1)
@@ -237,7 +231,7 @@ def flip(job: Job, rank: int, at: int, mask: int) -> None:
 
 
 @st.composite
-def changes(draw: st.DrawFn) -> tuple[str, list[tuple[int, bytes]]]:
+def changes(draw):
     """What is hit, and by what: see `apply`."""
     area = draw(st.sampled_from(sorted(AREAS)))
     found = []
@@ -251,7 +245,7 @@ def changes(draw: st.DrawFn) -> tuple[str, list[tuple[int, bytes]]]:
     return area, found
 
 
-def apply(job: Job, rank: int, hits: list[tuple[int, bytes]]) -> None:
+def apply(job, rank, hits):
     """Change bytes at these offsets: one byte is a bit that flips, eight are a word that is written."""
     content = bytearray(job.path(rank).read_bytes())
     for at, what in hits:
@@ -268,9 +262,7 @@ def apply(job: Job, rank: int, hits: list[tuple[int, bytes]]) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # every example puts the files back
 )  # fmt: skip
 @given(data=st.data())
-def test_whatever_changes_in_one_ranks_segment_the_job_resumes_from_what_is_whole_or_refuses(
-    trained: tuple[Job, Mapping[int, bytes]], data: st.DataObject
-) -> None:
+def test_whatever_changes_in_one_ranks_segment_the_job_resumes_from_what_is_whole_or_refuses(trained, data):
     job, kept = trained
     put_back(job, kept)
     adopted = data.draw(st.booleans(), "the SMP has the segment mapped when it changes")
@@ -294,7 +286,7 @@ def test_whatever_changes_in_one_ranks_segment_the_job_resumes_from_what_is_whol
     assert again.plan is not None and again.plan.version == begun.plan.version and all(again.restored)
 
 
-def zero(job: Job, rank: int, slots: Iterable[int]) -> None:
+def zero(job, rank, slots):
     """The header pages of these slots are lost: they read as zeros."""
     for slot in slots:
         apply(job, rank, [(FIRST_SLOT + slot * SHAPE.slot_room + at, bytes(8)) for at in range(0, PAGE, 8)])
@@ -311,9 +303,7 @@ def zero(job: Job, rank: int, slots: Iterable[int]) -> None:
 )
 @example(slots={0, 1, 2}, ranks=set(RANKS), adopted=False)
 @example(slots={0, 1, 2}, ranks={1}, adopted=True)
-def test_pages_that_read_as_zeros_are_damage_and_never_a_job_that_has_not_begun(
-    trained: tuple[Job, Mapping[int, bytes]], slots: set[int], ranks: set[int], adopted: bool
-) -> None:
+def test_pages_that_read_as_zeros_are_damage_and_never_a_job_that_has_not_begun(trained, slots, ranks, adopted):
     job, kept = trained
     put_back(job, kept)
     smp = job.smp() if adopted else None
@@ -338,9 +328,7 @@ def test_pages_that_read_as_zeros_are_damage_and_never_a_job_that_has_not_begun(
 
 @pytest.mark.parametrize("done", [0, 1, 2], ids=lambda done: f"{done} ranks have opened it")
 @pytest.mark.parametrize("hurt", [(), (1,), RANKS], ids=lambda hurt: f"slots of ranks {hurt} damaged")
-def test_whenever_a_fresh_start_dies_while_it_is_opened_the_next_start_goes_on(
-    trained: tuple[Job, Mapping[int, bytes]], hurt: tuple[int, ...], done: int, dies_at: DiesAt
-) -> None:
+def test_whenever_a_fresh_start_dies_while_it_is_opened_the_next_start_goes_on(trained, hurt, done, dies_at):
     """One rank's segment is half done, `done` are through, the others have not begun. The user has asked for it once;
     what comes after that is the same command again."""
     job, _ = trained
@@ -348,10 +336,10 @@ def test_whenever_a_fresh_start_dies_while_it_is_opened_the_next_start_goes_on(
         zero(job, rank, range(SHAPE.slots))
     segments = [Segment(job.path(rank)) for rank in RANKS]
 
-    def planned() -> RecoveryPlan:
+    def planned():
         return plan_recovery([_read_facts(segment.rank, _facts(segment)) for segment in segments])
 
-    def begin(segment: Segment) -> None:
+    def begin(segment):
         segment.open_lineage(2, None, voided_slots(segment.slots(), None))
 
     assert planned().version == (None if hurt else Version(1, 6))
@@ -359,7 +347,7 @@ def test_whenever_a_fresh_start_dies_while_it_is_opened_the_next_start_goes_on(
         begin(segment)
     struck, asked = segments[done], planned()
     before = struck.bytes.copy()
-    seen: list[Version | None] = []
+    seen = []
     for at in itertools.count():
         struck.bytes[:] = before
         died = dies_at(at, partial(begin, struck))
@@ -376,9 +364,7 @@ def test_whenever_a_fresh_start_dies_while_it_is_opened_the_next_start_goes_on(
     assert len(seen) > 30 and (done or hurt or seen.count(Version(1, 6)) < len(seen) // 2)
 
 
-def test_whenever_a_start_from_a_version_dies_while_it_is_opened_the_next_one_takes_the_same(
-    trained: tuple[Job, Mapping[int, bytes]], dies_at: DiesAt
-) -> None:
+def test_whenever_a_start_from_a_version_dies_while_it_is_opened_the_next_one_takes_the_same(trained, dies_at):
     job, _ = trained
     zero(job, 0, [0])
     segments = [Segment(job.path(rank)) for rank in RANKS]
@@ -397,9 +383,7 @@ def test_whenever_a_start_from_a_version_dies_while_it_is_opened_the_next_one_ta
 
 @pytest.mark.parametrize("slot", [0, 1, 2])
 @pytest.mark.parametrize("bit", [1, 3, 40, 63])
-def test_a_flipped_bit_of_a_slots_lineage_loses_that_slot_alone_and_is_reported(
-    trained: tuple[Job, Mapping[int, bytes]], slot: int, bit: int
-) -> None:
+def test_a_flipped_bit_of_a_slots_lineage_loses_that_slot_alone_and_is_reported(trained, slot, bit):
     job, _ = trained
     flip(job, 1, FIRST_SLOT + slot * SHAPE.slot_room + LINEAGE_WORD + bit // 8, 1 << bit % 8)
     begun = job.start(job.smp())
@@ -413,9 +397,7 @@ def test_a_flipped_bit_of_a_slots_lineage_loses_that_slot_alone_and_is_reported(
 
 
 @pytest.mark.parametrize("adopted", [True, False])
-def test_a_damaged_constant_header_is_a_lost_segment_and_never_a_new_one(
-    trained: tuple[Job, Mapping[int, bytes]], adopted: bool
-) -> None:
+def test_a_damaged_constant_header_is_a_lost_segment_and_never_a_new_one(trained, adopted):
     job, _ = trained
     smp = job.smp() if adopted else None
     flip(job, 1, 1030, 0x04)  # in the fingerprint
@@ -436,8 +418,8 @@ def test_a_damaged_constant_header_is_a_lost_segment_and_never_a_new_one(
 
 
 def test_a_job_of_which_every_segment_is_damaged_does_not_begin_again_unasked(
-    trained: tuple[Job, Mapping[int, bytes]],
-) -> None:
+    trained,
+):
     job, _ = trained
     for rank in RANKS:
         flip(job, rank, 8, 0x01)
@@ -450,8 +432,8 @@ def test_a_job_of_which_every_segment_is_damaged_does_not_begin_again_unasked(
 
 
 def test_a_job_of_which_every_slot_of_one_rank_is_damaged_names_what_the_others_hold(
-    trained: tuple[Job, Mapping[int, bytes]],
-) -> None:
+    trained,
+):
     job, _ = trained
     for slot in range(SHAPE.slots):
         flip(job, 1, FIRST_SLOT + slot * SHAPE.slot_room + LINEAGE_WORD, 0x02)
@@ -462,8 +444,8 @@ def test_a_job_of_which_every_slot_of_one_rank_is_damaged_names_what_the_others_
 
 
 def test_where_the_lineage_of_every_rank_is_damaged_the_sealed_slots_decide(
-    trained: tuple[Job, Mapping[int, bytes]],
-) -> None:
+    trained,
+):
     job, _ = trained
     for rank in RANKS:
         for at in range(8 * _RECORDS, 8 * (_RECORDS + MirroredRecord.room(4) + MirroredRecord.room(5)), 8):
@@ -475,7 +457,7 @@ def test_where_the_lineage_of_every_rank_is_damaged_the_sealed_slots_decide(
     }
 
 
-def test_a_segment_in_another_ranks_place_is_refused_by_name(trained: tuple[Job, Mapping[int, bytes]]) -> None:
+def test_a_segment_in_another_ranks_place_is_refused_by_name(trained):
     """A whole header that says it is rank 2's, under the name of rank 1's."""
     job, kept = trained
     put_back(job, {**kept, 1: kept[2]})
@@ -493,12 +475,12 @@ def test_a_segment_in_another_ranks_place_is_refused_by_name(trained: tuple[Job,
         [0, [], 1, 1, False, ["x" * (1 << 16)], False], [0, [[0, 2, 1, 1, 99, False]], 1, 1, False, [], False],
     ],
 )  # fmt: skip
-def test_what_a_rank_says_of_its_segment_is_typed_and_bounded(said: Any) -> None:
+def test_what_a_rank_says_of_its_segment_is_typed_and_bounded(said):
     with pytest.raises(ProtocolError, match="rank 0: its report on its segment cannot be read"):
         _read_facts(0, msgpack.packb(said))
 
 
-def test_what_is_not_msgpack_is_refused() -> None:
+def test_what_is_not_msgpack_is_refused():
     with pytest.raises(ProtocolError, match="rank 3"):
         _read_facts(3, b"\xc1")
 
@@ -509,7 +491,6 @@ FOUR = (0, 1, 2, 3)  # RAIM6 needs as many nodes
 DIGEST = 7
 V5, V6 = Version(1, 5), Version(1, 6)
 LOST = NodeFacts({})
-Attempt = tuple[Version, Way, tuple[int, ...]]  # what is rebuilt, how, without the data of which positions
 
 
 class Smps:
@@ -518,17 +499,15 @@ class Smps:
 
     digest = DIGEST
 
-    def __init__(
-        self, segment: Segment, seen: Sequence[NodeFacts], losses: int, flipped: Collection[int] = (), broken: int = 0
-    ) -> None:
+    def __init__(self, segment, seen, losses, flipped=(), broken=0):
         self.segment, self.seen, self.flipped, self.broken = segment, seen, flipped, broken
         self.exchange = plan_exchange("abcd", [FOUR], [SHAPE.nbytes] * len(FOUR), losses)
-        self.attempts: list[Attempt] = []
+        self.attempts = []
 
-    def facts(self) -> Sequence[NodeFacts]:
+    def facts(self):
         return self.seen
 
-    def rebuild(self, plan: RecoveryPlan) -> None:
+    def rebuild(self, plan):
         assert plan.version is not None
         source = plan.sources[self.segment.rank]
         self.attempts.append((plan.version, source.way, plan.gone))
@@ -543,13 +522,13 @@ class Smps:
         capture(self.segment, choose(self.segment.slots()), plan.version, 1)
 
 
-def held_by(rank: int) -> NodeFacts:
+def held_by(rank):
     """A node on which that rank ran."""
     return NodeFacts({rank: frozenset([V5, V6])}, frozenset([V5, V6]), rank, DIGEST)
 
 
 @pytest.fixture
-def four(job: str, tmp_path: Path) -> Iterator[list[Segment]]:
+def four(job, tmp_path):
     """The segments of a job of four ranks that has trained."""
     made = Job(job, tmp_path, FOUR)
     made.train()
@@ -560,19 +539,19 @@ def four(job: str, tmp_path: Path) -> Iterator[list[Segment]]:
     remove(job, "n")
 
 
-def empty(segment: Segment) -> None:
+def empty(segment):
     for slot in segment.slots():
         segment.dirty(slot.index, None, 1)
 
 
 def test_a_bit_that_flips_on_a_node_that_is_left_is_one_more_loss_and_not_the_end_of_the_version(
-    four: list[Segment],
-) -> None:
+    four,
+):
     """RAIM6: what was lost is decoded from the flipped bit, in the round in which its own rank finds it."""
     empty(four[0])
     four[1].data(2)[17] ^= 4
     nodes = [Smps(segment, [LOST, held_by(1), held_by(2), held_by(3)], 2, flipped=[1]) for segment in four]
-    reported: list[FtError] = []
+    reported = []
     plan = agreed(four, reported.append, nodes)
     assert plan.version == V6 and all(restorable(segment, V6) for segment in four)
     assert nodes[0].attempts == [(V6, Way.DECODE, (0,)), (V6, Way.DECODE, (0, 1))]
@@ -580,38 +559,36 @@ def test_a_bit_that_flips_on_a_node_that_is_left_is_one_more_loss_and_not_the_en
     assert sorted(str(error)[:7] for error in reported) == ["rank 0:", "rank 1:"], "both are said"
 
 
-def test_what_another_node_cannot_hand_out_whole_is_decoded(four: list[Segment]) -> None:
+def test_what_another_node_cannot_hand_out_whole_is_decoded(four):
     """All nodes have changed places."""
     for segment in four:
         empty(segment)
     nodes = [Smps(segment, [held_by(rank) for rank in (1, 2, 3, 0)], 1, flipped=[0]) for segment in four]
-    reported: list[FtError] = []
+    reported = []
     plan = agreed(four, reported.append, nodes)
     assert plan.version == V6 and all(restorable(segment, V6) for segment in four)
     assert nodes[1].attempts == [(V6, Way.FETCH, ()), (V6, Way.FETCH, ()), (V6, Way.DECODE, (1,))]
     assert [len(node.attempts) for node in nodes] == [1, 3, 1, 1] and len(reported) == 2
 
 
-def test_what_one_lost_connection_kept_from_being_fetched_is_fetched_again(four: list[Segment]) -> None:
+def test_what_one_lost_connection_kept_from_being_fetched_is_fetched_again(four):
     """Were its slot taken for a corrupt one, that node would be no holder of others' parity."""
     for segment in four:
         empty(segment)
     broken = (1, 1, 0, 0)
     moved = [held_by(rank) for rank in (1, 2, 3, 0)]
     nodes = [Smps(segment, moved, 1, broken=count) for segment, count in zip(four, broken, strict=True)]
-    plan = agreed(four, [].append, nodes)  # type: ignore[arg-type]
+    plan = agreed(four, [].append, nodes)
     assert plan.version == V6 and all(restorable(segment, V6) for segment in four)
     assert [node.attempts for node in nodes] == [(1 + count) * [(V6, Way.FETCH, ())] for count in broken]
 
 
 @pytest.mark.parametrize(("broken", "versions"), [(1, [V6, V6]), (2, [V6, V6, V5])])
-def test_one_lost_connection_costs_no_version_and_a_second_one_only_that_version(
-    four: list[Segment], broken: int, versions: list[Version]
-) -> None:
+def test_one_lost_connection_costs_no_version_and_a_second_one_only_that_version(four, broken, versions):
     empty(four[0])
     seen = [LOST, held_by(1), held_by(2), held_by(3)]
     nodes = [Smps(segment, seen, 1, broken=broken) for segment in four]
-    reported: list[FtError] = []
+    reported = []
     plan = agreed(four, reported.append, nodes)
     assert plan.version == versions[-1] and all(restorable(segment, versions[-1]) for segment in four)
     assert [version for version, _, _ in nodes[0].attempts] == versions

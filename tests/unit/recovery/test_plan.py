@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +21,7 @@ versions = st.builds(Version, st.integers(0, 2), st.integers(1, 5))
 
 
 @st.composite
-def survivors(draw: st.DrawFn) -> list[RankFacts]:
+def survivors(draw):
     """What the segments of a job's ranks may say: any states, any versions (a version once per rank)."""
     facts = []
     for rank in range(draw(st.integers(1, 5))):
@@ -37,20 +35,18 @@ def survivors(draw: st.DrawFn) -> list[RankFacts]:
     return facts
 
 
-def has(rank: RankFacts, version: Version) -> bool:
+def has(rank, version):
     return any(slot.state is SlotState.CLEAN and slot.version == version for slot in rank.slots)
 
 
-def belongs(rank: RankFacts, lineage: int) -> bool:
+def belongs(rank, lineage):
     """Whether what a rank has completed is of that lineage: it has opened it, or holds a version of it not newer."""
     newest = max(rank.restorable(), default=Version(0, 0))
     return rank.lineage == lineage or newest.lineage == lineage and (rank.completed or 0) >= newest.iteration
 
 
 @given(survivors(), st.sets(st.tuples(st.integers(0, 4), versions), max_size=6), st.sets(versions, max_size=2))
-def test_the_newest_version_that_every_rank_holds_whole_is_taken(
-    facts: list[RankFacts], corrupt: set[tuple[int, Version]], banned: set[Version]
-) -> None:
+def test_the_newest_version_that_every_rank_holds_whole_is_taken(facts, corrupt, banned):
     every = [Version(lineage, iteration) for lineage, iteration in itertools.product(range(3), range(1, 6))]
     common = [
         version
@@ -76,7 +72,7 @@ def test_the_newest_version_that_every_rank_holds_whole_is_taken(
 
 
 @given(survivors())
-def test_a_second_recovery_right_after_takes_the_same_version_again(facts: list[RankFacts]) -> None:
+def test_a_second_recovery_right_after_takes_the_same_version_again(facts):
     """Given a plan carried out on any of the ranks, when the job dies again before it captured anything."""
     plan = plan_recovery(facts)
     for opened in range(len(facts) + 1):
@@ -93,12 +89,12 @@ def test_a_second_recovery_right_after_takes_the_same_version_again(facts: list[
         assert second.lineage == plan.lineage + (1 if opened else 0)
 
 
-def rank(number: int, *iterations: int, completed: int = 0, lineage: int = 1) -> RankFacts:
+def rank(number, *iterations, completed=0, lineage=1):
     slots = tuple(Slot(i, SlotState.CLEAN, Version(lineage, iteration)) for i, iteration in enumerate(iterations))
     return RankFacts(number, slots, lineage, completed)
 
 
-def test_killed_in_iteration_9_restores_8_and_loses_none_or_7_and_loses_one() -> None:
+def test_killed_in_iteration_9_restores_8_and_loses_none_or_7_and_loses_one():
     whole = plan_recovery([rank(0, 6, 7, 8, completed=8), rank(1, 6, 7, 8, completed=8)])
     assert (whole.version, whole.completed, whole.lost) == (Version(1, 8), 8, 0)
     struck = plan_recovery([rank(0, 6, 7, 8, completed=8), rank(1, 6, 7, completed=8)])
@@ -109,13 +105,13 @@ def test_killed_in_iteration_9_restores_8_and_loses_none_or_7_and_loses_one() ->
     )
 
 
-def test_an_iteration_that_was_logged_but_not_completed_by_every_rank_is_said_to_be_computed_again() -> None:
+def test_an_iteration_that_was_logged_but_not_completed_by_every_rank_is_said_to_be_computed_again():
     """A framework logs an iteration before its end: iteration 5 stands in the log, 4 were completed."""
     table = plan_recovery([rank(0, 3, 4, completed=5), rank(1, 3, 4, completed=4)]).table()
     assert "every rank had completed 4, 0 lost; iteration 5 is computed next, again if it was logged before" in table
 
 
-def test_what_was_completed_is_said_by_the_memory_of_the_newest_lineage_alone() -> None:
+def test_what_was_completed_is_said_by_the_memory_of_the_newest_lineage_alone():
     """Given a node that was left out in lineage 2, and is back after the job went on in lineage 3."""
     stale, living = rank(0, 53, 54, completed=54, lineage=2), rank(1, 70, 71, completed=71, lineage=3)
     for facts, known in (([stale, living], {}), ([rank(0, lineage=0), living], {0: 54})):
@@ -129,7 +125,7 @@ def test_what_was_completed_is_said_by_the_memory_of_the_newest_lineage_alone() 
     assert "every rank had completed at least 60, at least 0 lost; iteration 61" in own
 
 
-def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteration_of_a_newer_one() -> None:
+def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteration_of_a_newer_one():
     plan = plan_recovery([rank(0, 7, 8, lineage=1), rank(1, 7, 8, lineage=2)])
     assert plan.version is None and plan.reason == "no version is held by all ranks" and plan.lineage == 3
 
@@ -148,7 +144,7 @@ def test_an_iteration_of_a_void_lineage_is_never_combined_with_the_same_iteratio
         ),
     ],
 )
-def test_from_the_beginning_says_why(facts: list[RankFacts], corrupt: list[tuple[int, Version]], reason: str) -> None:
+def test_from_the_beginning_says_why(facts, corrupt, reason):
     plan = plan_recovery(facts, corrupt)
     assert plan.version is None and plan.reason == reason
     assert plan.table() == f"training starts from the beginning ({reason}); lineage {plan.lineage}"
@@ -156,7 +152,7 @@ def test_from_the_beginning_says_why(facts: list[RankFacts], corrupt: list[tuple
     assert lost.table() == f"recovery: from the beginning ({reason}), 2 lost; lineage {plan.lineage}"
 
 
-def test_a_start_at_which_nothing_is_lost_is_not_called_a_recovery() -> None:
+def test_a_start_at_which_nothing_is_lost_is_not_called_a_recovery():
     first = plan_recovery([rank(0), rank(1)])
     assert first.fresh and not first.table().startswith("recovery")
     again = plan_recovery([rank(0, completed=7), rank(1, completed=7)])
@@ -164,12 +160,12 @@ def test_a_start_at_which_nothing_is_lost_is_not_called_a_recovery() -> None:
     assert again.table() == "recovery: from the beginning (no version was captured before), 7 lost; lineage 2"
 
 
-def test_thousands_of_ranks_are_planned_for() -> None:
+def test_thousands_of_ranks_are_planned_for():
     facts = [rank(number, 6, 7, *([8] if number != 4000 else []), completed=8) for number in range(4096)]
     assert plan_recovery(facts).version == Version(1, 7)
 
 
-def test_a_slot_put_back_together_does_not_make_its_rank_one_that_had_completed_nothing() -> None:
+def test_a_slot_put_back_together_does_not_make_its_rank_one_that_had_completed_nothing():
     plan = plan_recovery([rank(0, 4, 8, completed=10), rank(1, 8)])
     assert (plan.version, plan.completed, plan.lost) == (Version(1, 8), 10, 2)
 
@@ -193,9 +189,7 @@ YOUNG = [replace(rank(0, 1, completed=1), from_nothing=True), replace(rank(1, co
         (YOUNG, "auto", 0, "none"),
     ],
 )
-def test_the_source_is_the_larger_iteration_or_what_was_asked_for(
-    facts: list[RankFacts], mode: str, loaded: int, tier: str
-) -> None:
+def test_the_source_is_the_larger_iteration_or_what_was_asked_for(facts, mode, loaded, tier):
     plan = choose_source(plan_recovery(facts), mode, loaded)
     assert plan.tier == tier
     assert (plan.version is not None) == (tier == "process")
@@ -203,9 +197,7 @@ def test_the_source_is_the_larger_iteration_or_what_was_asked_for(
 
 
 @given(survivors(), st.integers(1, 7))
-def test_before_an_iteration_the_plan_is_that_of_a_job_that_never_had_the_versions_from_there_on(
-    facts: list[RankFacts], before: int
-) -> None:
+def test_before_an_iteration_the_plan_is_that_of_a_job_that_never_had_the_versions_from_there_on(facts, before):
     older = [
         replace(rank, slots=tuple(slot for slot in rank.slots if (slot.version or Version(0, 0)).iteration < before))
         for rank in facts
@@ -225,7 +217,7 @@ def test_before_an_iteration_the_plan_is_that_of_a_job_that_never_had_the_versio
         ("before:6", 5, ("storage", 5)),  # the framework's own
     ],
 )
-def test_the_newest_older_version_is_restored_wherever_it_is(mode: str, loaded: int, expected: tuple[str, int]) -> None:
+def test_the_newest_older_version_is_restored_wherever_it_is(mode, loaded, expected):
     plan = choose_source(plan_recovery(ALL_HOLD, before=iteration_bound(mode)), mode, loaded)
     assert (plan.tier, plan.version.iteration if plan.version else plan.loaded) == expected
     assert plan.reason == f"--ftp-resume {mode}"
@@ -240,9 +232,7 @@ def test_the_newest_older_version_is_restored_wherever_it_is(mode: str, loaded: 
         (ALL_HOLD, (), "storage", "--load"),
     ],
 )
-def test_what_cannot_be_had_is_refused_instead_of_starting_from_the_beginning(
-    facts: list[RankFacts], corrupt: tuple[tuple[int, Version], ...], mode: str, said: str
-) -> None:
+def test_what_cannot_be_had_is_refused_instead_of_starting_from_the_beginning(facts, corrupt, mode, said):
     with pytest.raises(ResumeError, match=said):
         choose_source(plan_recovery(facts, corrupt), mode, 0)
 
@@ -250,13 +240,13 @@ def test_what_cannot_be_had_is_refused_instead_of_starting_from_the_beginning(
 # ---- from the beginning, or not ----
 
 
-def damaged(facts: RankFacts, *slots: int) -> RankFacts:
+def damaged(facts, *slots):
     """With these slots unreadable."""
     gone = tuple(Slot(s.index, SlotState.DIRTY, None, damaged=True) if s.index in slots else s for s in facts.slots)
     return replace(facts, slots=gone)
 
 
-def begun(facts: RankFacts) -> RankFacts:
+def begun(facts):
     return replace(facts, from_nothing=True)
 
 
@@ -281,9 +271,7 @@ WRITING = replace(begun(rank(1)), slots=(Slot(0, SlotState.DIRTY, Version(1, 1))
         ([rank(n, n + 1) for n in range(99)], "rank 7: 8 \\(lineage 1\\); and 91 more"),
     ],
 )
-def test_what_is_sealed_or_damaged_is_named_instead_of_starting_from_the_beginning(
-    facts: list[RankFacts], said: str
-) -> None:
+def test_what_is_sealed_or_damaged_is_named_instead_of_starting_from_the_beginning(facts, said):
     plan = plan_recovery(facts)
     assert plan.version is None and plan.state_lost
     with pytest.raises(ResumeError, match=f"{said if '*' in said or chr(92) in said else re.escape(said)}.*fresh"):
@@ -291,7 +279,7 @@ def test_what_is_sealed_or_damaged_is_named_instead_of_starting_from_the_beginni
     assert choose_source(plan, "fresh", 0).tier == "none" and choose_source(plan, "auto", 9).loaded == 9
 
 
-def test_what_only_another_node_or_parity_still_has_is_named_too() -> None:
+def test_what_only_another_node_or_parity_still_has_is_named_too():
     nodes = [NodeFacts({1: frozenset([Version(1, 3)])}, frozenset([Version(1, 2)]))]
     plan = plan_recovery([RankFacts(0, (), 0, 0), NOTHING], (), nodes)
     assert "the state of rank 1 is on node 0 of this job, but the rank runs on another one now" in plan.reason
@@ -318,12 +306,12 @@ def test_what_only_another_node_or_parity_still_has_is_named_too() -> None:
         "void",
     ],
 )
-def test_a_start_from_the_beginning_that_gives_up_nothing_goes_on_by_itself(facts: list[RankFacts]) -> None:
+def test_a_start_from_the_beginning_that_gives_up_nothing_goes_on_by_itself(facts):
     plan = choose_source(plan_recovery(facts), "auto", 0)
     assert plan.tier == "none" and plan.version is None
 
 
-def test_what_a_damaged_slot_or_record_would_have_said_decides_nothing() -> None:
+def test_what_a_damaged_slot_or_record_would_have_said_decides_nothing():
     whole = [begun(rank(number, 4, 5, 6, completed=6)) for number in range(3)]
     hurt = replace(damaged(whole[1], 0), lineage=0, from_nothing=False, completed=None, damaged=("lineage",))
     plan = plan_recovery([whole[0], hurt, whole[2]])
@@ -358,7 +346,7 @@ class Wreck:
     banned: frozenset[Version]
 
 
-def facts_of(plan: ExchangePlan, nodes: Sequence[NodeFacts], lineage: int = 2) -> tuple[RankFacts, ...]:
+def facts_of(plan, nodes, lineage=2):
     """What the ranks' own segments say: those that lie on the node where the rank runs now; others are made anew."""
     facts = []
     for rank in range(len(plan.position_of_rank)):
@@ -369,12 +357,12 @@ def facts_of(plan: ExchangePlan, nodes: Sequence[NodeFacts], lineage: int = 2) -
 
 
 @st.composite
-def wrecks(draw: st.DrawFn) -> Wreck:
+def wrecks(draw):
     """Nodes that stood at a position each; some are lost, some stand elsewhere now, some hold less than they should."""
     on, groups, losses = SHAPES[draw(st.sampled_from(sorted(SHAPES)))]
     plan = plan_exchange(list(on), groups, [100] * len(on), losses)
     whole = draw(st.sets(few, min_size=1, max_size=3))  # of these most have everything
-    stood: list[NodeFacts] = []
+    stood = []
     for position, ranks in enumerate(plan.ranks):
         fate = draw(st.sampled_from(["there", "there", "there", "there", "lost", "of another plan", "poor"]))
         if fate == "lost":
@@ -391,11 +379,11 @@ def wrecks(draw: st.DrawFn) -> Wreck:
     return Wreck(plan, facts_of(plan, nodes), nodes, frozenset(corrupt), frozenset(draw(st.sets(few, max_size=1))))
 
 
-def sound(wreck: Wreck, node: NodeFacts, rank: int, version: Version) -> bool:
+def sound(wreck, node, rank, version):
     return version in node.slots.get(rank, ()) and (rank, version) not in wreck.corrupt
 
 
-def stands(wreck: Wreck, position: int, version: Version) -> list[int]:
+def stands(wreck, position, version):
     """The nodes that have all that lay at a position."""
     return [
         index
@@ -405,9 +393,9 @@ def stands(wreck: Wreck, position: int, version: Version) -> list[int]:
     ]  # fmt: skip
 
 
-def ways(wreck: Wreck, version: Version) -> list[set[Source]] | None:
+def ways(wreck, version):
     """By rank, what would do; None where nothing does for one of them."""
-    found: list[set[Source]] = []
+    found = []
     for facts in wreck.facts:
         elsewhere = [i for i, node in enumerate(wreck.nodes) if sound(wreck, node, facts.rank, version)]
         (section,) = [s for s in wreck.plan.sections if any(e.rank == facts.rank for t in s.streams for e in t)]
@@ -425,7 +413,7 @@ def ways(wreck: Wreck, version: Version) -> list[set[Source]] | None:
 
 @settings(max_examples=600, deadline=None)
 @given(wrecks())
-def test_the_newest_version_that_every_rank_owns_fetches_or_decodes_is_taken(wreck: Wreck) -> None:
+def test_the_newest_version_that_every_rank_owns_fetches_or_decodes_is_taken(wreck):
     every = [Version(lineage, iteration) for lineage, iteration in itertools.product(range(1, 3), range(1, 4))]
     can_be_had = [version for version in every if version not in wreck.banned and ways(wreck, version) is not None]
 
@@ -452,7 +440,7 @@ def test_the_newest_version_that_every_rank_owns_fetches_or_decodes_is_taken(wre
     assert plan_recovery(shuffled, wreck.corrupt, wreck.nodes, wreck.plan, DIGEST, wreck.banned) == plan
 
 
-def job(name: str, kept: Mapping[int, Collection[int]], counted: int = 4) -> tuple[ExchangePlan, list[NodeFacts]]:
+def job(name, kept, counted=4):
     """A job in which version `counted` is complete and `kept` says which iterations the nodes' ranks hold beside it."""
     on, groups, losses = SHAPES[name]
     plan = plan_exchange(list(on), groups, [100] * len(on), losses)
@@ -477,9 +465,7 @@ LOST = NodeFacts({})
         ("4 nodes, two losses", (0, 1, 3), "0, 1, 3", "3 nodes that protect each other, RAIM6 makes up for 2"),
     ],
 )
-def test_more_than_parity_makes_up_for_is_said_with_the_ranks_and_the_code(
-    name: str, lost: tuple[int, ...], ranks: str, says: str
-) -> None:
+def test_more_than_parity_makes_up_for_is_said_with_the_ranks_and_the_code(name, lost, ranks, says):
     exchange, nodes = job(name, {})
     for position in lost:
         nodes[position] = LOST
@@ -490,7 +476,7 @@ def test_more_than_parity_makes_up_for_is_said_with_the_ranks_and_the_code(
         choose_source(plan, "auto", 0)
 
 
-def test_parity_that_is_damaged_where_it_is_needed_is_called_damaged_when_recovery_refuses() -> None:
+def test_parity_that_is_damaged_where_it_is_needed_is_called_damaged_when_recovery_refuses():
     exchange, nodes = job("3 nodes", {})
     damage = "node b: the parity in slot 0 is damaged, so the version there is not used"
     nodes[0], nodes[1] = LOST, replace(nodes[1], parity=frozenset(), damage=damage)
@@ -501,7 +487,7 @@ def test_parity_that_is_damaged_where_it_is_needed_is_called_damaged_when_recove
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (3,), (1, 2), (0, 3)])
-def test_one_node_of_each_pair_is_decoded_from_the_other(lost: tuple[int, ...]) -> None:
+def test_one_node_of_each_pair_is_decoded_from_the_other(lost):
     exchange, nodes = job("4 nodes in two pairs", {position: [7] for position in range(4)})
     for position in lost:
         nodes[position] = LOST
@@ -516,7 +502,7 @@ def test_one_node_of_each_pair_is_decoded_from_the_other(lost: tuple[int, ...]) 
         assert "from the node tier" in plan.table()
 
 
-def test_nodes_that_have_changed_places_hand_over_what_they_hold_even_the_newest() -> None:
+def test_nodes_that_have_changed_places_hand_over_what_they_hold_even_the_newest():
     exchange, nodes = job("3 nodes, tp 2", {0: [7], 1: [7], 2: [7]})
     nodes = [nodes[1], nodes[2], nodes[0]]
     plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
@@ -525,7 +511,7 @@ def test_nodes_that_have_changed_places_hand_over_what_they_hold_even_the_newest
     assert "ranks 0, 1, 2, 3, 4, 5: from another node's" in plan.table()
 
 
-def test_a_lost_node_and_others_that_moved_up_are_decoded_and_fetched_at_once() -> None:
+def test_a_lost_node_and_others_that_moved_up_are_decoded_and_fetched_at_once():
     exchange, nodes = job("3 nodes", {})
     nodes = [nodes[1], nodes[2], LOST]
     plan = plan_recovery(facts_of(exchange, nodes), (), nodes, exchange, DIGEST)
@@ -533,7 +519,7 @@ def test_a_lost_node_and_others_that_moved_up_are_decoded_and_fetched_at_once() 
     assert plan.holders == {1: 0, 2: 1} and plan.gone == (0,) and plan.lineage == 2
 
 
-def test_parity_of_another_plan_is_of_no_use() -> None:
+def test_parity_of_another_plan_is_of_no_use():
     exchange, nodes = job("3 nodes", {})
     nodes[1] = LOST
     facts = facts_of(exchange, nodes)
@@ -543,7 +529,7 @@ def test_parity_of_another_plan_is_of_no_use() -> None:
     assert plan_recovery(facts, (), nodes, exchange, DIGEST).version is None
 
 
-def test_one_corrupt_slot_is_decoded_and_a_second_of_its_group_is_too_much() -> None:
+def test_one_corrupt_slot_is_decoded_and_a_second_of_its_group_is_too_much():
     exchange, nodes = job("3 nodes, tp 2", {})
     facts = facts_of(exchange, nodes)
     one = plan_recovery(facts, [(2, Version(1, 4))], nodes, exchange, DIGEST)
@@ -553,7 +539,7 @@ def test_one_corrupt_slot_is_decoded_and_a_second_of_its_group_is_too_much() -> 
     assert two.version is None
 
 
-def test_what_was_reached_and_which_lineage_was_opened_is_known_from_where_the_ranks_were() -> None:
+def test_what_was_reached_and_which_lineage_was_opened_is_known_from_where_the_ranks_were():
     exchange, nodes = job("3 nodes", {})
     nodes = [replace(node, completed={node.position or 0: 9 + index}, lineage=5) for index, node in enumerate(nodes)]
     nodes = [nodes[2], nodes[0], nodes[1]]
@@ -561,7 +547,7 @@ def test_what_was_reached_and_which_lineage_was_opened_is_known_from_where_the_r
     assert (plan.lineage, plan.completed, plan.lost) == (6, 9, 5)
 
 
-def test_a_slot_that_lies_on_two_nodes_does_not_hide_the_position_it_belongs_to() -> None:
+def test_a_slot_that_lies_on_two_nodes_does_not_hide_the_position_it_belongs_to():
     """Given nodes that have changed places and a recovery that was struck after rank 1 was fetched, before the SMPs
     were told to protect: its slot lies on both nodes. When the third node is lost then, there is still enough."""
     exchange, nodes = job("3 nodes", {})
@@ -572,7 +558,7 @@ def test_a_slot_that_lies_on_two_nodes_does_not_hide_the_position_it_belongs_to(
     assert plan.sources == (Source(Way.FETCH, 1), Source(Way.OWN), Source(Way.DECODE))
 
 
-def test_parity_that_was_complete_on_one_node_only_is_not_what_the_reason_speaks_of() -> None:
+def test_parity_that_was_complete_on_one_node_only_is_not_what_the_reason_speaks_of():
     """Given version 6 on its way and complete on one node, when two of the others are lost: version 4 had counted,
     and it is gone with them; the rank of the third one is not."""
     on = "abcd"
@@ -595,17 +581,15 @@ def test_parity_that_was_complete_on_one_node_only_is_not_what_the_reason_speaks
         ((4, 6, None), None, None),
     ],
 )
-def test_the_newest_version_that_counts_on_any_node_is_kept_unless_it_is_void(
-    heard: tuple[int | None, ...], base: int | None, kept: int | None
-) -> None:
-    def version(iteration: int | None) -> Version | None:
+def test_the_newest_version_that_counts_on_any_node_is_kept_unless_it_is_void(heard, base, kept):
+    def version(iteration):
         return None if iteration is None else Version(1, iteration)
 
     nodes = [NodeFacts({}, committed=version(iteration)) for iteration in heard]
     assert newest_committed(nodes, version(base), None, 0) == version(kept)
 
 
-def test_a_version_that_is_complete_on_every_node_counts_although_none_has_heard_it() -> None:
+def test_a_version_that_is_complete_on_every_node_counts_although_none_has_heard_it():
     """Given version 4, which counted: the node that decided so was restarted before it had told any, and so was the
     job, from version 7 of the process tier. Version 4 is all that a lost node could be made up for by."""
     exchange, nodes = job("3 nodes", {position: [7] for position in range(3)})
@@ -619,7 +603,7 @@ def test_a_version_that_is_complete_on_every_node_counts_although_none_has_heard
     assert newest_committed([*unheard[:2], replace(unheard[2], slots={})], Version(1, 7), exchange, DIGEST) is None
 
 
-def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other_nodes() -> None:
+def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other_nodes():
     """Given `--ftp-resume fresh`, struck when one rank of three had opened its lineage."""
     exchange, nodes = job("3 nodes", {})
     nodes[0] = replace(nodes[0], slots={0: frozenset()})
@@ -629,7 +613,7 @@ def test_what_a_start_from_the_beginning_made_void_does_not_come_back_from_other
     assert plan_recovery(facts, (), nodes, exchange, DIGEST).version is None
 
 
-def test_512_nodes_of_which_one_is_lost_are_planned_for() -> None:
+def test_512_nodes_of_which_one_is_lost_are_planned_for():
     on = [f"n{rank // 8}" for rank in range(4096)]
     groups = [tuple(range(first + start, start + 512, 8)) for start in range(0, 4096, 512) for first in range(8)]
     exchange = plan_exchange(on, groups, [1000] * 4096, 1)
@@ -641,7 +625,7 @@ def test_512_nodes_of_which_one_is_lost_are_planned_for() -> None:
     assert [rank for rank, source in enumerate(plan.sources) if source.way is Way.DECODE] == list(range(2400, 2408))
 
 
-def test_a_node_that_was_a_spare_knows_that_the_job_has_gone_on() -> None:
+def test_a_node_that_was_a_spare_knows_that_the_job_has_gone_on():
     """It has dropped what it held: a job of fresh nodes and it alone does not begin from nothing unasked."""
     fresh = [RankFacts(rank, (), 0, 0) for rank in range(2)]
     nodes = [NodeFacts({0: frozenset()}, lineage=3, released=3), NodeFacts({1: frozenset()})]
@@ -654,7 +638,7 @@ def test_a_node_that_was_a_spare_knows_that_the_job_has_gone_on() -> None:
     assert not plan_recovery(begun, (), nodes).state_lost, "as the user had said"
 
 
-def test_a_corrupt_slot_of_a_rank_is_not_taken_for_state_that_is_elsewhere() -> None:
+def test_a_corrupt_slot_of_a_rank_is_not_taken_for_state_that_is_elsewhere():
     """The SMP of its own node holds it too."""
     old = Version(1, 4)
     facts = [RankFacts(0, (Slot(0, SlotState.CLEAN, old),), 1, 4)]
@@ -662,11 +646,11 @@ def test_a_corrupt_slot_of_a_rank_is_not_taken_for_state_that_is_elsewhere() -> 
     assert plan.version is None and plan.state_lost and plan.reason == "every version that all ranks hold is corrupt"
 
 
-def test_what_is_older_than_what_a_job_went_on_with_is_never_restored() -> None:
+def test_what_is_older_than_what_a_job_went_on_with_is_never_restored():
     old, new = Version(2, 9), Version(3, 9)
     nodes = [NodeFacts({0: frozenset([old])}, released=3), NodeFacts({1: frozenset([old])})]
 
-    def facts(version: Version) -> list[RankFacts]:
+    def facts(version):
         return [RankFacts(rank, (Slot(0, SlotState.CLEAN, version),), version.lineage, 9) for rank in range(2)]
 
     assert plan_recovery(facts(old), (), nodes).version is None
@@ -674,13 +658,13 @@ def test_what_is_older_than_what_a_job_went_on_with_is_never_restored() -> None:
     assert plan_recovery(facts(old), (), [replace(node, released=0) for node in nodes]).version == old
 
 
-def test_the_lineage_that_is_opened_is_newer_than_the_version_restored() -> None:
+def test_the_lineage_that_is_opened_is_newer_than_the_version_restored():
     """What was taken over has a lineage of its own before any rank has opened it."""
     facts = [RankFacts(rank, (Slot(0, SlotState.CLEAN, Version(6, 9)),), 0, 9) for rank in range(2)]
     assert plan_recovery(facts).lineage == 7
 
 
-def marked(facts: RankFacts, marks: Mapping[int, Mark]) -> RankFacts:
+def marked(facts, marks):
     return replace(
         facts,
         slots=tuple(replace(s, mark=marks.get(s.version.iteration, Mark.NONE) if s.version else s.mark)
@@ -688,7 +672,7 @@ def marked(facts: RankFacts, marks: Mapping[int, Mark]) -> RankFacts:
     )  # fmt: skip
 
 
-def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_compared() -> None:
+def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_compared():
     heard = marked(rank(0, 3, 6, 7, 8, completed=8), {3: Mark.CERTIFIED, 6: Mark.CERTIFIED, 7: Mark.UNAUDITED})
     plan = plan_recovery([heard, rank(1, 3, 6, 7, 8, completed=8)])
     assert (plan.version, plan.mark, plan.lost) == (Version(1, 6), Mark.CERTIFIED, 2), "one rank that heard is enough"
@@ -704,7 +688,7 @@ def test_the_newest_certified_version_is_taken_before_newer_ones_that_nobody_com
     assert plan_recovery([heard, rank(1, 3, 6, 7, 8)], {(1, Version(1, 6))}).version == Version(1, 3)
 
 
-def test_a_version_whose_replicas_differed_is_never_taken() -> None:
+def test_a_version_whose_replicas_differed_is_never_taken():
     wrong = marked(rank(0, 7, 8, completed=8), {7: Mark.UNAUDITED, 8: Mark.MISMATCHED})
     plan = plan_recovery([wrong, rank(1, 7, 8, completed=8)])
     assert (plan.version, plan.mark) == (Version(1, 7), Mark.UNAUDITED)
@@ -715,7 +699,7 @@ def test_a_version_whose_replicas_differed_is_never_taken() -> None:
     assert plan_recovery([rank(0, 8)], nodes=[told]).version is None, "an SMP's word is as good"
 
 
-def test_replicas_that_are_let_drift_are_not_gone_back_behind() -> None:
+def test_replicas_that_are_let_drift_are_not_gone_back_behind():
     """Under steady noise nothing ever agrees again; what was captured holds each replica whole."""
     marks = {3: Mark.CERTIFIED, 7: Mark.DIVERGED, 8: Mark.UNAUDITED}
     plan = plan_recovery([marked(rank(r, 3, 7, 8, completed=8), marks) for r in (0, 1)])
@@ -725,9 +709,7 @@ def test_replicas_that_are_let_drift_are_not_gone_back_behind() -> None:
 
 
 @given(survivors(), st.dictionaries(versions, st.sampled_from(Mark)), st.sets(st.tuples(st.integers(0, 4), versions)))
-def test_with_marks_it_is_still_one_version_that_all_have(
-    facts: list[RankFacts], marks: dict[Version, Mark], corrupt: set[tuple[int, Version]]
-) -> None:
+def test_with_marks_it_is_still_one_version_that_all_have(facts, marks, corrupt):
     clean = [slot.version for slot in facts[0].slots if slot.version and slot.state is SlotState.CLEAN]
     said = {slot.index: marks.get(slot.version, Mark.NONE) for slot in facts[0].slots if slot.version in clean}
     heard = tuple(replace(slot, mark=said.get(slot.index, Mark.NONE)) for slot in facts[0].slots)
@@ -752,7 +734,7 @@ def test_with_marks_it_is_still_one_version_that_all_have(
 # ---- the framework's own checkpoint, where replicas are compared ----
 
 
-def audited(certified: int, newest: int, completed: int, agreed: int | None, **more: Any) -> list[RankFacts]:
+def audited(certified, newest, completed, agreed, **more):
     """Two ranks that hold a certified version and a newer one without a verdict."""
     one = rank(0, certified, newest, completed=completed)
     marked = tuple(
@@ -778,8 +760,8 @@ def audited(certified: int, newest: int, completed: int, agreed: int | None, **m
     ],
 )
 def test_a_checkpoint_of_the_frameworks_own_that_no_audit_vouches_for_is_not_preferred_to_a_certified_version(
-    facts: list[RankFacts], loaded: int, expected: str
-) -> None:
+    facts, loaded, expected
+):
     plan = choose_source(plan_recovery(facts), "auto", loaded)
     assert plan.tier == ("process" if expected == "memory" else "storage")
     assert plan.refused == (loaded if expected == "memory" else 0)
@@ -788,7 +770,7 @@ def test_a_checkpoint_of_the_frameworks_own_that_no_audit_vouches_for_is_not_pre
         assert f"the framework's own, saved when replicas were not known to agree: {loaded}" in plan.table()
 
 
-def test_what_one_rank_knows_of_the_replicas_holds_for_all() -> None:
+def test_what_one_rank_knows_of_the_replicas_holds_for_all():
     one, other = audited(10, 14, 14, 10, doubted=(11, 12))
     later = replace(other, agreed=12, doubted=(13, 14))
     assert trust_of([one, later]) == (12, (11, 14)) and trust_of([rank(0)]) == (None, None)

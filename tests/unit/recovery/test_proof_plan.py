@@ -1,9 +1,6 @@
 """What of a restore is proven, and what a comparison shows."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -28,13 +25,13 @@ PLAN = RecoveryPlan(V, "process", 3, 42, 0, "newest")
 INPUTS, LOSS, STATE = LedgerPart.INPUT, LedgerPart.LOSS, LedgerPart.STATE
 
 
-def rank(number: int, marks: Mapping[Version, Mark] | None = None, **other: object) -> RankFacts:
+def rank(number, marks=None, **other):
     held = marks or {V: Mark.NONE, BEFORE: Mark.NONE, Version(1, 40): Mark.NONE}
     slots = [Slot(at, SlotState.CLEAN, version, mark=mark) for at, (version, mark) in enumerate(held.items())]
-    return replace(RankFacts(number, tuple(slots), 2, 42), **other)  # type: ignore[arg-type]
+    return replace(RankFacts(number, tuple(slots), 2, 42), **other)
 
 
-def test_the_iteration_is_computed_again_from_the_version_before_which_every_rank_has() -> None:
+def test_the_iteration_is_computed_again_from_the_version_before_which_every_rank_has():
     assert plan_proof(PLAN, [rank(0), rank(1)]) == ProofPlan(BEFORE, 42)
 
 
@@ -54,7 +51,7 @@ def test_the_iteration_is_computed_again_from_the_version_before_which_every_ran
         (replace(PLAN, version=None), [], "nothing was restored from memory"),
     ],
 )
-def test_what_cannot_be_computed_again_says_why(plan: RecoveryPlan, facts: list[RankFacts], reason: str) -> None:
+def test_what_cannot_be_computed_again_says_why(plan, facts, reason):
     proof = plan_proof(plan, facts)
     assert proof.start is None and not proof.until and reason in proof.reason
 
@@ -69,15 +66,15 @@ def test_what_cannot_be_computed_again_says_why(plan: RecoveryPlan, facts: list[
         (PLAN, "auto", 41, "the framework has loaded its own checkpoint of iteration 41"),
     ],
 )
-def test_what_is_restored_otherwise_is_not_proven(plan: RecoveryPlan, mode: str, loaded: int, refused: str) -> None:
+def test_what_is_restored_otherwise_is_not_proven(plan, mode, loaded, refused):
     assert refused_proof(plan, mode, loaded) == refused
 
 
-def test_iterations_that_were_completed_after_the_restored_one_are_computed_again_anyway() -> None:
+def test_iterations_that_were_completed_after_the_restored_one_are_computed_again_anyway():
     assert plan_proof(replace(PLAN, completed=45), [rank(0, {V: Mark.NONE})]) == ProofPlan(None, 45)
 
 
-def test_a_difference_that_ended_the_job_is_looked_for_again_and_another_version_too() -> None:
+def test_a_difference_that_ended_the_job_is_looked_for_again_and_another_version_too():
     assert plan_proof(PLAN, [rank(0, proving=42, condemned=True), rank(1, proving=42)]).start == BEFORE
     assert plan_proof(PLAN, [rank(0, proving=30)]).start == BEFORE
     assert plan_proof(PLAN, [rank(0, {V: Mark.CERTIFIED, BEFORE: Mark.DIVERGED})]).start == BEFORE
@@ -97,20 +94,20 @@ def test_a_difference_that_ended_the_job_is_looked_for_again_and_another_version
     ],
 )
 def test_items_that_differ_are_judged_by_all_that_led_to_them(
-    parts: tuple[LedgerPart, ...],
-    compared: tuple[LedgerPart, ...],
-    deterministic: bool,
-    mode: str,
-    verdict: ProofVerdict,
-    ends: bool,
-) -> None:
+    parts,
+    compared,
+    deterministic,
+    mode,
+    verdict,
+    ends,
+):
     found = {"b": (3, 0.5), "a": (1, math.nan)}
     judged = judge_state(42, 10, found, parts, compared, deterministic, mode)
     assert judged.verdict == RankVerdict(verdict, 10, 2, 42, 0.5) and judged.ends is ends
     assert "a (1 element, by up to nan), b (3 elements, by up to 0.5)" in judged.sentence
 
 
-def test_no_item_that_differs_proves_unless_the_ledger_knows_better() -> None:
+def test_no_item_that_differs_proves_unless_the_ledger_knows_better():
     assert judge_state(42, 10, {}, (), (INPUTS,), True).verdict == RankVerdict(ProofVerdict.PROVEN, 10, 0, 42)
     for part in (LedgerPart.LIBRARY, LedgerPart.GRADIENTS):
         assert judge_state(42, 10, {}, (part,), (), True).verdict.verdict is ProofVerdict.DIFFERS
@@ -127,17 +124,17 @@ def test_no_item_that_differs_proves_unless_the_ledger_knows_better() -> None:
     ],
 )
 def test_iterations_are_judged_by_the_ledger_alone(
-    compared: list[set[LedgerPart]],
-    differing: tuple[LedgerPart, ...],
-    deterministic: bool,
-    verdict: ProofVerdict,
-    last: int,
-) -> None:
+    compared,
+    differing,
+    deterministic,
+    verdict,
+    last,
+):
     judged = judge_parts(dict(enumerate(compared, 43)), differing, 10, deterministic)
     assert judged == RankVerdict(verdict, 10, 0, last)
 
 
-def test_the_verdict_of_the_job_is_the_worst_of_those_that_know_anything_and_says_how_many_they_are() -> None:
+def test_the_verdict_of_the_job_is_the_worst_of_those_that_know_anything_and_says_how_many_they_are():
     known, unknown = RankVerdict(ProofVerdict.PROVEN, 43, 0, 42), RankVerdict(ProofVerdict.UNKNOWN)
     varies, again = RankVerdict(ProofVerdict.VARIES, 43, 2, 42, 3e-7), "iterations 40 to 42 computed again"
     for verdicts, first, words in (

@@ -1,12 +1,7 @@
 """In which order the SMPs are asked to protect the job."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
-
-import pytest
+from typing import cast
 
 from ft_plugins.recovery.nodes import JobNodes, NodeTierConfig
 from ft_plugins.smp.serve.client import Client
@@ -15,24 +10,24 @@ from ft_plugins.snapshot.segment.shape import Shape
 
 
 class Smp:
-    def __init__(self, name: str, asked: list[tuple[str, str]]) -> None:
+    def __init__(self, name, asked):
         self.name = name
         self.asked = asked
 
-    def claim(self, rank: int, token: int, protection: Protection) -> None:
+    def claim(self, rank, token, protection):
         self.asked.append(("claim", self.name))
 
-    def protect(self, rank: int, token: int, protection: Protection) -> dict[str, Any]:
+    def protect(self, rank, token, protection):
         self.asked.append(("protect", self.name))
         return {"bytes": 5, "resident_bytes": 5, "links": []}
 
 
-def test_memory_is_claimed_on_all_nodes_before_any_of_them_begins_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_claimed_on_all_nodes_before_any_of_them_begins_to_watch(monkeypatch):
     """A substitute claims gigabytes, and the others would miss it meanwhile."""
-    asked: list[tuple[str, str]] = []
+    asked = []
     smps = [Smp("n0", asked), Smp("n1", asked)]
 
-    def ask(self: JobNodes, request: Callable[[Client], Any]) -> list[Any]:
+    def ask(self, request):
         return [request(cast(Client, smp)) for smp in smps]
 
     monkeypatch.setattr(JobNodes, "ask", ask)
@@ -41,7 +36,7 @@ def test_memory_is_claimed_on_all_nodes_before_any_of_them_begins_to_watch(monke
     shapes = (Shape(4096, 64, 1, 7, 3),) * 2
     endpoints = (("127.0.0.1", 1), ("127.0.0.1", 2))
     nodes._protection = Protection(0, None, ("n0", "n1"), ((0, 1),), shapes, 1, 0, endpoints, 1, 0.0, 1.0)
-    nodes._collective, nodes._config = SimpleNamespace(rank=0), cast(NodeTierConfig, SimpleNamespace(token=1))  # type: ignore[assignment]
+    nodes._collective, nodes._config = SimpleNamespace(rank=0), cast(NodeTierConfig, SimpleNamespace(token=1))
     nodes._names = ("n0", "n1")
     nodes.exchange, nodes.digest = nodes._protection.plan(), nodes._protection.digest
     assert nodes.protect(1, None) == [("n0", 5), ("n1", 5)]

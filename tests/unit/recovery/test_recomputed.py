@@ -1,7 +1,5 @@
 """Which differences show that a loop did not continue, and which do not."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -27,19 +25,19 @@ BEFORE = LedgerEntry(
 KNOWN = {1: LedgerEntry(1, {LedgerPart.FIRST_READ: 10, LedgerPart.INPUT: 11}), 6: BEFORE}
 
 
-def changed(**parts: float) -> LedgerEntry:
+def changed(**parts):
     by_part = {LedgerPart[name.upper()]: value for name, value in parts.items()}
     digests = {part: int(value) for part, value in by_part.items() if not part.is_number}
     numbers = {part: value for part, value in by_part.items() if part.is_number}
     return LedgerEntry(6, {**BEFORE.digests, **digests}, {**BEFORE.numbers, **numbers})
 
 
-def test_an_iteration_that_is_as_it_was_has_no_difference() -> None:
+def test_an_iteration_that_is_as_it_was_has_no_difference():
     assert judge(changed(), BEFORE, KNOWN) is None
     assert judge(LedgerEntry(6), BEFORE, KNOWN) is None
 
 
-def test_reading_what_another_iteration_read_ends_the_job_and_names_it() -> None:
+def test_reading_what_another_iteration_read_ends_the_job_and_names_it():
     difference = judge(changed(first_read=10, input=11, loss=3.0), BEFORE, KNOWN)
     assert difference is not None and difference.ends and difference.read_in == 1
     assert difference.sentence.startswith("iteration 6 reads what iteration 1 read")
@@ -57,7 +55,7 @@ def test_reading_what_another_iteration_read_ends_the_job_and_names_it() -> None
         {"input": 7, "rate": 0.25, "loss": 9.0},
     ],
 )
-def test_other_counters_schedules_or_generators_end_the_job(parts: dict[str, float]) -> None:
+def test_other_counters_schedules_or_generators_end_the_job(parts):
     difference = judge(changed(**parts), BEFORE, KNOWN)
     assert difference is not None and difference.ends and not difference.continued
     assert difference.sentence.endswith("the loop did not continue where the restored state is")
@@ -75,17 +73,17 @@ def test_other_counters_schedules_or_generators_end_the_job(parts: dict[str, flo
         {"library": 1},  # a logger draws
     ],
 )
-def test_what_may_be_a_loader_or_a_kernel_is_an_alarm_alone(parts: dict[str, float]) -> None:
+def test_what_may_be_a_loader_or_a_kernel_is_an_alarm_alone(parts):
     difference = judge(changed(**parts), BEFORE, KNOWN)
     assert difference is not None and not difference.ends and difference.continued
 
 
-def test_what_follows_an_iteration_that_differed_is_its_consequence() -> None:
+def test_what_follows_an_iteration_that_differed_is_its_consequence():
     difference = judge(changed(counters=1, rate=0.1, generators=1), BEFORE, KNOWN, {LedgerPart.STATE})
     assert difference is not None and not difference.ends
 
 
-def test_what_is_read_is_no_consequence_of_numbers_that_differed_but_of_inputs_that_did() -> None:
+def test_what_is_read_is_no_consequence_of_numbers_that_differed_but_of_inputs_that_did():
     again = changed(first_read=10, input=11)
     by_numbers = judge(again, BEFORE, KNOWN, {LedgerPart.STATE, LedgerPart.LOSS})
     by_inputs = judge(again, BEFORE, KNOWN, {LedgerPart.INPUT})
@@ -93,28 +91,28 @@ def test_what_is_read_is_no_consequence_of_numbers_that_differed_but_of_inputs_t
     assert by_inputs is not None and not by_inputs.ends and by_inputs.read_in is None
 
 
-def test_without_a_loss_a_schedule_that_differs_may_follow_it_and_unseen_inputs_prove_nothing() -> None:
+def test_without_a_loss_a_schedule_that_differs_may_follow_it_and_unseen_inputs_prove_nothing():
     unseen = LedgerEntry(6, {LedgerPart.SCHEDULE: 1, LedgerPart.DRAWN: 1})
     now = LedgerEntry(6, {LedgerPart.SCHEDULE: 2, LedgerPart.DRAWN: 2})
     difference = judge(now, unseen, {6: unseen})
     assert difference is not None and not difference.ends
 
 
-def test_an_input_that_never_changes_names_no_other_iteration() -> None:
+def test_an_input_that_never_changes_names_no_other_iteration():
     constant = {number: LedgerEntry(number, {LedgerPart.FIRST_READ: 5, LedgerPart.INPUT: number}) for number in (5, 6)}
     now = LedgerEntry(6, {LedgerPart.FIRST_READ: 5, LedgerPart.INPUT: 99})
     difference = judge(now, constant[6], constant)
     assert difference is not None and difference.read_in is None and not difference.ends
 
 
-def test_the_user_may_force_either() -> None:
+def test_the_user_may_force_either():
     stopped = judge(changed(loss=2.5), BEFORE, KNOWN, mode="stop")
     warned = judge(changed(counters=1), BEFORE, KNOWN, mode="warn")
     assert stopped is not None and stopped.ends and stopped.continued
     assert warned is not None and not warned.ends and not warned.continued
 
 
-def test_numbers_are_shown_and_a_batch_is_named_once() -> None:
+def test_numbers_are_shown_and_a_batch_is_named_once():
     difference = judge(changed(first_read=7, input=7, rate=0.25), BEFORE, KNOWN)
     assert difference is not None
     assert "differs from before the restore in: batch, learning rate (learning rate 0.25 in place of 0.5)" in (

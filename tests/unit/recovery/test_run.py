@@ -1,17 +1,11 @@
 """Recovery carried out: real ranks, each with its own segment on its own emulated node, put their state together."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from ft_plugins.collective import Collective
 from ft_plugins.collective import transfers as module
-from ft_plugins.errors import CorruptSlotError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.recovery.restore import agree_on_version, load_tensors
 from ft_plugins.snapshot.capture.capture import Capture
@@ -22,27 +16,24 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import SlotState, Version
 
-Ranks = Callable[..., list[Any]]
 EARLY = frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})
 LATE = frozenset({IterationSpan.UPDATE})
 ITERATIONS = (1, 2, 3, 4)
 
 
 @pytest.fixture
-def cleaned(job: str) -> Iterator[str]:
+def cleaned(job):
     yield job
     for node in "abc":
         remove(job, node)
 
 
-def tensors_of(
-    rank: int, world: int, iteration: int
-) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]], set[str]]:
+def tensors_of(rank, world, iteration):
     """State of a rank after `iteration`: items of everyone, of pairs, of one; in any memory order; replica sets by
     name; and the names of what the step may change."""
     everyone, pair = tuple(range(world)), tuple(sorted({rank, rank ^ 1} & set(range(world))))
 
-    def random(seed: int, *shape: int) -> torch.Tensor:
+    def random(seed, *shape):
         return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * iteration + seed))
 
     tensors = {
@@ -59,7 +50,7 @@ def tensors_of(
     return tensors, replicas, {"shared.amax", "own.rng"}
 
 
-def inventory_of(rank: int, world: int) -> Inventory:
+def inventory_of(rank, world):
     tensors, replicas, early = tensors_of(rank, world, 0)
     return Inventory.of(
         rank,
@@ -71,13 +62,11 @@ def inventory_of(rank: int, world: int) -> Inventory:
     )  # fmt: skip
 
 
-def contents(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+def contents(tensors):
     return {name: flat_bytes(name, tensor).numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def _capture_then_restore(
-    rank: int, world: int, job: str, nodes: tuple[str, ...], damage: dict[int, list[tuple[str, int]]]
-) -> dict[str, Any]:
+def _capture_then_restore(rank, world, job, nodes, damage):
     """Capture versions 1 to 4, damage some, then restore into fresh tensors; what became of it."""
     module.PART_BYTES = 4096
     layout = plan_layout(inventory_of(rank, world), nodes, 512)
@@ -108,7 +97,7 @@ def _capture_then_restore(
     segment = Segment(path, populate=True)
     fresh = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(rank, world, 0)[0].items()}
     before = segment.bytes.tobytes()
-    reported: list[CorruptSlotError] = []
+    reported = []
     collective = Collective()
     plan = agree_on_version(segment, collective, reported.append)
     small = load_tensors(plan.version, segment, layout, fresh, collective)
@@ -129,9 +118,7 @@ def _capture_then_restore(
 
 
 @pytest.mark.parametrize("nodes", [("a", "a"), ("a", "b"), ("a", "a", "b", "b"), ("a", "b", "b", "c")])
-def test_the_newest_version_is_put_together_bit_for_bit_on_every_rank(
-    ranks: Ranks, cleaned: str, nodes: tuple[str, ...]
-) -> None:
+def test_the_newest_version_is_put_together_bit_for_bit_on_every_rank(ranks, cleaned, nodes):
     found = ranks(_capture_then_restore, len(nodes), cleaned, nodes, {})
     for rank, outcome in enumerate(found):
         assert outcome["iteration"] == 4 and outcome["exact"], rank
@@ -153,9 +140,7 @@ def test_the_newest_version_is_put_together_bit_for_bit_on_every_rank(
     ],
     ids=["flip", "unsealed", "digest", "two ranks", "all of one rank", "none in common"],
 )
-def test_a_version_that_one_rank_cannot_restore_is_passed_over_by_all(
-    ranks: Ranks, cleaned: str, damage: dict[int, list[tuple[str, int]]], taken: int, reporting: dict[int, int]
-) -> None:
+def test_a_version_that_one_rank_cannot_restore_is_passed_over_by_all(ranks, cleaned, damage, taken, reporting):
     found = ranks(_capture_then_restore, 2, cleaned, ("a", "b"), damage)
     for rank, outcome in enumerate(found):
         assert outcome["iteration"] == taken and outcome["exact"], rank
@@ -165,7 +150,7 @@ def test_a_version_that_one_rank_cannot_restore_is_passed_over_by_all(
         assert outcome["plan"].lost == 4 - taken
 
 
-def test_a_rank_that_lost_its_segment_sends_all_to_the_beginning(cleaned: str) -> None:
+def test_a_rank_that_lost_its_segment_sends_all_to_the_beginning(cleaned):
     """A job of one process, whose segment is new: nothing was captured."""
     layout = plan_layout(inventory_of(0, 1), (), 512)
     path = path_of(cleaned, "a", 0)

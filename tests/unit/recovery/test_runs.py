@@ -1,19 +1,14 @@
 """The identity of a run: kept by memory and checkpoints, drawn once, and never mixed with that of another run."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ft_plugins.base.files import write_digested
 from ft_plugins.collective import Collective
 from ft_plugins.errors import ResumeError
-from ft_plugins.events import EventType
 from ft_plugins.recovery import storage
 from ft_plugins.recovery.facts import NodeFacts, RankFacts, run_of, usable
 from ft_plugins.recovery.recovery_plan import RecoveryPlan, plan_recovery
@@ -30,7 +25,7 @@ NOTHING = RecoveryPlan(None, "none", 1, 0, 0, "no version was captured before", 
 FINGERPRINT = {"layers": 4}
 
 
-def rank(number: int, *iterations: int, run: str = A, lineage: int = 3, **more: Any) -> RankFacts:
+def rank(number, *iterations, run=A, lineage=3, **more):
     slots = tuple(Slot(at, SlotState.CLEAN, Version(lineage, each)) for at, each in enumerate(iterations))
     return RankFacts(number, slots, lineage, max(iterations, default=0), run=run, drawn=DRAWN, **more)
 
@@ -38,7 +33,7 @@ def rank(number: int, *iterations: int, run: str = A, lineage: int = 3, **more: 
 # ---- memory ----
 
 
-def test_a_restart_keeps_its_run_a_replaced_rank_has_none_and_a_first_start_draws_one() -> None:
+def test_a_restart_keeps_its_run_a_replaced_rank_has_none_and_a_first_start_draws_one():
     assert plan_recovery([rank(0, 7, 8), rank(1, 7, 8)]).run == A
     replaced = plan_recovery([rank(0, 7, 8), rank(1, run="", lineage=0)])
     assert (replaced.run, replaced.version) == (A, None)
@@ -48,7 +43,7 @@ def test_a_restart_keeps_its_run_a_replaced_rank_has_none_and_a_first_start_draw
     assert choose_source(plan_recovery([rank(0, 7)]), "storage", 9).run == A
 
 
-def test_memory_of_two_runs_of_one_name_is_never_combined() -> None:
+def test_memory_of_two_runs_of_one_name_is_never_combined():
     """Given two jobs that captured the same version each, and a start on one node of each."""
     met = plan_recovery([rank(0, 7, 8), rank(1, 7, 8, run=B)])
     assert met.version is None and met.state_lost and met.run == ""
@@ -61,12 +56,12 @@ def test_memory_of_two_runs_of_one_name_is_never_combined() -> None:
         choose_source(older, "auto", 0)
 
 
-def test_after_a_fresh_start_what_a_node_kept_of_the_run_before_is_void() -> None:
+def test_after_a_fresh_start_what_a_node_kept_of_the_run_before_is_void():
     back = plan_recovery([rank(0, 2, run=B, lineage=4, from_nothing=True), rank(1, 8, lineage=3)])
     assert (back.run, back.version) == (B, None) and "another run" not in back.reason
 
 
-def test_what_another_node_holds_of_another_run_is_not_fetched() -> None:
+def test_what_another_node_holds_of_another_run_is_not_fetched():
     held = {0: frozenset({Version(3, 8)})}
     own, other = NodeFacts(held, run=(3, A)), NodeFacts(held, frozenset({Version(3, 8)}), run=(2, B), lineage=2)
     ranks = [rank(0), rank(1, 8)]
@@ -78,11 +73,11 @@ def test_what_another_node_holds_of_another_run_is_not_fetched() -> None:
 # ---- storage ----
 
 
-def segment() -> Any:
+def segment():
     return SimpleNamespace(fingerprint=FINGERPRINT, slots=lambda: (), dirty=lambda *_: None)
 
 
-def stored(base: Path, lineage: int, iteration: int, run: str) -> None:
+def stored(base, lineage, iteration, run):
     folder = base / f"v{lineage}-{iteration}"
     folder.mkdir(parents=True)
     described = CheckpointManifest(checkpoint.FORMAT, "job", lineage, iteration, 1, FINGERPRINT, 1, run=run)
@@ -93,15 +88,15 @@ def stored(base: Path, lineage: int, iteration: int, run: str) -> None:
 class Start:
     """A start of a job with one rank."""
 
-    def __init__(self, folder: Path, *nodes: str) -> None:
-        self.reported: list[str] = []
+    def __init__(self, folder, *nodes):
+        self.reported = []
 
-        def report(kind: EventType, reason: str) -> None:
+        def report(kind, reason):
             self.reported.append(f"{kind.name}: {reason}")
 
         self.tier = StorageTier(folder, "job", Collective(), report, nodes or ("n",))
 
-    def recover(self, memory: RecoveryPlan = NOTHING, mode: str = "auto", loaded: int = 0) -> RecoveryPlan:
+    def recover(self, memory=NOTHING, mode="auto", loaded=0):
         plan = self.tier.recover(memory, mode, loaded, segment(), 1)
         plan = replace(plan, run=plan.run or plan.drawn)
         self.tier.take(plan)
@@ -109,22 +104,22 @@ class Start:
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base(tmp_path, monkeypatch):
     monkeypatch.setattr(persist, "read_rank", lambda *_: 0)
     monkeypatch.setattr(storage, "_PAUSE_SECONDS", 0.01)
     return tmp_path / "job"
 
 
-def held_by(run: str, lineage: int, **changes: Any) -> Lease:
+def held_by(run, lineage, **changes):
     return replace(Lease(lineage, run, ("elsewhere",), False, ("there",), 1.8e9, 1.8e9), **changes)
 
 
-def take(base: Path, held: Lease) -> None:
+def take(base, held):
     base.mkdir(exist_ok=True)
     lease.take(base, held, None)
 
 
-def test_a_first_start_takes_the_folder_with_the_run_that_it_draws(base: Path) -> None:
+def test_a_first_start_takes_the_folder_with_the_run_that_it_draws(base):
     plan = Start(base.parent, "x", "y", "x").recover()
     found = lease.newest(base)
     assert found is not None and plan.run == DRAWN
@@ -133,16 +128,14 @@ def test_a_first_start_takes_the_folder_with_the_run_that_it_draws(base: Path) -
 
 
 @pytest.mark.parametrize(("run", "expected"), [(A, A), ("", DRAWN)])
-def test_a_checkpoint_gives_its_run_and_that_of_the_build_before_gets_one(base: Path, run: str, expected: str) -> None:
+def test_a_checkpoint_gives_its_run_and_that_of_the_build_before_gets_one(base, run, expected):
     stored(base, 2, 60, run)
     plan = Start(base.parent).recover()
     assert (plan.version, plan.run, plan.lineage) == (Version(2, 60), expected, 3)
     assert (lease.newest(base) or NOTHING).run == expected
 
 
-def test_a_start_without_memory_waits_for_a_lease_that_nobody_renews_and_continues_its_run(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_without_memory_waits_for_a_lease_that_nobody_renews_and_continues_its_run(base, monkeypatch, capsys):
     monkeypatch.setattr(lease, "HOLD_SECONDS", 0.05)
     take(base, held_by(A, 5))
     stored(base, 2, 60, A)
@@ -154,15 +147,13 @@ def test_a_start_without_memory_waits_for_a_lease_that_nobody_renews_and_continu
     assert capsys.readouterr().out.count("seconds to see whether its last user lives (run aaaaaaaa on elsewhere") == 1
 
 
-def test_a_lease_that_is_renewed_meanwhile_refuses_the_start_with_both_runs_and_what_to_do(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_is_renewed_meanwhile_refuses_the_start_with_both_runs_and_what_to_do(base, monkeypatch):
     take(base, held_by(A, 5))
     stored(base, 5, 60, A)
     before = lease.newest
     looks = iter([1.8e9 + at for at in range(0, 1000, 5)])
 
-    def renewed(*arguments: Any) -> Lease | None:
+    def renewed(*arguments):
         lease.renew(base, held_by(A, 5, renewed=next(looks)))
         return before(*arguments)
 
@@ -177,7 +168,7 @@ def test_a_lease_that_is_renewed_meanwhile_refuses_the_start_with_both_runs_and_
     assert Start(base.parent).recover(own).version == Version(5, 70), "its own SMP renews it"
 
 
-def test_a_run_that_took_the_folder_while_this_one_was_restored_is_noticed(base: Path) -> None:
+def test_a_run_that_took_the_folder_while_this_one_was_restored_is_noticed(base):
     stored(base, 2, 60, A)
     slow = Start(base.parent)
     plan = slow.tier.recover(NOTHING, "auto", 0, segment(), 1)
@@ -186,9 +177,7 @@ def test_a_run_that_took_the_folder_while_this_one_was_restored_is_noticed(base:
         slow.tier.take(plan)
 
 
-def test_a_run_that_was_silent_and_writes_again_while_this_one_was_restored_is_noticed(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_silent_and_writes_again_while_this_one_was_restored_is_noticed(base, monkeypatch):
     monkeypatch.setattr(lease, "HOLD_SECONDS", 0.05)
     take(base, held_by(A, 2))
     stored(base, 2, 60, A)
@@ -200,9 +189,7 @@ def test_a_run_that_was_silent_and_writes_again_while_this_one_was_restored_is_n
     assert (found := lease.newest(base)) is not None and found.lineage == 2
 
 
-def test_a_dead_holder_on_this_machine_that_was_alone_is_taken_over_at_once(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_holder_on_this_machine_that_was_alone_is_taken_over_at_once(base, capsys):
     dead = liveness.identified(os.getpid()).rpartition(" ")[0] + " 1"  # this pid, of a process before
     take(base, held_by(A, 5, alone=True, processes=(dead, dead)))
     stored(base, 5, 60, A)
@@ -210,9 +197,7 @@ def test_a_dead_holder_on_this_machine_that_was_alone_is_taken_over_at_once(
     assert "waiting" not in capsys.readouterr().out
 
 
-def test_a_job_whose_smp_alone_was_killed_is_not_taken_over_at_once(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_whose_smp_alone_was_killed_is_not_taken_over_at_once(base, monkeypatch, capsys):
     """Given a job on one node whose SMP is dead; its ft-run, which lives, starts another one."""
     monkeypatch.setattr(lease, "HOLD_SECONDS", 0.05)
     lives = liveness.identified(os.getpid())
@@ -226,8 +211,8 @@ def test_a_job_whose_smp_alone_was_killed_is_not_taken_over_at_once(
 
 
 def test_a_lease_that_was_released_is_free_and_checkpoints_of_other_runs_than_its_own_are_refused_by_name(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base, monkeypatch
+):
     """Given a run that was started fresh where another one had checkpoints, and lost before it had one."""
     monkeypatch.setattr(lease, "HOLD_SECONDS", 0.05)
     stored(base, 3, 60, A)
@@ -239,12 +224,10 @@ def test_a_lease_that_was_released_is_free_and_checkpoints_of_other_runs_than_it
     assert Start(base.parent).recover(mode="fresh").run == DRAWN
 
 
-def test_a_folder_that_may_only_be_read_is_restored_from_and_reported(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_only_be_read_is_restored_from_and_reported(base, monkeypatch):
     stored(base, 3, 60, A)
 
-    def read_only(*arguments: Any) -> None:
+    def read_only(*arguments):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(lease, "take", read_only)
@@ -253,6 +236,6 @@ def test_a_folder_that_may_only_be_read_is_restored_from_and_reported(
     assert start.reported == [f"storage.failed: {base}: no lease can be written ([Errno 30] Read-only file system)"]
 
 
-def test_the_frameworks_own_checkpoint_goes_on_as_the_run_that_had_the_folder(base: Path) -> None:
+def test_the_frameworks_own_checkpoint_goes_on_as_the_run_that_had_the_folder(base):
     take(base, held_by(A, 5, released=True))
     assert Start(base.parent).recover(loaded=70).run == A

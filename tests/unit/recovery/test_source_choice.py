@@ -1,7 +1,5 @@
 """A version of this job, or a newer checkpoint of the framework's own that lacks some of the state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -26,9 +24,7 @@ EMPTY = replace(LACKING, version=None, tier="none", reason="no version is held b
         (EMPTY, 75, None),
     ],
 )
-def test_a_checkpoint_that_lacks_state_is_not_preferred_where_the_job_comes_to_it_again(
-    plan: RecoveryPlan, loaded: int, expected: int | None
-) -> None:
+def test_a_checkpoint_that_lacks_state_is_not_preferred_where_the_job_comes_to_it_again(plan, loaded, expected):
     chosen = choose_source(plan, "auto", loaded)
     assert (None if chosen.version is None else chosen.version.iteration) == expected
     if expected:
@@ -38,7 +34,7 @@ def test_a_checkpoint_that_lacks_state_is_not_preferred_where_the_job_comes_to_i
         assert "it lacks what callbacks keep, which begins again" in chosen.table()
 
 
-def test_a_stored_version_is_preferred_to_it_in_the_same_way() -> None:
+def test_a_stored_version_is_preferred_to_it_in_the_same_way():
     stored = Version(1, 60)
     again, whole = (with_storage(replace(EMPTY, lacking=one), "auto", 75, stored, True) for one in ("callbacks", ""))
     assert (again.version, again.repeated) == (stored, 75)

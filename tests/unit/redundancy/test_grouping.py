@@ -1,28 +1,23 @@
 """Redundancy groups: bounded, of like size, apart by failure domain, and each of them decodes what it says it does."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange, positions, why_unprotected
+from ft_plugins.redundancy.exchange_plan import plan_exchange, positions, why_unprotected
 from ft_plugins.redundancy.grouping import SharedDomain, cut_nodes, redundancy_groups, shared_domains
 from ft_plugins.redundancy.parity import LEAST_NODES, plan_decode
 from ft_plugins.redundancy.sections import Extent
 from harness.operations import doubling
 
-Groups = tuple[tuple[int, ...], ...]
-
 
 @st.composite
-def labels(draw: st.DrawFn) -> list[str]:
+def labels(draw):
     """The domains of up to 40 nodes, from all apart to all together."""
     count = draw(st.integers(1, 40))
     kinds = draw(st.integers(1, count))
@@ -34,9 +29,7 @@ alone = st.integers(1, 40).map(lambda count: list(range(count)))
 
 @settings(max_examples=400, deadline=None)
 @given(labels() | alone, st.integers(2, 12), st.sampled_from([1, 2]))
-def test_a_cut_divides_the_nodes_into_groups_of_like_size_none_too_small(
-    domains: Sequence[object], most: int, losses: int
-) -> None:
+def test_a_cut_divides_the_nodes_into_groups_of_like_size_none_too_small(domains, most, losses):
     cut = cut_nodes(domains, most, losses)
     assert sorted(node for group in cut for node in group) == list(range(len(domains)))
     sizes = [len(group) for group in cut]
@@ -52,9 +45,7 @@ def test_a_cut_divides_the_nodes_into_groups_of_like_size_none_too_small(
 
 @settings(max_examples=400, deadline=None)
 @given(labels(), st.integers(2, 12), st.sampled_from([1, 2]))
-def test_nodes_of_a_domain_are_apart_wherever_groups_can_have_that_many(
-    domains: Sequence[str], most: int, losses: int
-) -> None:
+def test_nodes_of_a_domain_are_apart_wherever_groups_can_have_that_many(domains, most, losses):
     cut, largest = cut_nodes(domains, most, losses), max(Counter(domains).values())
     together = max(max(Counter(domains[node] for node in group).values()) for group in cut)
     limit = max(1, len(domains) // LEAST_NODES[losses])
@@ -81,13 +72,11 @@ def test_nodes_of_a_domain_are_apart_wherever_groups_can_have_that_many(
         ("AAAABBBB", 8, 2, [4, 4]),  # two of a rack in each: RAIM6 makes up for both
     ],
 )
-def test_the_number_of_groups_is_the_least_that_keeps_to_the_bound_and_the_domains(
-    domains: Sequence[object], most: int, losses: int, sizes: list[int]
-) -> None:
+def test_the_number_of_groups_is_the_least_that_keeps_to_the_bound_and_the_domains(domains, most, losses, sizes):
     assert [len(group) for group in cut_nodes(domains, most, losses)] == sizes
 
 
-def test_the_groups_of_the_docstring_are_those_that_are_made() -> None:
+def test_the_groups_of_the_docstring_are_those_that_are_made():
     assert cut_nodes(range(10), 8, 1) == ((0, 2, 4, 6, 8), (1, 3, 5, 7, 9))
     assert cut_nodes("AAAABBBCCC", 8, 1) == ((0, 4, 8), (1, 5, 9), (2, 6), (3, 7))
 
@@ -96,7 +85,7 @@ def test_the_groups_of_the_docstring_are_those_that_are_made() -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[str], Groups, list[str]]:
+def jobs(draw):
     """A topology in an order of Megatron-LM's, nodes of any number of ranks, domains by position."""
     order = draw(st.sampled_from(["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]))
     tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
@@ -111,9 +100,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[str], Groups, list[str]]:
 
 @settings(max_examples=300, deadline=None)
 @given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
-def test_redundancy_groups_divide_every_sharding_group_by_nodes(
-    job: tuple[list[str], Groups, list[str]], most: int, losses: int
-) -> None:
+def test_redundancy_groups_divide_every_sharding_group_by_nodes(job, most, losses):
     nodes, groups, domains = job
     made = redundancy_groups(nodes, groups, most, losses, domains)
     assert sorted(rank for group in made for rank in group) == list(range(len(nodes)))
@@ -126,7 +113,7 @@ def test_redundancy_groups_divide_every_sharding_group_by_nodes(
     assert bool(why_unprotected(nodes, made, losses)) == bool(why_unprotected(nodes, groups, losses))
 
 
-def plan_of(job: tuple[list[str], Groups, list[str]], most: int, losses: int) -> ExchangePlan | None:
+def plan_of(job, most, losses):
     """The exchange within groups of at most `most` nodes; None if they cannot survive so many losses."""
     nodes, groups, domains = job
     made = redundancy_groups(nodes, groups, most, losses, domains)
@@ -137,12 +124,10 @@ def plan_of(job: tuple[list[str], Groups, list[str]], most: int, losses: int) ->
 
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
-def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decoded(
-    job: tuple[list[str], Groups, list[str]], most: int, losses: int
-) -> None:
+def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decoded(job, most, losses):
     if (plan := plan_of(job, most, losses)) is None:
         return
-    gone: set[int] = set()  # of each distinct set of nodes, the first ones, unless a group has lost as many already
+    gone = set()  # of each distinct set of nodes, the first ones, unless a group has lost as many already
     for section in plan.sections:
         for position in section.positions[:losses]:
             after = gone | {position}
@@ -158,9 +143,7 @@ def test_as_many_losses_as_a_group_survives_in_every_group_at_once_can_be_decode
 
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
-def test_every_byte_of_any_single_node_is_decoded_from_other_nodes_of_each_of_its_groups(
-    job: tuple[list[str], Groups, list[str]], most: int, losses: int
-) -> None:
+def test_every_byte_of_any_single_node_is_decoded_from_other_nodes_of_each_of_its_groups(job, most, losses):
     if (plan := plan_of(job, most, losses)) is None:
         return
     for lost, section in itertools.product(range(len(plan.nodes)), plan.sections):
@@ -179,16 +162,14 @@ def test_every_byte_of_any_single_node_is_decoded_from_other_nodes_of_each_of_it
 
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
-def test_a_node_sends_to_the_nodes_of_its_groups_alone_and_is_rebuilt_from_them(
-    job: tuple[list[str], Groups, list[str]], most: int, losses: int
-) -> None:
+def test_a_node_sends_to_the_nodes_of_its_groups_alone_and_is_rebuilt_from_them(job, most, losses):
     nodes, groups, domains = job
     made = redundancy_groups(nodes, groups, most, losses, domains)
     if why_unprotected(nodes, made, losses):
         return
     plan = plan_exchange(nodes, made, [64] * len(nodes), losses, streams(groups))
     place = plan.position_of_rank
-    mates: list[set[int]] = [set() for _ in plan.nodes]
+    mates = [set() for _ in plan.nodes]
     for group in made:
         for rank in group:
             mates[place[rank]] |= {place[other] for other in group}
@@ -200,27 +181,25 @@ def test_a_node_sends_to_the_nodes_of_its_groups_alone_and_is_rebuilt_from_them(
         assert targets <= mates[position]
 
 
-def buckets(plan: ExchangePlan, rank: int) -> list[tuple[int, int]]:
+def buckets(plan, rank):
     """A bucket of data, and one for each part of parity."""
     return [(0, plan.nbytes[rank]), *((part.offset, part.stop - part.start) for part in plan.parts[rank])]
 
 
-def streams(groups: Groups) -> list[list[Extent]]:
+def streams(groups):
     """State that each sharding group holds identically, of which each rank captures 32 bytes."""
     return [[Extent(rank, 0, 32) for rank in group] for group in groups]
 
 
 @settings(max_examples=200, deadline=None)
 @given(jobs(), st.integers(2, 9), st.sampled_from([1, 2]))
-def test_a_domain_is_named_exactly_if_its_loss_is_not_survived(
-    job: tuple[list[str], Groups, list[str]], most: int, losses: int
-) -> None:
+def test_a_domain_is_named_exactly_if_its_loss_is_not_survived(job, most, losses):
     nodes, groups, domains = job
     made = redundancy_groups(nodes, groups, most, losses, domains)
     names, _ = positions(nodes)
     domain_of = dict(zip(names, domains, strict=False))
 
-    def too_many(domain: str) -> bool:
+    def too_many(domain):
         members = ({nodes[rank] for rank in group if domain_of.get(nodes[rank]) == domain} for group in made)
         return any(len(lost) > losses for lost in members)
 
@@ -228,21 +207,21 @@ def test_a_domain_is_named_exactly_if_its_loss_is_not_survived(
     assert sorted(named) == sorted(domain for domain in set(domains) - {""} if too_many(domain))
 
 
-def test_the_domain_that_is_named_comes_with_its_nodes() -> None:
+def test_the_domain_that_is_named_comes_with_its_nodes():
     nodes, groups = ["a", "b", "c"], ((0, 1, 2),)
     assert list(shared_domains(nodes, groups, 1, ["x", "x", ""])) == [SharedDomain("x", ("a", "b"))]
     assert list(shared_domains(nodes, groups, 2, ["x", "x", ""])) == []
 
 
 @pytest.mark.parametrize("count", range(2, 9))
-def test_up_to_eight_nodes_nothing_changes_without_domains(count: int) -> None:
+def test_up_to_eight_nodes_nothing_changes_without_domains(count):
     topology = Topology(tp=2, dp=count, pp=2)
     nodes = [f"n{rank // 2 % count}" for rank in range(topology.world_size)]
     groups = tuple(topology.sharding_groups().values())
     assert redundancy_groups(nodes, groups, 8, 1) == groups
 
 
-def test_more_nodes_than_raim6_has_factors_for_are_no_obstacle_once_they_are_cut() -> None:
+def test_more_nodes_than_raim6_has_factors_for_are_no_obstacle_once_they_are_cut():
     nodes, groups = [f"n{rank}" for rank in range(300)], (tuple(range(300)),)
     assert "at most 257" in why_unprotected(nodes, groups, 2) and not why_unprotected(nodes, groups, 2, whole=False)
     assert plan_exchange(nodes, redundancy_groups(nodes, groups, 8, 2), [64] * 300, 2).losses == 2
@@ -251,10 +230,8 @@ def test_more_nodes_than_raim6_has_factors_for_are_no_obstacle_once_they_are_cut
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
 @pytest.mark.parametrize("sizes", [{"tp": 8, "pp": 16}, {"tp": 4, "pp": 4}, {"tp": 1, "pp": 4}])
 @pytest.mark.parametrize("in_racks", [False, True])
-def test_cutting_groups_of_twice_as_many_ranks_takes_twice_the_steps(
-    order: str, sizes: dict[str, int], in_racks: bool
-) -> None:
-    def cut(world: int) -> None:
+def test_cutting_groups_of_twice_as_many_ranks_takes_twice_the_steps(order, sizes, in_racks):
+    def cut(world):
         topology = Topology(**sizes, dp=world // math.prod(sizes.values()), order=order)
         nodes = [f"node{rank // 8}" for rank in range(world)]
         domains = [f"rack{position // 16}" for position in range(world // 8)] if in_racks else []
@@ -266,7 +243,7 @@ def test_cutting_groups_of_twice_as_many_ranks_takes_twice_the_steps(
     assert doubling(cut, 4096 if in_racks else 1024) < 3
 
 
-def test_groups_on_the_same_nodes_are_cut_the_same_way_so_fewer_pairs_are_fatal() -> None:
+def test_groups_on_the_same_nodes_are_cut_the_same_way_so_fewer_pairs_are_fatal():
     topology = Topology(tp=8, dp=24, pp=1)
     nodes = [f"n{rank // 8}" for rank in range(topology.world_size)]
     made = redundancy_groups(nodes, tuple(topology.sharding_groups().values()), 8, 1)

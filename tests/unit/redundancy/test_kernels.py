@@ -1,30 +1,23 @@
 """The arithmetic of parity: compiled and NumPy loops give the bytes of a slow reference, at any length and address."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import times
-from ft_plugins.redundancy.kernels import Loops
-
-Bytes = npt.NDArray[np.uint8]
 
 try:
     from ft_plugins.redundancy import compiled
 except ImportError:
-    LOOPS: list[Loops] = [blocked]
+    LOOPS = [blocked]
 else:
     LOOPS = [blocked, compiled]
 
@@ -35,7 +28,7 @@ LENGTHS = st.integers(0, 20) | st.integers(0, 300) | st.sampled_from([4095, 6553
 ROWS = st.lists(st.integers(0, 255), min_size=11, max_size=11) | st.just([1] * 11) | st.just([0] * 11)
 
 
-def random_bytes(size: int, seed: int, misaligned: int = 0) -> Bytes:
+def random_bytes(size, seed, misaligned=0):
     """An array that starts `misaligned` bytes after a cache line."""
     whole = np.empty(size + 64 + misaligned, dtype=np.uint8)
     start = -whole.ctypes.data % 64 + misaligned
@@ -43,7 +36,7 @@ def random_bytes(size: int, seed: int, misaligned: int = 0) -> Bytes:
     return whole[start : start + size]
 
 
-def added(target: Bytes, sources: Sequence[Bytes], factors: Sequence[int], overwrite: bool = False) -> Bytes:
+def added(target, sources, factors, overwrite=False):
     """target (or zeros) + sum of factor * source, by a table of all products: the reference."""
     found = np.zeros_like(target) if overwrite else target.copy()
     for source, factor in zip(sources, factors, strict=True):
@@ -52,7 +45,7 @@ def added(target: Bytes, sources: Sequence[Bytes], factors: Sequence[int], overw
 
 
 @st.composite
-def arrays(draw: st.DrawFn, size: int, count: int) -> list[Bytes]:
+def arrays(draw, size, count):
     """Arrays of at most that size, each at an address of its own."""
     sizes = [draw(st.just(size) | st.integers(0, size)) for _ in range(count)]
     return [random_bytes(nbytes, draw(st.integers(0, 99)), draw(st.integers(0, 9))) for nbytes in sizes]
@@ -61,9 +54,7 @@ def arrays(draw: st.DrawFn, size: int, count: int) -> list[Bytes]:
 @both
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_each_target_gets_its_own_sum_of_products_as_far_as_it_and_the_sources_reach(
-    loops: Loops, data: st.DataObject
-) -> None:
+def test_each_target_gets_its_own_sum_of_products_as_far_as_it_and_the_sources_reach(loops, data):
     size = data.draw(LENGTHS)
     targets = [
         random_bytes(size, 98, data.draw(st.just(0) | st.integers(0, 9))),
@@ -80,7 +71,7 @@ def test_each_target_gets_its_own_sum_of_products_as_far_as_it_and_the_sources_r
 
 @both
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_each_byte_is_multiplied_by_each_number_of_the_field(loops: Loops, overwrite: bool) -> None:
+def test_each_byte_is_multiplied_by_each_number_of_the_field(loops, overwrite):
     source = np.tile(np.arange(256, dtype=np.uint8), 3)[:-1]
     for factor in range(256):
         target = random_bytes(source.size + 3, factor)
@@ -90,7 +81,7 @@ def test_each_byte_is_multiplied_by_each_number_of_the_field(loops: Loops, overw
 
 
 @both
-def test_blocks_and_groups_of_sources_meet_without_a_seam(loops: Loops) -> None:
+def test_blocks_and_groups_of_sources_meet_without_a_seam(loops):
     size = 2 * blocked.XOR_BYTES + 3
     sources = [random_bytes(size - 7 * number, number) for number in range(kernels.MAX_SOURCES + 2)]
     for array in sources:
@@ -105,7 +96,7 @@ def test_blocks_and_groups_of_sources_meet_without_a_seam(loops: Loops) -> None:
 
 @both
 @pytest.mark.parametrize("sizes", [[], [0], [3, 5, 5]])
-def test_overwriting_leaves_zeros_where_no_source_reaches(loops: Loops, sizes: list[int]) -> None:
+def test_overwriting_leaves_zeros_where_no_source_reaches(loops, sizes):
     sources = [random_bytes(size, number) for number, size in enumerate(sizes)]
     targets = [random_bytes(9, 97), random_bytes(4, 98)]
     rows = [[1] * len(sources), [7] * len(sources)]
@@ -115,13 +106,11 @@ def test_overwriting_leaves_zeros_where_no_source_reaches(loops: Loops, sizes: l
     assert not targets[0][5:].any()
 
 
-def test_no_loop_is_given_more_sources_than_it_takes_well() -> None:
-    given_sources: list[int] = []
+def test_no_loop_is_given_more_sources_than_it_takes_well():
+    given_sources = []
 
     class Spy:
-        def combine(
-            self, targets: Sequence[Bytes], sources: Sequence[Bytes], factors: Sequence[Sequence[int]], overwrite: bool
-        ) -> None:
+        def combine(self, targets, sources, factors, overwrite):
             assert [len(row) for row in factors] == [len(sources)] * 2
             given_sources.append(len(sources))
 
@@ -131,17 +120,17 @@ def test_no_loop_is_given_more_sources_than_it_takes_well() -> None:
 
 
 @with_llvm
-def test_threads_that_need_the_same_loop_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    described: list[str] = []
+def test_threads_that_need_the_same_loop_compile_it_once(monkeypatch):
+    described = []
     together = threading.Barrier(4)
     describe = compiled._module
 
-    def slowly(name: str, *arguments: object) -> object:
+    def slowly(name, *arguments):
         described.append(name)
         time.sleep(0.1)  # so the others come while this one is compiling
         return describe(name, *arguments)
 
-    def work() -> None:
+    def work():
         together.wait(300)
         compiled._loop(6, (True, False, True, False), False)
 
@@ -156,14 +145,14 @@ def test_threads_that_need_the_same_loop_compile_it_once(monkeypatch: pytest.Mon
 
 
 @both
-def test_threads_that_call_for_the_first_time_together_get_their_own_sums(loops: Loops) -> None:
+def test_threads_that_call_for_the_first_time_together_get_their_own_sums(loops):
     """Given a number of sources for which no loop was compiled before."""
     sources = [[random_bytes(100_003, 10 * thread + number) for number in range(7)] for thread in range(4)]
     targets = [[np.zeros(100_003, dtype=np.uint8) for _ in range(3)] for _ in sources]
     rows = [[1] * 7, list(range(7)), [9] * 7]
     together = threading.Barrier(len(sources))
 
-    def work(number: int) -> None:
+    def work(number):
         together.wait(300)
         kernels.combine_into(targets[number], sources[number], rows, loops=loops)
 
@@ -178,7 +167,7 @@ def test_threads_that_call_for_the_first_time_together_get_their_own_sums(loops:
 
 
 @pytest.mark.parametrize("missing", ["llvmlite", "llvmlite.ir"])
-def test_without_llvmlite_the_loops_are_those_of_numpy(missing: str) -> None:
+def test_without_llvmlite_the_loops_are_those_of_numpy(missing):
     code = (
         f"import sys; sys.modules['{missing}'] = None\n"
         "import numpy as np\n"
@@ -193,13 +182,13 @@ def test_without_llvmlite_the_loops_are_those_of_numpy(missing: str) -> None:
 
 
 @with_llvm
-def test_with_llvmlite_the_loops_are_compiled() -> None:
+def test_with_llvmlite_the_loops_are_compiled():
     assert kernels.fastest_loops() is compiled
 
 
 @with_llvm
 @pytest.mark.parametrize("old", ["a processor without a byte shuffle", "LLVM 15"])
-def test_what_cannot_be_compiled_for_is_left_to_numpy(old: str) -> None:
+def test_what_cannot_be_compiled_for_is_left_to_numpy(old):
     code = (
         "import llvmlite.binding as llvm\n"
         + (
@@ -215,7 +204,7 @@ def test_what_cannot_be_compiled_for_is_left_to_numpy(old: str) -> None:
 
 @with_llvm
 @pytest.mark.parametrize("feature", ["avx512bw", "avx2", "ssse3"])
-def test_vectors_of_each_width_give_the_same_bytes(feature: str) -> None:
+def test_vectors_of_each_width_give_the_same_bytes(feature):
     """Given a processor that has this feature and none that is wider; in a process of its own."""
     import llvmlite.binding as llvm
 
@@ -237,11 +226,11 @@ def test_vectors_of_each_width_give_the_same_bytes(feature: str) -> None:
     assert found.stdout == f"{ {'avx512bw': 64, 'avx2': 32, 'ssse3': 16}[feature] } True\n", found.stderr
 
 
-def test_arrays_that_do_not_go_together_are_refused_before_anything_is_changed() -> None:
+def test_arrays_that_do_not_go_together_are_refused_before_anything_is_changed():
     target, source = np.zeros(10, dtype=np.uint8), np.ones(10, dtype=np.uint8)
     read_only = target.view()
     read_only.flags.writeable = False
-    refused: list[tuple[Sequence[Bytes], Sequence[np.ndarray], Sequence[Sequence[int]], str]] = [
+    refused = [
         ([target, read_only], [source], [[1], [1]], "a target is read-only"),
         ([target], [source, np.ones(11, dtype=np.uint8)], [[1, 1]], "a source of 11 bytes does not fit a target of 10"),
         ([target], [np.ones(2, dtype=np.float32)], [[1]], "expected contiguous uint8 arrays .*, found float32"),

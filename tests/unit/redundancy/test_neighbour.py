@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.redundancy.neighbour import (
     NeighbourCopy,
     NeighbourPlan,
@@ -46,12 +45,12 @@ class Job:
     pipelines: tuple[tuple[int, ...], ...]
     nbytes: tuple[int, ...]
 
-    def plan(self) -> NeighbourPlan:
+    def plan(self):
         return plan_neighbours(self.nodes, self.pipelines, self.nbytes)
 
 
 @st.composite
-def anywhere(draw: st.DrawFn) -> Job:
+def anywhere(draw):
     """Up to 4 pipelines of up to 6 stages, their ranks numbered and placed at random: some cannot be protected."""
     count, stages = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     ranks = draw(st.permutations(range(count * stages)))
@@ -61,19 +60,19 @@ def anywhere(draw: st.DrawFn) -> Job:
     return Job(tuple(f"n{node}" for node in nodes), tuple(cut), tuple(nbytes))
 
 
-def loses(plan: NeighbourPlan, lost: Collection[int]) -> tuple[int, ...]:
+def loses(plan, lost):
     """The ranks whose state is gone if the nodes at the positions `lost` are lost at the same time."""
     return tuple(copy.rank for at in sorted(lost) for copy in plan.sent_from[at] if copy.target in lost)
 
 
-def survives(plan: NeighbourPlan, lost: Collection[int]) -> bool:
+def survives(plan, lost):
     return not loses(plan, lost)
 
 
 jobs = anywhere().filter(lambda job: not why_unplaced(job.nodes, job.pipelines))
 
 
-def real(per_node: int, nodes: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
+def real(per_node, nodes, order="tp-cp-ep-dp-pp", **sizes):
     """A job as Megatron-LM lays it out, with uneven bytes."""
     where = tuple(f"n{rank // per_node}" for rank in range(per_node * nodes))
     topology = Topology(**sizes, order=order)
@@ -100,7 +99,7 @@ either = jobs | st.sampled_from(list((PAPER | OTHER).values()))
 
 @settings(max_examples=200)
 @given(either)
-def test_no_copy_is_on_the_node_of_what_it_copies_and_every_rank_has_one(job: Job) -> None:
+def test_no_copy_is_on_the_node_of_what_it_copies_and_every_rank_has_one(job):
     plan = job.plan()
     assert [copy.rank for copy in plan.copies] == list(range(len(job.nodes)))
     for copy in plan.copies:
@@ -110,7 +109,7 @@ def test_no_copy_is_on_the_node_of_what_it_copies_and_every_rank_has_one(job: Jo
 
 @settings(max_examples=200)
 @given(either)
-def test_it_goes_to_the_nearest_stage_of_the_partner_node(job: Job) -> None:
+def test_it_goes_to_the_nearest_stage_of_the_partner_node(job):
     plan = job.plan()
     for pipeline in job.pipelines:
         there = list(dict.fromkeys(job.nodes[rank] for rank in pipeline))
@@ -127,21 +126,19 @@ def test_it_goes_to_the_nearest_stage_of_the_partner_node(job: Job) -> None:
     ("nodes", "keeper"),
     [(2, [1, 0]), (3, [2, 0, 1]), (4, [1, 0, 3, 2]), (5, [1, 0, 4, 2, 3]), (6, [1, 0, 3, 2, 5, 4])],
 )
-def test_nodes_are_partners_in_pairs_and_the_last_three_of_an_odd_number_in_a_ring(
-    nodes: int, keeper: list[int]
-) -> None:
+def test_nodes_are_partners_in_pairs_and_the_last_three_of_an_odd_number_in_a_ring(nodes, keeper):
     assert [partner(node, nodes) for node in range(nodes)] == keeper
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))
-def test_partners_are_those_that_a_copy_is_lost_with(nodes: int) -> None:
+def test_partners_are_those_that_a_copy_is_lost_with(nodes):
     plan = plan_neighbours([f"n{node}" for node in range(nodes)], [tuple(range(nodes))], [8] * nodes)
     for node, others in enumerate(partners(nodes)):
         assert others == {other for other in range(nodes) if not survives(plan, {node, other})}
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_in_the_paper_s_shapes_two_nodes_keep_the_copies_of_each_other(name: str) -> None:
+def test_in_the_paper_s_shapes_two_nodes_keep_the_copies_of_each_other(name):
     plan = PAPER[name].plan()
     for copy in plan.copies:
         assert copy.target == copy.source ^ 1
@@ -152,7 +149,7 @@ def test_in_the_paper_s_shapes_two_nodes_keep_the_copies_of_each_other(name: str
 
 @settings(max_examples=200)
 @given(anywhere())
-def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job: Job) -> None:
+def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job):
     alone = [p for p in job.pipelines if len({job.nodes[rank] for rank in p}) == 1]
     reason = why_unplaced(job.nodes, job.pipelines)
     assert bool(reason) == bool(alone)
@@ -164,7 +161,7 @@ def test_a_job_is_refused_exactly_when_a_pipeline_stands_on_one_node(job: Job) -
         assert f"rank{'s' if len(alone[0]) > 1 else ''} {', '.join(map(str, alone[0]))} ha" in reason
 
 
-def test_what_cannot_be_had_is_said_in_words() -> None:
+def test_what_cannot_be_had_is_said_in_words():
     assert why_unplaced(["a", "a"], [(0, 1)]) == "all ranks are on one node"
     assert "rank 0 has no other stage" in why_unplaced(["a", "b"], [(0,), (1,)])
     assert "ranks 0, 1 have all their stages on node a" in why_unplaced(["a", "a", "b", "b"], [(0, 1), (2, 3)])
@@ -172,12 +169,12 @@ def test_what_cannot_be_had_is_said_in_words() -> None:
 
 
 @pytest.mark.parametrize("stages", [[(0, 1)], [(0, 1, 2), (1, 2)]])
-def test_a_rank_in_no_pipeline_or_in_two_is_refused(stages: list[tuple[int, ...]]) -> None:
+def test_a_rank_in_no_pipeline_or_in_two_is_refused(stages):
     with pytest.raises(TopologyError, match="3 ranks, but the pipelines are"):
         plan_neighbours(["a", "b", "c"], stages, [1, 1, 1])
 
 
-def test_nodes_that_meet_on_a_link_are_together_whoever_of_them_sends() -> None:
+def test_nodes_that_meet_on_a_link_are_together_whoever_of_them_sends():
     ways = {0: 1, 1: 0, 2: 1, 3: 4, 4: 3, 5: 2, 6: 4}  # position -> where its copy goes; a rank on each
     copies = tuple(NeighbourCopy(rank, rank, to, to, 100, 1) for rank, to in ways.items())
     plan = NeighbourPlan(tuple("abcdefg"), tuple((rank,) for rank in ways), copies)
@@ -185,7 +182,7 @@ def test_nodes_that_meet_on_a_link_are_together_whoever_of_them_sends() -> None:
         assert {copy.rank for copy in plan.linked_copies(rank)} == ({0, 1, 2, 5} if rank in (0, 1, 2, 5) else {3, 4, 6})
 
 
-def test_pipelines_are_those_of_the_topology_in_the_order_of_stages() -> None:
+def test_pipelines_are_those_of_the_topology_in_the_order_of_stages():
     topology = Topology(tp=2, pp=4, dp=2)
     assert pipelines(topology) == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))  # the paper's figure 1
     assert all(topology.coords(rank).pp == stage for group in pipelines(topology) for stage, rank in enumerate(group))
@@ -195,7 +192,7 @@ def test_pipelines_are_those_of_the_topology_in_the_order_of_stages() -> None:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_every_byte_of_every_replica_set_is_copied_exactly_once(name: str) -> None:
+def test_every_byte_of_every_replica_set_is_copied_exactly_once(name):
     """Dense weights are held by all of a stage's replicas, moments by one rank each, as ZeRO-1 has it."""
     job = PAPER[name]
     sizes = {key: int(value) for key, value in zip(("dp", "tp", "pp"), name[1::2], strict=True)}
@@ -208,10 +205,10 @@ def test_every_byte_of_every_replica_set_is_copied_exactly_once(name: str) -> No
             Item("moment", "float32", (77,), 308, Role.MOMENT, (rank,)),
         ]), job.nodes, 512))  # fmt: skip
     plan = plan_neighbours(job.nodes, job.pipelines, [layout.nbytes for layout in layouts])
-    copied: Counter[tuple[tuple[int, ...], str, int]] = Counter()
+    copied = Counter()
     for rank, layout in enumerate(layouts):
         sets = {item.name: stream.replicas for stream in layout.streams for item in stream.items}
-        own: Counter[str] = Counter()
+        own = Counter()
         for send in plan.exchange().sends[plan.copies[rank].source]:
             for extent in plan.exchange().sections[send.area.section].extents(send.node, send.start, send.stop):
                 if extent.rank != rank:
@@ -231,7 +228,7 @@ def test_every_byte_of_every_replica_set_is_copied_exactly_once(name: str) -> No
 
 @settings(max_examples=150)
 @given(either)
-def test_budgets_add_up_to_what_is_sent(job: Job) -> None:
+def test_budgets_add_up_to_what_is_sent(job):
     plan = job.plan()
     exchange = plan.exchange()
     assert sum(plan.sent_bytes(at) for at in range(len(plan.nodes))) == sum(job.nbytes)
@@ -244,7 +241,7 @@ def test_budgets_add_up_to_what_is_sent(job: Job) -> None:
 # carried out as parity is
 
 
-def vaults(plan: ExchangePlan, slots: Sequence[np.ndarray]) -> list[np.ndarray]:
+def vaults(plan, slots):
     """What each node keeps when all sends are XORed into zeros at their place."""
     kept = [np.zeros(plan.parity_bytes(position), dtype=np.uint8) for position in range(len(plan.nodes))]
     for position, sends in enumerate(plan.sends):
@@ -258,7 +255,7 @@ def vaults(plan: ExchangePlan, slots: Sequence[np.ndarray]) -> list[np.ndarray]:
     return kept
 
 
-def put_together(plan: ExchangePlan, rank: int, lost: Sequence[int], kept: Sequence[np.ndarray]) -> np.ndarray:
+def put_together(plan, rank, lost, kept):
     """The slot of a rank from what is kept at positions that are not lost, by the frames that SMPs go by."""
     slot = np.zeros(plan.nbytes[rank], dtype=np.uint8)
     for frame in decoded(plan, rank, V, lost):
@@ -274,7 +271,7 @@ def put_together(plan: ExchangePlan, rank: int, lost: Sequence[int], kept: Seque
 
 @settings(max_examples=100)
 @given(either)
-def test_what_is_survived_can_be_put_together_and_what_is_not_is_refused(job: Job) -> None:
+def test_what_is_survived_can_be_put_together_and_what_is_not_is_refused(job):
     plan = job.plan()
     exchange = plan.exchange()
     rng = np.random.default_rng(3)
@@ -297,7 +294,7 @@ def test_what_is_survived_can_be_put_together_and_what_is_not_is_refused(job: Jo
 
 @settings(max_examples=100)
 @given(either)
-def test_any_one_node_may_be_lost_and_two_unless_one_keeps_the_other_s(job: Job) -> None:
+def test_any_one_node_may_be_lost_and_two_unless_one_keeps_the_other_s(job):
     plan = job.plan()
     assert all(survives(plan, [at]) for at in range(len(plan.nodes)))
     for pair in itertools.combinations(range(len(plan.nodes)), 2):
@@ -306,7 +303,7 @@ def test_any_one_node_may_be_lost_and_two_unless_one_keeps_the_other_s(job: Job)
 
 @settings(max_examples=100)
 @given(either)
-def test_small_state_lies_where_the_copy_is(job: Job) -> None:
+def test_small_state_lies_where_the_copy_is(job):
     exchange = job.plan().exchange()
     for copy in job.plan().copies:
         assert exchange.small_state_holders(copy.rank) == (copy.target,)
@@ -318,8 +315,8 @@ def test_small_state_lies_where_the_copy_is(job: Job) -> None:
 # scale, and people
 
 
-def test_planning_copies_of_twice_as_many_ranks_takes_twice_the_steps() -> None:
-    def plan(dp: int) -> None:
+def test_planning_copies_of_twice_as_many_ranks_takes_twice_the_steps():
+    def plan(dp):
         topology = Topology(tp=8, pp=8, dp=dp)
         ranks = topology.world_size
         made = plan_neighbours([f"n{rank // 8}" for rank in range(ranks)], pipelines(topology), [1 << 30] * ranks)
@@ -329,7 +326,7 @@ def test_planning_copies_of_twice_as_many_ranks_takes_twice_the_steps() -> None:
     assert doubling(plan, 16) < 2.2
 
 
-def test_8192_ranks_are_planned() -> None:
+def test_8192_ranks_are_planned():
     nodes = tuple(f"n{rank // 8}" for rank in range(8192))
     topology = Topology(tp=8, pp=64, dp=16)
     plan = plan_neighbours(nodes, pipelines(topology), [1 << 30] * 8192)
@@ -340,7 +337,7 @@ def test_8192_ranks_are_planned() -> None:
     assert len(plan.table().splitlines()) == 1 + 1 + 16 + 1
 
 
-def test_the_table_says_who_may_be_lost_and_whose_copy_lives_where() -> None:
+def test_the_table_says_who_may_be_lost_and_whose_copy_lives_where():
     plan = plan_neighbours(["a", "a", "b", "c"], [(0, 1, 2, 3)], [1000, 100, 64, 1])
     assert plan.table().splitlines() == [
         "copies on the nearest stage of the partner node, 3 nodes: any one may be lost; of several, all but those with "
@@ -362,7 +359,7 @@ NODES = ("a", "a", "b", "b", "c", "c", "d", "d")  # two stages of two nodes, two
 PIPELINES, GROUPS = ((0, 4), (1, 5), (2, 6), (3, 7)), ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
+def test_with_both_exactly_what_one_of_the_two_survives_is_survived():
     nbytes = [1000 + 64 * rank for rank in range(8)]
     both = plan_copies_and_parity(NODES, PIPELINES, GROUPS, nbytes)
     copies = plan_neighbours(NODES, PIPELINES, nbytes)
@@ -377,7 +374,7 @@ def test_with_both_exactly_what_one_of_the_two_survives_is_survived() -> None:
                     assert found == (both.sections[rank],), "a copy is read once"
 
 
-def test_both_is_two_plans_side_by_side() -> None:
+def test_both_is_two_plans_side_by_side():
     nbytes = [1000 + 64 * rank for rank in range(8)]
     both = plan_copies_and_parity(NODES, PIPELINES, GROUPS, nbytes)
     copies = plan_neighbours(NODES, PIPELINES, nbytes).exchange()
@@ -394,7 +391,7 @@ def test_both_is_two_plans_side_by_side() -> None:
     assert "copies on the nearest" in both.table() and "RAIM5" in both.table()
 
 
-def test_both_is_refused_where_either_cannot_be_had() -> None:
+def test_both_is_refused_where_either_cannot_be_had():
     with pytest.raises(TopologyError, match="at least 2 nodes"):
         plan_copies_and_parity(("a", "b"), [(0, 1)], [(0,), (1,)], [10, 10])
     with pytest.raises(TopologyError, match="no other stage"):

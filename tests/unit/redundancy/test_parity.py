@@ -1,13 +1,9 @@
 """Placement and decoding: no two pieces of a stripe on a node, each byte in one piece, every survivable loss undone."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import Collection
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,16 +11,14 @@ from hypothesis import strategies as st
 from ft_plugins.errors import ResumeError, TopologyError
 from ft_plugins.redundancy import blocked, kernels
 from ft_plugins.redundancy.field import ORDER, inverse, power, solve, times
-from ft_plugins.redundancy.kernels import Loops
-from ft_plugins.redundancy.parity import ALIGNMENT, Placement, Stripe, StripePiece, cut, place_parity, plan_decode
+from ft_plugins.redundancy.parity import ALIGNMENT, StripePiece, cut, place_parity, plan_decode
 from harness.operations import doubling
 
-Bytes = npt.NDArray[np.uint8]
 SIZES = st.just(0) | st.integers(1, 3) | st.integers(0, 700) | st.sampled_from([63, 64, 65, 128, 192, 448, 640])
 
 
 @st.composite
-def groups(draw: st.DrawFn, largest: int = 8) -> tuple[list[int], int]:
+def groups(draw, largest=8):
     """Sizes of the streams, and how many losses are to be survived."""
     losses = draw(st.sampled_from([1, 2]))
     nodes = draw(st.integers(2 if losses == 1 else 4, largest))
@@ -35,9 +29,7 @@ def groups(draw: st.DrawFn, largest: int = 8) -> tuple[list[int], int]:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 20))
-def test_a_cut_covers_its_bytes_in_order_with_edges_on_cache_lines_and_near_equal_parts(
-    nbytes: int, parts: int
-) -> None:
+def test_a_cut_covers_its_bytes_in_order_with_edges_on_cache_lines_and_near_equal_parts(nbytes, parts):
     ranges = cut(nbytes, parts)
     assert len(ranges) == parts and ranges[0][0] == 0 and ranges[-1][1] == nbytes
     assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
@@ -48,7 +40,7 @@ def test_a_cut_covers_its_bytes_in_order_with_edges_on_cache_lines_and_near_equa
 
 @settings(max_examples=200, deadline=None)
 @given(groups(24))
-def test_every_byte_of_every_stream_is_in_exactly_one_piece(group: tuple[list[int], int]) -> None:
+def test_every_byte_of_every_stream_is_in_exactly_one_piece(group):
     sizes, losses = group
     placement = place_parity(sizes, losses)
     for node, size in enumerate(sizes):
@@ -62,7 +54,7 @@ def test_every_byte_of_every_stream_is_in_exactly_one_piece(group: tuple[list[in
 
 @settings(max_examples=200, deadline=None)
 @given(groups(24))
-def test_no_two_pieces_of_a_stripe_are_on_one_node_and_each_node_takes_part_once(group: tuple[list[int], int]) -> None:
+def test_no_two_pieces_of_a_stripe_are_on_one_node_and_each_node_takes_part_once(group):
     sizes, losses = group
     placement = place_parity(sizes, losses)
     assert [stripe.index for stripe in placement.stripes] == list(range(len(sizes)))
@@ -75,8 +67,8 @@ def test_no_two_pieces_of_a_stripe_are_on_one_node_and_each_node_takes_part_once
 @settings(max_examples=200, deadline=None)
 @given(groups(24))
 def test_each_node_keeps_as_much_parity_as_the_others_and_every_parity_is_kept_once(
-    group: tuple[list[int], int],
-) -> None:
+    group,
+):
     sizes, losses = group
     placement = place_parity(sizes, losses)
     cuts = len(sizes) - losses
@@ -88,7 +80,7 @@ def test_each_node_keeps_as_much_parity_as_the_others_and_every_parity_is_kept_o
     assert {len(placement.parities_on(node)) for node in range(len(sizes))} == {losses}
 
 
-def test_a_node_gives_its_blocks_to_the_stripes_behind_it() -> None:
+def test_a_node_gives_its_blocks_to_the_stripes_behind_it():
     placement = place_parity([300, 300, 250, 10])
     assert placement.block == 128
     node_2 = {stripe.index: (p.start, p.stop) for stripe in placement.stripes for p in stripe.data if p.node == 2}
@@ -97,7 +89,7 @@ def test_a_node_gives_its_blocks_to_the_stripes_behind_it() -> None:
     assert place_parity([300] * 4, 2).block == 192
 
 
-def test_with_two_nodes_parity_is_a_mirror() -> None:
+def test_with_two_nodes_parity_is_a_mirror():
     placement = place_parity([100, 70])
     assert [(stripe.parity_nodes, *stripe.data) for stripe in placement.stripes] == [
         ((0,), StripePiece(1, 0, 70, 0)),
@@ -118,18 +110,18 @@ def test_with_two_nodes_parity_is_a_mirror() -> None:
         ([1] * 258, 2, "at most 257 nodes in a group, found 258"),
     ],
 )
-def test_a_group_that_cannot_be_protected_is_refused(sizes: list[int], losses: int, found: str) -> None:
+def test_a_group_that_cannot_be_protected_is_refused(sizes, losses, found):
     with pytest.raises(TopologyError, match=found):
         place_parity(sizes, losses)
 
 
 @pytest.mark.parametrize("losses", [1, 2])
-def test_placing_and_decoding_take_the_square_of_the_nodes_as_the_pieces_do_and_no_more(losses: int) -> None:
+def test_placing_and_decoding_take_the_square_of_the_nodes_as_the_pieces_do_and_no_more(losses):
     assert doubling(lambda nodes: plan_decode(place_parity([1 << 30] * nodes, losses), range(losses)), 32) < 5
 
 
 @pytest.mark.parametrize("nodes, losses", [(512, 1), (257, 2)])
-def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded(nodes: int, losses: int) -> None:
+def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded(nodes, losses):
     placement = place_parity([1 << 30] * nodes, losses)
     found = plan_decode(placement, range(losses))
     assert len(found) == losses * nodes
@@ -140,12 +132,12 @@ def test_a_group_of_hundreds_of_nodes_is_placed_and_decoded(nodes: int, losses: 
 # decoding
 
 
-def streams_of(sizes: list[int]) -> list[Bytes]:
+def streams_of(sizes):
     rng = np.random.default_rng(1)
     return [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
 
 
-def encode(placement: Placement, streams: list[Bytes], loops: Loops | None) -> dict[tuple[int, int], Bytes]:
+def encode(placement, streams, loops):
     """Every parity, by (stripe, 0 for P or 1 for Q)."""
     found = {}
     for stripe in placement.stripes:
@@ -157,7 +149,7 @@ def encode(placement: Placement, streams: list[Bytes], loops: Loops | None) -> d
     return found
 
 
-def thing(stripe: Stripe, kind: str, which: int, streams: list[Bytes], parities: dict[tuple[int, int], Bytes]) -> Bytes:
+def thing(stripe, kind, which, streams, parities):
     """The bytes that `kind, which` of a stripe has."""
     if kind == "parity":
         return parities[stripe.index, which]
@@ -165,11 +157,11 @@ def thing(stripe: Stripe, kind: str, which: int, streams: list[Bytes], parities:
     return streams[which][piece.start : piece.stop]
 
 
-def check_undone(placement: Placement, lost: Collection[int], loops: Loops | None = blocked) -> None:
+def check_undone(placement, lost, loops=blocked):
     """Decode the loss of `lost`, a stripe in one pass, and compare all that lay there with what it was."""
     streams = streams_of(list(placement.sizes))
     parities = encode(placement, streams, loops)
-    wanted: Counter[object] = Counter()
+    wanted = Counter()
     for index, group in itertools.groupby(plan_decode(placement, lost), lambda rebuild: rebuild.stripe):
         stripe, rebuilds = placement.stripes[index], list(group)
         originals = [thing(stripe, *rebuild.wanted, streams, parities) for rebuild in rebuilds]
@@ -193,9 +185,7 @@ def check_undone(placement: Placement, lost: Collection[int], loops: Loops | Non
 @pytest.mark.parametrize("loops", [blocked, None], ids=["numpy", "chosen"])
 @settings(max_examples=60, deadline=None)
 @given(groups())
-def test_every_loss_that_was_promised_to_be_survived_gives_back_data_and_parity(
-    loops: Loops | None, group: tuple[list[int], int]
-) -> None:
+def test_every_loss_that_was_promised_to_be_survived_gives_back_data_and_parity(loops, group):
     sizes, losses = group
     placement = place_parity(sizes, losses)
     for count in range(losses + 1):
@@ -206,22 +196,20 @@ def test_every_loss_that_was_promised_to_be_survived_gives_back_data_and_parity(
 @pytest.mark.parametrize(
     "nodes, losses", [(nodes, losses) for losses in (1, 2) for nodes in range(losses * 2, 9)], ids=str
 )
-def test_groups_of_all_small_sizes_survive_each_pattern(nodes: int, losses: int) -> None:
+def test_groups_of_all_small_sizes_survive_each_pattern(nodes, losses):
     placement = place_parity([64 * nodes + 17 * node for node in range(nodes)], losses)
     for lost in itertools.combinations(range(nodes), losses):
         check_undone(placement, lost)
 
 
 @pytest.mark.parametrize("pair", [(0, 1), (0, 30), (13, 29), (15, 16)])
-def test_exponents_beyond_the_bits_of_a_byte_survive_pairs(pair: tuple[int, int]) -> None:
+def test_exponents_beyond_the_bits_of_a_byte_survive_pairs(pair):
     check_undone(place_parity([2000 + node for node in range(31)], 2), pair)
 
 
 @settings(max_examples=100, deadline=None)
 @given(groups(), st.data())
-def test_more_losses_than_promised_are_refused_with_the_names_of_the_nodes(
-    group: tuple[list[int], int], data: st.DataObject
-) -> None:
+def test_more_losses_than_promised_are_refused_with_the_names_of_the_nodes(group, data):
     sizes, losses = group
     lost = data.draw(st.sets(st.integers(0, len(sizes) - 1), min_size=losses + 1))
     with pytest.raises(ResumeError) as caught:
@@ -230,7 +218,7 @@ def test_more_losses_than_promised_are_refused_with_the_names_of_the_nodes(
     assert f"nodes {names} of the group are lost, but its parity makes up for {losses}" in str(caught.value)
 
 
-def test_a_node_outside_of_the_group_cannot_be_lost_and_keeps_nothing() -> None:
+def test_a_node_outside_of_the_group_cannot_be_lost_and_keeps_nothing():
     placement = place_parity([100] * 3)
     with pytest.raises(TopologyError, match=r"nodes \[3\] are not in this group of 3"):
         plan_decode(placement, [3])
@@ -239,7 +227,7 @@ def test_a_node_outside_of_the_group_cannot_be_lost_and_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("losses", [1, 2])
-def test_one_lost_node_is_made_up_for_by_plain_xor_wherever_p_is_left(losses: int) -> None:
+def test_one_lost_node_is_made_up_for_by_plain_xor_wherever_p_is_left(losses):
     placement = place_parity([1280] * 6, losses)  # no piece is empty
     for node in range(6):
         for rebuild in plan_decode(placement, [node]):
@@ -249,7 +237,7 @@ def test_one_lost_node_is_made_up_for_by_plain_xor_wherever_p_is_left(losses: in
                 assert ("parity", 1) not in {source[:2] for source in rebuild.sources}
 
 
-def test_a_lost_piece_without_bytes_needs_no_source_and_leaves_the_other_one_to_plain_xor() -> None:
+def test_a_lost_piece_without_bytes_needs_no_source_and_leaves_the_other_one_to_plain_xor():
     placement = place_parity([0, 500, 500, 500], 2)
     found = {rebuild.wanted: rebuild.sources for rebuild in plan_decode(placement, [0, 1]) if rebuild.stripe == 2}
     assert found == {("data", 0): (), ("data", 1): (("parity", 0, 1),)}
@@ -258,8 +246,8 @@ def test_a_lost_piece_without_bytes_needs_no_source_and_leaves_the_other_one_to_
 # the numbers
 
 
-def test_the_field_multiplies_like_polynomials_and_every_number_has_an_inverse() -> None:
-    def product(a: int, b: int) -> int:
+def test_the_field_multiplies_like_polynomials_and_every_number_has_an_inverse():
+    def product(a, b):
         total = 0
         for bit in range(8):
             total ^= (a << bit) * (b >> bit & 1)
@@ -276,12 +264,12 @@ def test_the_field_multiplies_like_polynomials_and_every_number_has_an_inverse()
 
 @settings(deadline=None)
 @given(st.integers(0, 4), st.data())
-def test_solutions_of_equations_fit_them(unknowns: int, data: st.DataObject) -> None:
+def test_solutions_of_equations_fit_them(unknowns, data):
     row = st.lists(st.integers(0, 255), min_size=unknowns, max_size=unknowns)
     equations = data.draw(st.lists(row, min_size=unknowns, max_size=unknowns))
     hidden = data.draw(row)
 
-    def right(values: list[int] | tuple[int, ...]) -> list[int]:
+    def right(values):
         totals = [0] * unknowns
         for at, equation in enumerate(equations):
             for factor, value in zip(equation, values, strict=True):

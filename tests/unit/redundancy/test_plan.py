@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from random import Random
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import TopologyError
 from ft_plugins.model.topology import Topology
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, Extent, Section, plan_exchange, positions, why_unprotected
+from ft_plugins.redundancy.exchange_plan import Extent, plan_exchange, positions, why_unprotected
 from ft_plugins.redundancy.field import ORDER
 from ft_plugins.redundancy.parity import ALIGNMENT, plan_decode
 from harness.operations import doubling
@@ -36,12 +34,12 @@ class Job:
     nbytes: tuple[int, ...]
     losses: int
 
-    def plan(self) -> ExchangePlan:
+    def plan(self):
         return plan_exchange(self.nodes, self.groups, self.nbytes, self.losses)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def jobs(draw):
     """Up to 3 sharding groups over up to 7 nodes, each with any number of ranks on each node, numbered at random."""
     losses = draw(st.sampled_from([1, 2]))
     count = draw(st.integers(NEEDED[losses], 7))
@@ -52,14 +50,14 @@ def jobs(draw: st.DrawFn) -> Job:
             there[node] = max(1, there[node])
         seats += [(node, group) for node, ranks in enumerate(there) for _ in range(ranks)]
     seats = draw(st.permutations(seats))
-    groups: dict[int, list[int]] = defaultdict(list)
+    groups = defaultdict(list)
     for rank, (_, group) in enumerate(seats):
         groups[group].append(rank)
     nbytes = draw(st.lists(SIZES, min_size=len(seats), max_size=len(seats)))
     return Job(tuple(f"n{node}" for node, _ in seats), tuple(map(tuple, groups.values())), tuple(nbytes), losses)
 
 
-def real(per_node: Sequence[int], losses: int, order: str = "tp-cp-ep-dp-pp", **sizes: int) -> Job:
+def real(per_node, losses, order="tp-cp-ep-dp-pp", **sizes):
     """A job as Megatron-LM lays it out: so many ranks on each node, uneven bytes."""
     nodes = tuple(f"n{node}" for node, ranks in enumerate(per_node) for _ in range(ranks))
     topology = Topology(**sizes, order=order)
@@ -81,12 +79,12 @@ REAL = {
 either = jobs() | st.sampled_from(list(REAL.values()))
 
 
-def bytes_of(extents: Sequence[Extent]) -> list[tuple[int, int]]:
+def bytes_of(extents):
     """(rank, offset) of each byte, in order."""
     return [(extent.rank, at) for extent in extents for at in range(extent.offset, extent.offset + extent.nbytes)]
 
 
-def in_slots(job: Job) -> Counter[tuple[int, int]]:
+def in_slots(job):
     """(rank, offset) of each byte that is captured, once."""
     return Counter((rank, at) for rank, size in enumerate(job.nbytes) for at in range(size))
 
@@ -96,10 +94,10 @@ def in_slots(job: Job) -> Counter[tuple[int, int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(either)
-def test_every_byte_of_every_slot_is_in_exactly_one_send_for_each_parity(job: Job) -> None:
+def test_every_byte_of_every_slot_is_in_exactly_one_send_for_each_parity(job):
     plan = job.plan()
     for which in range(job.losses):
-        sent: Counter[tuple[int, int]] = Counter()
+        sent = Counter()
         for position, sends in enumerate(plan.sends):
             for send in sends:
                 if send.area.which == which:
@@ -111,10 +109,10 @@ def test_every_byte_of_every_slot_is_in_exactly_one_send_for_each_parity(job: Jo
 
 @settings(max_examples=150, deadline=None)
 @given(either)
-def test_nothing_of_a_stripe_lies_with_anything_else_of_it(job: Job) -> None:
+def test_nothing_of_a_stripe_lies_with_anything_else_of_it(job):
     """So that a lost node takes one piece of a stripe at most: what `losses` parities make up for."""
     plan = job.plan()
-    givers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    givers = defaultdict(list)
     keepers = {
         (area.section, area.stripe, area.which): position for position, areas in enumerate(plan.areas) for area in areas
     }
@@ -134,7 +132,7 @@ def test_nothing_of_a_stripe_lies_with_anything_else_of_it(job: Job) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(either)
-def test_the_areas_of_a_node_lie_side_by_side_in_what_it_claims(job: Job) -> None:
+def test_the_areas_of_a_node_lie_side_by_side_in_what_it_claims(job):
     plan = job.plan()
     for position, areas in enumerate(plan.areas):
         at = 0
@@ -158,8 +156,8 @@ def test_the_areas_of_a_node_lie_side_by_side_in_what_it_claims(job: Job) -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(either)
-def test_the_pieces_of_a_stripe_enter_q_with_factors_of_their_own_and_p_with_none(job: Job) -> None:
-    factors: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+def test_the_pieces_of_a_stripe_enter_q_with_factors_of_their_own_and_p_with_none(job):
+    factors = defaultdict(list)
     for sends in job.plan().sends:
         for send in sends:
             factors[send.area.section, send.area.stripe, send.area.which].append(send.exponent)
@@ -171,7 +169,7 @@ def test_the_pieces_of_a_stripe_enter_q_with_factors_of_their_own_and_p_with_non
 
 @settings(max_examples=100, deadline=None)
 @given(either)
-def test_copies_are_kept_by_as_many_other_nodes_of_the_section_as_may_be_lost(job: Job) -> None:
+def test_copies_are_kept_by_as_many_other_nodes_of_the_section_as_may_be_lost(job):
     plan = job.plan()
     where, _ = positions(job.nodes)
     for rank in range(len(job.nodes)):
@@ -190,7 +188,7 @@ def test_copies_are_kept_by_as_many_other_nodes_of_the_section_as_may_be_lost(jo
 
 @settings(max_examples=100, deadline=None)
 @given(either)
-def test_nodes_stand_in_the_order_of_their_lowest_ranks(job: Job) -> None:
+def test_nodes_stand_in_the_order_of_their_lowest_ranks(job):
     plan = job.plan()
     assert sorted(plan.nodes) == sorted(set(job.nodes))
     assert [ranks[0] for ranks in plan.ranks] == sorted(ranks[0] for ranks in plan.ranks)
@@ -200,7 +198,7 @@ def test_nodes_stand_in_the_order_of_their_lowest_ranks(job: Job) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(either)
-def test_a_section_is_a_sharding_group_spread_over_the_nodes_of_its_ranks(job: Job) -> None:
+def test_a_section_is_a_sharding_group_spread_over_the_nodes_of_its_ranks(job):
     plan = job.plan()
     assert len(plan.sections) == len(job.groups)
     for section, group in zip(plan.sections, job.groups, strict=True):
@@ -214,8 +212,8 @@ def test_a_section_is_a_sharding_group_spread_over_the_nodes_of_its_ranks(job: J
 
 @settings(max_examples=150, deadline=None)
 @given(either, st.data())
-def test_extents_cover_a_range_of_a_stream_byte_by_byte(job: Job, data: st.DataObject) -> None:
-    section: Section = data.draw(st.sampled_from(job.plan().sections))
+def test_extents_cover_a_range_of_a_stream_byte_by_byte(job, data):
+    section = data.draw(st.sampled_from(job.plan().sections))
     node = data.draw(st.integers(0, len(section.streams) - 1))
     stream = bytes_of(section.streams[node])
     start = data.draw(st.integers(0, len(stream)))
@@ -225,7 +223,7 @@ def test_extents_cover_a_range_of_a_stream_byte_by_byte(job: Job, data: st.DataO
     assert all(extent.nbytes > 0 for extent in extents), "nothing is read to no end"
 
 
-def test_a_range_that_begins_in_one_slot_and_ends_in_the_third_is_named_in_three_parts() -> None:
+def test_a_range_that_begins_in_one_slot_and_ends_in_the_third_is_named_in_three_parts():
     plan = plan_exchange(["a", "b", "a", "a"], [(0, 1, 2, 3)], [10, 99, 5, 20], 1)
     assert list(plan.sections[0].extents(0, 7, 18)) == [Extent(0, 7, 3), Extent(2, 0, 5), Extent(3, 0, 3)]
     assert list(plan.sections[0].extents(0, 10, 15)) == [Extent(2, 0, 5)]
@@ -234,7 +232,7 @@ def test_a_range_that_begins_in_one_slot_and_ends_in_the_third_is_named_in_three
 
 @settings(max_examples=100, deadline=None)
 @given(either, st.randoms(use_true_random=False))
-def test_the_order_in_which_a_group_is_told_changes_nothing(job: Job, random: Random) -> None:
+def test_the_order_in_which_a_group_is_told_changes_nothing(job, random):
     shuffled = replace(job, groups=tuple(tuple(random.sample(group, len(group))) for group in job.groups))
     assert shuffled.plan() == job.plan() and hash(job.plan()) == hash(shuffled.plan())
 
@@ -242,7 +240,7 @@ def test_the_order_in_which_a_group_is_told_changes_nothing(job: Job, random: Ra
 # bytes: what the plan says is enough
 
 
-def encode(plan: ExchangePlan, slots: Sequence[np.ndarray]) -> list[np.ndarray]:
+def encode(plan, slots):
     """The parity slot of each node, byte by byte: multiplied by 2 as often as the exponent says, then XORed."""
     kept = [np.zeros(plan.parity_bytes(position), dtype=np.uint8) for position in range(len(plan.nodes))]
     for sends in plan.sends:
@@ -257,7 +255,7 @@ def encode(plan: ExchangePlan, slots: Sequence[np.ndarray]) -> list[np.ndarray]:
     return kept
 
 
-def multiply(factor: int, part: np.ndarray) -> np.ndarray:
+def multiply(factor, part):
     found, power = np.zeros_like(part, dtype=np.uint16), part.astype(np.uint16)
     for bit in range(8):
         if factor >> bit & 1:
@@ -267,7 +265,7 @@ def multiply(factor: int, part: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_any_loss_that_is_survived_leaves_enough_to_put_every_slot_together(name: str) -> None:
+def test_any_loss_that_is_survived_leaves_enough_to_put_every_slot_together(name):
     job = REAL[name]
     plan = job.plan()
     rng = np.random.default_rng(5)
@@ -315,9 +313,7 @@ def test_any_loss_that_is_survived_leaves_enough_to_put_every_slot_together(name
         (["a", "b", "c"], [(0, 1, 2)], 2, "dp last"),
     ],
 )
-def test_what_cannot_be_survived_is_said_in_words_and_refused_with_them(
-    nodes: list[str], groups: list[tuple[int, ...]], losses: int, said: str
-) -> None:
+def test_what_cannot_be_survived_is_said_in_words_and_refused_with_them(nodes, groups, losses, said):
     reason = why_unprotected(nodes, groups, losses)
     assert said in reason
     with pytest.raises(TopologyError) as refused:
@@ -327,9 +323,7 @@ def test_what_cannot_be_survived_is_said_in_words_and_refused_with_them(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from([1, 2]))
-def test_a_job_is_unprotected_exactly_when_a_group_stands_on_too_few_nodes(
-    on: list[int], count: int, losses: int
-) -> None:
+def test_a_job_is_unprotected_exactly_when_a_group_stands_on_too_few_nodes(on, count, losses):
     nodes = [f"n{node}" for node in on]
     groups = [tuple(range(first, len(on), count)) for first in range(min(count, len(on)))]
     few = [group for group in groups if len({nodes[rank] for rank in group}) < NEEDED[losses]]
@@ -342,19 +336,19 @@ def test_a_job_is_unprotected_exactly_when_a_group_stands_on_too_few_nodes(
 
 
 @pytest.mark.parametrize("groups", [[(0, 1)], [(0, 1, 2), (1, 2)], [(0, 1, 2), (0, 1, 2)]])
-def test_a_rank_in_no_group_or_in_two_is_refused(groups: list[tuple[int, ...]]) -> None:
+def test_a_rank_in_no_group_or_in_two_is_refused(groups):
     with pytest.raises(TopologyError, match="3 ranks, but the sharding groups are"):
         plan_exchange(["a", "b", "c"], groups, [1, 1, 1], 1)
 
 
-def test_as_many_nodes_as_raim6_has_factors_for_are_planned() -> None:
+def test_as_many_nodes_as_raim6_has_factors_for_are_planned():
     count = ORDER + 2
     nodes, groups = [f"n{rank}" for rank in range(count)], [tuple(range(count))]
     assert why_unprotected(nodes, groups, 2) == ""
     assert plan_exchange(nodes, groups, [1] * count, 2).losses == 2
 
 
-def test_more_nodes_than_raim6_has_factors_for_are_unprotected() -> None:
+def test_more_nodes_than_raim6_has_factors_for_are_unprotected():
     count = ORDER + 3
     nodes, groups = [f"n{rank}" for rank in range(count)], [tuple(range(count))]
     with pytest.raises(TopologyError) as refused:
@@ -372,7 +366,7 @@ def test_more_nodes_than_raim6_has_factors_for_are_unprotected() -> None:
     [(4096, 8, 64, 1), (4096, 8, 64, 2), (512, 1, 512, 1)],
     ids=["512x8, n=64, RAIM5", "512x8, n=64, RAIM6", "512x1, n=512, RAIM5"],
 )
-def test_512_nodes_are_planned(ranks: int, per_node: int, width: int, losses: int) -> None:
+def test_512_nodes_are_planned(ranks, per_node, width, losses):
     nodes = [f"n{rank // per_node}" for rank in range(ranks)]
     stage = width * per_node
     groups = [
@@ -392,8 +386,8 @@ def test_512_nodes_are_planned(ranks: int, per_node: int, width: int, losses: in
 
 
 @pytest.mark.parametrize("losses", [1, 2])
-def test_a_plan_grows_with_the_groups_and_with_the_square_of_their_nodes_as_what_is_sent_does(losses: int) -> None:
-    def plan(width: int, groups: int) -> None:
+def test_a_plan_grows_with_the_groups_and_with_the_square_of_their_nodes_as_what_is_sent_does(losses):
+    def plan(width, groups):
         ranks = [tuple(range(first, first + width)) for first in range(0, width * groups, width)]
         plan_exchange([f"n{rank}" for rank in range(width * groups)], ranks, [1 << 30] * width * groups, losses).table()
 
@@ -401,7 +395,7 @@ def test_a_plan_grows_with_the_groups_and_with_the_square_of_their_nodes_as_what
     assert doubling(lambda width: plan(width, 2), 16) < 5
 
 
-def test_the_table_says_who_keeps_and_sends_what() -> None:
+def test_the_table_says_who_keeps_and_sends_what():
     plan = plan_exchange(["a", "a", "b", "b", "c", "c"], [(0, 2, 4), (1, 3, 5)], [1000, 100, 1000, 100, 1000, 100], 1)
     assert plan.table().splitlines() == [
         "RAIM5 over 3 nodes: any 1 of each group may be lost",
@@ -411,7 +405,7 @@ def test_the_table_says_who_keeps_and_sends_what() -> None:
     ]
 
 
-def test_two_parities_are_kept_and_sent_where_two_may_be_lost() -> None:
+def test_two_parities_are_kept_and_sent_where_two_may_be_lost():
     plan = plan_exchange(list("abcd"), [(0, 1, 2, 3)], [1000, 0, 64, 128], 2)
     assert plan.table().splitlines() == [
         "RAIM6 over 4 nodes: any 2 of each group may be lost",

@@ -6,7 +6,6 @@ What a plan says is carried out byte by byte, for random jobs with random replic
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.redundancy.parity import ALIGNMENT, plan_decode
 from ft_plugins.redundancy.sections import Encoding, Extent
 from harness.operations import doubling
@@ -32,12 +31,12 @@ class Job:
     replicated: tuple[tuple[Extent, ...], ...]
     losses: int = 1
 
-    def plan(self) -> ExchangePlan:
+    def plan(self):
         return plan_exchange(self.nodes, self.groups, self.nbytes, self.losses, self.replicated)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def jobs(draw):
     """Up to 2 groups over 2 to 5 nodes, ranks numbered at random; replica sets of any ranks, also of both groups."""
     count = draw(st.integers(2, 5))
     seats = []
@@ -47,7 +46,7 @@ def jobs(draw: st.DrawFn) -> Job:
             there[node] = max(1, there[node])
         seats += [(node, group) for node, ranks in enumerate(there) for _ in range(ranks)]
     seats = draw(st.permutations(seats))
-    groups: dict[int, list[int]] = defaultdict(list)
+    groups = defaultdict(list)
     for rank, (_, group) in enumerate(seats):
         groups[group].append(rank)
     ends = [LINE * draw(st.integers(0, 3)) for _ in seats]
@@ -64,21 +63,21 @@ def jobs(draw: st.DrawFn) -> Job:
     return Job(names, tuple(map(tuple, groups.values())), tuple(ends), tuple(replicated))
 
 
-def bytes_of(extents: Sequence[Extent]) -> list[tuple[int, int]]:
+def bytes_of(extents):
     return [(extent.rank, at) for extent in extents for at in range(extent.offset, extent.offset + extent.nbytes)]
 
 
-def spread(job: Job, stream: Sequence[Extent], group: Sequence[int]) -> set[str]:
+def spread(job, stream, group):
     return {job.nodes[extent.rank] for extent in stream if extent.rank in group}
 
 
 @settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_every_byte_is_in_exactly_one_section_and_local_where_its_set_is_on_several_nodes_of_the_group(
-    job: Job,
-) -> None:
+    job,
+):
     plan = job.plan()
-    held: dict[Encoding, Counter[tuple[int, int]]] = {encoding: Counter() for encoding in Encoding}
+    held = {encoding: Counter() for encoding in Encoding}
     for section in plan.sections:
         for stream in section.streams:
             held[section.encoding].update(bytes_of(stream))
@@ -96,7 +95,7 @@ def test_every_byte_is_in_exactly_one_section_and_local_where_its_set_is_on_seve
 
 @settings(max_examples=150, deadline=None)
 @given(jobs())
-def test_nothing_of_a_stripe_lies_with_anything_else_of_it_and_all_of_it_on_nodes_of_one_group(job: Job) -> None:
+def test_nothing_of_a_stripe_lies_with_anything_else_of_it_and_all_of_it_on_nodes_of_one_group(job):
     plan = job.plan()
     for section in plan.encoded(Encoding.LOCAL):
         ranks = {extent.rank for stream in section.streams for extent in stream}
@@ -111,7 +110,7 @@ def test_nothing_of_a_stripe_lies_with_anything_else_of_it_and_all_of_it_on_node
 
 @settings(max_examples=150, deadline=None)
 @given(jobs())
-def test_the_parity_of_a_stripe_lies_once_in_slots_of_its_node_behind_the_data(job: Job) -> None:
+def test_the_parity_of_a_stripe_lies_once_in_slots_of_its_node_behind_the_data(job):
     plan = job.plan()
     for rank, parts in enumerate(plan.parts):
         end = job.nbytes[rank]
@@ -130,7 +129,7 @@ def test_the_parity_of_a_stripe_lies_once_in_slots_of_its_node_behind_the_data(j
 
 @settings(max_examples=100, deadline=None)
 @given(jobs())
-def test_nothing_is_sent_of_what_is_computed_where_it_lies(job: Job) -> None:
+def test_nothing_is_sent_of_what_is_computed_where_it_lies(job):
     plan = job.plan()
     sent = [
         entry
@@ -146,9 +145,9 @@ def test_nothing_is_sent_of_what_is_computed_where_it_lies(job: Job) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(jobs(), st.integers(1, 5))
-def test_each_byte_that_parity_was_made_from_is_compared_once_with_the_slot_that_holds_it(job: Job, lines: int) -> None:
+def test_each_byte_that_parity_was_made_from_is_compared_once_with_the_slot_that_holds_it(job, lines):
     plan = job.plan()
-    compared: Counter[tuple[int, int]] = Counter()
+    compared = Counter()
     for rank, parts in enumerate(plan.parts):
         data = [(at, min(100, job.nbytes[rank] - at)) for at in range(0, job.nbytes[rank], 100)]
         parity = [
@@ -168,9 +167,7 @@ def test_each_byte_that_parity_was_made_from_is_compared_once_with_the_slot_that
 
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.integers(0, 9))
-def test_any_lost_node_of_each_group_is_computed_from_the_others_also_the_parity_that_it_kept(
-    job: Job, seed: int
-) -> None:
+def test_any_lost_node_of_each_group_is_computed_from_the_others_also_the_parity_that_it_kept(job, seed):
     plan = job.plan()
     rng = np.random.default_rng(seed)
     slots = [rng.integers(0, 256, size, dtype=np.uint8) for size in job.nbytes]
@@ -197,26 +194,26 @@ def test_any_lost_node_of_each_group_is_computed_from_the_others_also_the_parity
                     assert (found == kept[stripe.index]).all()
 
 
-def test_a_set_that_spans_two_groups_is_encoded_in_each_so_that_a_node_of_each_may_be_lost() -> None:
+def test_a_set_that_spans_two_groups_is_encoded_in_each_so_that_a_node_of_each_may_be_lost():
     """As tied embeddings are: on the first and the last pipeline stage, here on nodes of their own."""
     stream = tuple(Extent(rank, 0, 640) for rank in range(4))
     plan = plan_exchange(list("abcd"), [(0, 1), (2, 3)], [640] * 4, 1, [stream])
     assert [section.positions for section in plan.encoded(Encoding.LOCAL)] == [(0, 1), (2, 3)]
 
 
-def test_a_set_on_one_node_of_the_group_is_sent() -> None:
+def test_a_set_on_one_node_of_the_group_is_sent():
     stream = (Extent(0, 0, 64), Extent(1, 0, 64))
     plan = plan_exchange(list("aab"), [(0, 1, 2)], [64, 64, 64], 1, [stream])
     assert not list(plan.encoded(Encoding.LOCAL)) and plan == plan_exchange(list("aab"), [(0, 1, 2)], [64] * 3, 1)
 
 
-def test_against_two_losses_all_is_sent() -> None:
+def test_against_two_losses_all_is_sent():
     stream = tuple(Extent(rank, 0, 640) for rank in range(4))
     plan = plan_exchange(list("abcd"), [(0, 1, 2, 3)], [640] * 4, 2, [stream])
     assert plan == plan_exchange(list("abcd"), [(0, 1, 2, 3)], [640] * 4, 2)
 
 
-def test_a_job_whose_state_is_all_replicated_sends_none_of_it_and_claims_no_room_for_it() -> None:
+def test_a_job_whose_state_is_all_replicated_sends_none_of_it_and_claims_no_room_for_it():
     stream = tuple(Extent(rank, 0, 1280) for rank in range(3))
     plan = plan_exchange(list("abc"), [(0, 1, 2)], [1280] * 3, 1, [stream])
     assert all(plan.parity_bytes(position) == 0 for position in range(3))
@@ -230,7 +227,7 @@ def test_a_job_whose_state_is_all_replicated_sends_none_of_it_and_claims_no_room
 
 
 @pytest.mark.parametrize("width", [2, 16, 64])
-def test_a_job_of_4096_ranks_is_planned(width: int) -> None:
+def test_a_job_of_4096_ranks_is_planned(width):
     """512 nodes of 8 ranks, TP8; replica sets of each tensor rank and of each stage, half of all state is unique."""
     ranks, tp = 4096, 8
     nodes = [f"n{rank // 8}" for rank in range(ranks)]
@@ -249,8 +246,8 @@ def test_a_job_of_4096_ranks_is_planned(width: int) -> None:
     assert len(plan.table().splitlines()) <= 1 + 8 + 3 + 8
 
 
-def test_planning_twice_as_many_groups_with_replicas_takes_twice_the_steps() -> None:
-    def plan(groups: int) -> None:
+def test_planning_twice_as_many_groups_with_replicas_takes_twice_the_steps():
+    def plan(groups):
         members = [tuple(range(first, first + 8)) for first in range(0, 8 * groups, 8)]
         replicated = [tuple(Extent(rank, 1 << 29, 1 << 28) for rank in group) for group in members]
         plan_exchange([f"n{at}" for at in range(8 * groups)], members, [1 << 30] * 8 * groups, 1, replicated).table()

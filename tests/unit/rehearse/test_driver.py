@@ -1,7 +1,5 @@
 """A driven job: followed, struck and cleaned up, with a real ft-run, a real SMP and two ranks of torch alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -79,7 +77,7 @@ SCRIPT = (
 )
 
 
-def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) -> DrivenJob:
+def drive(folder, waits_at=0, fails_at=0, nodes=1):
     """Two ranks that wait to be killed, or fail, in an iteration of their first incarnation; 0: in none."""
     script, losses = folder / "job.py", folder / "loss.jsonl"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -90,7 +88,7 @@ def drive(folder: Path, waits_at: int = 0, fails_at: int = 0, nodes: int = 1) ->
     return DrivenJob(f"drive-{os.getpid()}-{folder.name[-20:]}", arguments, folder, losses, ITERATIONS, nodes)
 
 
-def follow(job: DrivenJob, until: DrivePhase, iteration: int = 0) -> list[Progress]:
+def follow(job, until, iteration=0):
     """Everything seen until the job is in phase `until` with `iteration` logged; for at most two minutes."""
     deadline = time.monotonic() + 120
     seen = [job.follow(0.05, 100)]
@@ -100,19 +98,19 @@ def follow(job: DrivenJob, until: DrivePhase, iteration: int = 0) -> list[Progre
     return seen
 
 
-def common(job: DrivenJob) -> Version | None:
+def common(job):
     """What both ranks of its only node hold complete: a loss is logged while its version is still being captured."""
     with Client(job.run_dir) as client:
         return newest_common(client.status())
 
 
-def nothing_is_left(job: DrivenJob, pids: list[int]) -> bool:
+def nothing_is_left(job, pids):
     """No process of the job, no segment, no run directory."""
     return not (segments_of(job.job, NODE) or job.run_dir.exists() or any(map(liveness.started, pids)))
 
 
 @pytest.mark.all_configurations
-def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path) -> None:
+def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path):
     with drive(tmp_path, waits_at=WAITS_AT) as job:
         before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
         assert before[-1].attached == 2
@@ -139,7 +137,7 @@ def test_a_killed_rank_comes_back_and_nothing_is_left_at_the_end(tmp_path: Path)
     assert [entry.loss for entry in once.values()] == [1.5**k for k in range(1, ITERATIONS + 1)]
 
 
-def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(tmp_path: Path) -> None:
+def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(tmp_path):
     with drive(tmp_path, waits_at=WAITS_AT, nodes=2) as job:
         assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
         before = follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
@@ -170,7 +168,7 @@ def test_a_killed_node_is_gone_with_its_memory_and_a_fresh_one_takes_its_place(t
     assert report.restored_from.tier == "node"
 
 
-def test_a_job_that_fails_is_told_with_its_log_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_job_that_fails_is_told_with_its_log_and_leaves_nothing(tmp_path):
     with (
         pytest.raises(DriveError, match=r"status 1 in iteration 2, expected 0; see .*output\.log"),
         drive(tmp_path, fails_at=2) as job,
@@ -181,7 +179,7 @@ def test_a_job_that_fails_is_told_with_its_log_and_leaves_nothing(tmp_path: Path
     assert any(event.name == "job.ended" for event in job.events())
 
 
-def test_a_job_that_stands_still_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_job_that_stands_still_is_given_up_and_leaves_nothing(tmp_path):
     pids = []
     with pytest.raises(KeyboardInterrupt), drive(tmp_path, waits_at=WAITS_AT) as job:
         follow(job, DrivePhase.TRAINING, iteration=WAITS_AT - 1)
@@ -197,7 +195,7 @@ def test_a_job_that_stands_still_is_given_up_and_leaves_nothing(tmp_path: Path) 
     job.release()  # again: nothing to do
 
 
-def test_lines_are_written_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_written_where_there_is_no_terminal(capsys):
     display = display_on(Console(force_terminal=False, width=200), ranks=8)
     assert isinstance(display, LineDisplay)
     display.begin("the run", iterations=20)
@@ -214,15 +212,15 @@ def test_lines_are_written_where_there_is_no_terminal(capsys: pytest.CaptureFixt
 
 
 def test_where_it_is_not_known_how_many_ranks_a_job_has_those_that_are_there_are_counted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     display = display_on(Console(force_terminal=False, width=200), ranks=None)
     display.begin("the run", iterations=20)
     display.show(Progress(DrivePhase.STARTING, 0, None, 3, 1.0))
     assert capsys.readouterr().out.rstrip() == "[   1.0 s] the run: start-up (3 ranks), iteration 0"
 
 
-def test_a_line_still_being_written_is_read_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_line_still_being_written_is_read_once_it_is_whole(tmp_path):
     path = tmp_path / "lines.jsonl"
     lines = GrowingLines(path)
     assert lines.new() == []

@@ -1,16 +1,10 @@
 """Two transcripts of one job: what counts as a difference, and which one is named."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ft_plugins.rehearse.transcripts import (
-    Comparison,
     TranscriptEntry,
     TranscriptError,
     compare_transcripts,
@@ -20,10 +14,9 @@ from ft_plugins.rehearse.transcripts import (
 )
 
 LAST, RANKS = 8, 2
-Change = Callable[[TranscriptEntry], dict[str, Any]]
 
 
-def line(iteration: int, rank: int, lineage: int = 1, kind: str = "iteration", **parts: Any) -> TranscriptEntry:
+def line(iteration, rank, lineage=1, kind="iteration", **parts):
     seen = {"batch": f"b{iteration}", "rate": (0.5 / iteration).hex(), "loss": (1.0 / iteration).hex(), "norm": None}
     small = {"scheduler": {"step": iteration}, "position": {"read": iteration % 5}, "caller": {"seconds": 1}}
     small |= {"python": "p", "torch": f"t{iteration}"}
@@ -32,7 +25,7 @@ def line(iteration: int, rank: int, lineage: int = 1, kind: str = "iteration", *
     return TranscriptEntry(rank, kind, iteration, lineage, world_size=RANKS, **values)
 
 
-def run(*lives: tuple[int, int], ranks: int = RANKS) -> list[TranscriptEntry]:
+def run(*lives, ranks=RANKS):
     """A run whose lives begin after and end with these iterations."""
     entries = []
     for lineage, (begun, ended) in enumerate(lives, 1):
@@ -45,9 +38,7 @@ def run(*lives: tuple[int, int], ranks: int = RANKS) -> list[TranscriptEntry]:
 FAILED = run((0, 5), (4, 6), (6, LAST))
 
 
-def changed(
-    entries: list[TranscriptEntry], *, at: int, rank: int, lineage: int, kind: str = "iteration", **parts: Any
-) -> list[TranscriptEntry]:
+def changed(entries, *, at, rank, lineage, kind="iteration", **parts):
     chosen = (kind, at, rank, lineage)
     return [
         line(at, rank, lineage, kind, **{**{"seen": e.seen, "small": e.small, "items": e.items}, **parts})
@@ -57,11 +48,11 @@ def changed(
     ]
 
 
-def compared(failed: list[TranscriptEntry], restores: int = 2) -> Comparison:
+def compared(failed, restores=2):
     return compare_transcripts(failed, run((0, LAST)), restores)
 
 
-def test_a_killed_run_that_is_as_the_unfailed_one_is_exact() -> None:
+def test_a_killed_run_that_is_as_the_unfailed_one_is_exact():
     outcome = compared(FAILED)
     assert outcome.exact and outcome.restored == (4, 6)
     assert outcome.sentence.startswith("exact over 8 iterations, ")
@@ -78,34 +69,34 @@ def test_a_killed_run_that_is_as_the_unfailed_one_is_exact() -> None:
         ({"items": {"w": line(7, 1).items["w"]}}, "state /m/xxh3: nothing != m7"),
     ],
 )
-def test_the_first_difference_is_named_with_its_cause_first(parts: dict[str, Any], named: str) -> None:
+def test_the_first_difference_is_named_with_its_cause_first(parts, named):
     outcome = compared(changed(FAILED, at=7, rank=1, lineage=3, **parts))
     assert not outcome.exact and outcome.difference is not None
     assert str(outcome.difference).startswith("iteration 7, rank 1: ") and named in str(outcome.difference)
 
 
-def test_an_iteration_that_was_computed_twice_is_compared_each_time() -> None:
+def test_an_iteration_that_was_computed_twice_is_compared_each_time():
     outcome = compared(changed(FAILED, at=5, rank=0, lineage=2, seen={**line(5, 0).seen, "batch": "b1"}))
     assert str(outcome.difference).startswith("iteration 5, rank 0: the batch")
 
 
-def test_a_batch_on_any_rank_explains_a_value_on_another() -> None:
+def test_a_batch_on_any_rank_explains_a_value_on_another():
     failed = changed(FAILED, at=7, rank=0, lineage=3, items={"w": {"xxh3": "?"}})
     outcome = compared(changed(failed, at=7, rank=1, lineage=3, seen={**line(7, 1).seen, "batch": "?"}))
     assert str(outcome.difference).startswith("iteration 7, rank 1: the batch")
 
 
-def test_restored_bytes_are_those_that_the_same_run_had_captured() -> None:
+def test_restored_bytes_are_those_that_the_same_run_had_captured():
     outcome = compared(changed(FAILED, at=4, rank=1, lineage=2, kind="restored", items={"w": {"xxh3": "?"}}))
     assert str(outcome.difference).startswith("iteration 4, rank 1: restored state ")
 
 
-def test_data_positions_are_not_compared() -> None:
+def test_data_positions_are_not_compared():
     small = {**line(7, 0).small, "position": {"read": 99}}
     assert compared(changed(FAILED, at=7, rank=0, lineage=3, small=small)).exact
 
 
-def test_kernels_that_are_not_deterministic_show_before_a_kill_and_leave_the_trajectory_out() -> None:
+def test_kernels_that_are_not_deterministic_show_before_a_kill_and_leave_the_trajectory_out():
     failed = [line(e.iteration, e.rank, e.lineage, e.kind, items={"w": {"xxh3": f"x{e.iteration}"}}) for e in FAILED]
     outcome = compared(failed)
     assert outcome.exact and outcome.irreproducible is not None
@@ -116,14 +107,14 @@ def test_kernels_that_are_not_deterministic_show_before_a_kill_and_leave_the_tra
     assert not compared(torn).exact
 
 
-def test_data_that_is_not_reproducible_is_not_exact_whatever_a_restore_does() -> None:
+def test_data_that_is_not_reproducible_is_not_exact_whatever_a_restore_does():
     failed = changed(FAILED, at=1, rank=0, lineage=1, seen={**line(1, 0).seen, "batch": "?"})
     outcome = compared(failed)
     assert not outcome.exact and "not reproducible, with or without a failure" in outcome.sentence
 
 
-def test_values_that_are_not_captured_are_listed_if_a_restart_changes_them_and_the_verdict_says_so() -> None:
-    def observed(at: int, lineage: int, **last: Any) -> dict[str, Any]:
+def test_values_that_are_not_captured_are_listed_if_a_restart_changes_them_and_the_verdict_says_so():
+    def observed(at, lineage, **last):
         return {"at": at, "rank": 0, "lineage": lineage, "small": {**line(at, 0).small, "observed": {"last": last}}}
 
     golden = changed(run((0, LAST)), **observed(3, 1, time="1", seen=3))
@@ -135,7 +126,7 @@ def test_values_that_are_not_captured_are_listed_if_a_restart_changes_them_and_t
     assert compare_transcripts(FAILED, golden, 2).sentence.startswith("exact over 8 iterations")
 
 
-def test_generators_that_the_script_does_not_seed_are_compared_where_they_were_restored() -> None:
+def test_generators_that_the_script_does_not_seed_are_compared_where_they_were_restored():
     failed = [
         line(e.iteration, e.rank, e.lineage, e.kind, small={**e.small, "python": f"own{e.iteration}"}) for e in FAILED
     ]
@@ -145,14 +136,14 @@ def test_generators_that_the_script_does_not_seed_are_compared_where_they_were_r
     assert not compared(lost).exact
 
 
-def everywhere(entries: list[TranscriptEntry], change: Callable[[TranscriptEntry], dict[str, Any]]) -> list[Any]:
+def everywhere(entries, change):
     return [line(e.iteration, e.rank, e.lineage, e.kind, **change(e)) for e in entries]
 
 
 NOISY = everywhere(FAILED, lambda e: {"items": {"w": {"xxh3": f"x{e.iteration}"}}})
 
 
-def test_without_a_trajectory_batches_and_restored_bytes_have_to_have_been_seen() -> None:
+def test_without_a_trajectory_batches_and_restored_bytes_have_to_have_been_seen():
     unseen = [line(e.iteration, e.rank, seen={**e.seen, "batch": None}) for e in run((0, LAST))]
     blind = everywhere(NOISY, lambda e: {"items": e.items, "seen": {**e.seen, "batch": None} if e.seen else {}})
     outcome = compare_transcripts(blind, unseen, 2)
@@ -163,7 +154,7 @@ def test_without_a_trajectory_batches_and_restored_bytes_have_to_have_been_seen(
     assert "could not be compared" in compared(deferred).sentence
 
 
-def test_a_value_that_is_not_reproducible_hides_nothing_else() -> None:
+def test_a_value_that_is_not_reproducible_hides_nothing_else():
     timed = everywhere(FAILED, lambda e: {"small": {**e.small, "caller": {"seconds": 7 * e.iteration}}})
     outcome = compared(timed)
     assert outcome.exact and outcome.left_out == ("small state /caller/seconds",)
@@ -179,7 +170,7 @@ def test_a_value_that_is_not_reproducible_hides_nothing_else() -> None:
     assert not compared(again).exact
 
 
-def test_a_rank_that_wrote_nothing_and_a_golden_run_that_was_restarted_prove_nothing() -> None:
+def test_a_rank_that_wrote_nothing_and_a_golden_run_that_was_restarted_prove_nothing():
     alone = compare_transcripts(run((0, 5), (4, 6), (6, LAST), ranks=1), run((0, LAST), ranks=1), 2)
     assert "only ranks [0] of 2 have written a transcript" in alone.sentence
     silent = [e for e in FAILED if not (e.kind == "restored" and e.rank == 1 and e.lineage == 2)]
@@ -187,13 +178,13 @@ def test_a_rank_that_wrote_nothing_and_a_golden_run_that_was_restarted_prove_not
     assert "the unfailed run was itself restarted" in compare_transcripts(FAILED, FAILED, 2).sentence
 
 
-def test_a_run_that_ends_early_goes_on_too_long_or_restores_too_seldom_proves_nothing() -> None:
+def test_a_run_that_ends_early_goes_on_too_long_or_restores_too_seldom_proves_nothing():
     assert "iteration 8 of rank 0 is in the unfailed run alone" in compared(run((0, 5), (4, 6), (6, 7))).sentence
     assert "in the failed run alone" in compared(run((0, 5), (4, 6), (6, 9))).sentence
     assert "restored 2 time(s); expected 3" in compared(FAILED, restores=3).sentence
 
 
-def test_what_was_not_exercised_is_listed() -> None:
+def test_what_was_not_exercised_is_listed():
     assert epoch_ends(run((0, LAST))) == (5,)
     assert epoch_ends(run((0, 3), (2, 4))) == (), "an iteration that was computed twice is no new pass"
     missing = not_exercised(FAILED)
@@ -219,7 +210,7 @@ def test_what_was_not_exercised_is_listed() -> None:
         ((8, 8, 8, 8, 8, 8, 8, 8), False),
     ],
 )
-def test_another_phase_of_the_rate_is_one_in_which_it_moves_otherwise(rates: tuple[int, ...], shown: bool) -> None:
+def test_another_phase_of_the_rate_is_one_in_which_it_moves_otherwise(rates, shown):
     entries = [
         line(e.iteration, e.rank, e.lineage, e.kind, seen={**e.seen, "rate": float(rates[e.iteration - 1]).hex()})
         for e in FAILED
@@ -227,8 +218,8 @@ def test_another_phase_of_the_rate_is_one_in_which_it_moves_otherwise(rates: tup
     assert any("another phase" in each for each in not_exercised(entries)) != shown
 
 
-def test_an_update_that_was_skipped_is_no_phase_of_the_rate() -> None:
-    def seen(e: TranscriptEntry) -> dict[str, Any]:
+def test_an_update_that_was_skipped_is_no_phase_of_the_rate():
+    def seen(e):
         skipped = e.iteration == 7
         rate = 9 - min(e.iteration, 6) - max(0, e.iteration - 7)
         return {**e.seen, "rate": float(rate).hex(), "norm": "inf" if skipped else "0x1p+0"}
@@ -237,7 +228,7 @@ def test_an_update_that_was_skipped_is_no_phase_of_the_rate() -> None:
     assert any("another phase" in each for each in missing) and not any("skipped" in each for each in missing)
 
 
-def test_a_damaged_or_empty_transcript_is_named(tmp_path: Path) -> None:
+def test_a_damaged_or_empty_transcript_is_named(tmp_path):
     with pytest.raises(TranscriptError, match="no iteration was completed"):
         read_transcripts(tmp_path)
     entry = {"kind": "iteration", "iteration": 1, "lineage": 1, "small": {}, "items": {}, "loss": None}

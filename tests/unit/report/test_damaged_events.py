@@ -1,37 +1,31 @@
 """Events that do not fit the catalogue are left out and counted: no command that looks back ends with a traceback."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from typer.testing import CliRunner
 
 from ft_plugins.cli import app
-from ft_plugins.events import Damage, Event, EventType, catalogue, read
-from ft_plugins.events.declaration import Field
+from ft_plugins.events import Damage, Event, catalogue, read
 
-VALUES: dict[str, Any] = {"bool": True, "int": 3, "float": 2.5, "str": "words", "list": [1], "dict": {"a": 1.0}}
-ODD: tuple[Any, ...] = (
+VALUES = {"bool": True, "int": 3, "float": 2.5, "str": "words", "list": [1], "dict": {"a": 1.0}}
+ODD = (
     None, "7", -1, 10**30, 1e300, float("nan"), True, {}, {"a": {"b": "c"}}, [], [["x"]], [[1, 2]], [["x", None]], "",
 )  # fmt: skip
 EVENTS = list(catalogue.EVENTS.values())
 COMMANDS = (["why"], ["why", "--json"], ["report"], ["report", "--json"], ["events", "--routine"], ["events", "--json"])
 
 
-def value(field: Field) -> Any:
+def value(field):
     if isinstance(field.of, tuple):
         return [[VALUES[kind] for kind in field.of]]
     return VALUES[field.kind]
 
 
-def line(kind: EventType, time: float, fields: dict[str, Any]) -> str:
+def line(kind, time, fields):
     return json.dumps({"time": time, "name": kind.name, "node": "n", "rank": 0, "pid": 5, **fields})
 
 
-def damaged(kind: EventType) -> Iterator[dict[str, Any]]:
+def damaged(kind):
     """The fields of an event with each of them missing or odd in turn, and with one that is not declared."""
     good = {name: value(field) for name, field in kind.fields.items()}
     for name in good:
@@ -42,7 +36,7 @@ def damaged(kind: EventType) -> Iterator[dict[str, Any]]:
     yield {}
 
 
-def whole_story() -> list[str]:
+def whole_story():
     """Every event as declared: each as an odd one's neighbour."""
     return [
         line(kind, 1000.0 + number, {name: value(field) for name, field in kind.fields.items()})
@@ -50,21 +44,21 @@ def whole_story() -> list[str]:
     ]
 
 
-def run_all(path: Path, commands: tuple[list[str], ...] = COMMANDS) -> None:
+def run_all(path, commands=COMMANDS):
     page, drawn = path.with_suffix(".html"), path.with_suffix(".trace")
     for command in (*commands, ["report", "--html", str(page)], ["trace", "--to", str(drawn)]):
         done = CliRunner().invoke(app, [*command, "--events", str(path)])
         assert done.exception is None and done.exit_code == 0, (command, done.exception)
 
 
-def test_an_event_with_a_field_that_is_missing_or_odd_ends_no_command(tmp_path: Path) -> None:
+def test_an_event_with_a_field_that_is_missing_or_odd_ends_no_command(tmp_path):
     path = tmp_path / "events.jsonl"
     odd = [line(kind, 1000.5 + number / 8, fields) for kind in EVENTS for number, fields in enumerate(damaged(kind))]
     path.write_text("\n".join([*whole_story(), *odd]) + "\n")
     run_all(path)
 
 
-def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_and_said(tmp_path):
     path = tmp_path / "events.jsonl"
     good = {"rank": 1, "local_rank": 1, "exitcode": 1, "signal": "", "message": "ValueError: x"}
     wrong = [good | {"exitcode": "1"}, good | {"message": ["x"]}]
@@ -79,7 +73,7 @@ def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
         assert done.exit_code == 0
 
 
-def test_an_event_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_an_event_of_another_version_is_shown_as_it_is(tmp_path):
     path = tmp_path / "events.jsonl"
     newer = [
         Event("not.known", 1.0, "n", None, 1, {"seconds": "x"}),

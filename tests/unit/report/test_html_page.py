@@ -1,14 +1,10 @@
 """The page of a job: whole in itself, and nothing in an event can become a part of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +16,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 EMPTY = {"meta", "br", "rect"}  # elements without an end
 
 
-def at(time: float, name: str, rank: int | None = None, node: str = "a", /, **fields: Any) -> Event:
+def at(time, name, rank=None, node="a", /, **fields):
     return Event(name, EPOCH + time, node, rank, 0, fields)
 
 
-def story(reason: str = "no memory", node: str = "a") -> list[Event]:
+def story(reason="no memory", node="a"):
     steps = {"began": 24.0, "built": 26.0, "restored": 28.0, "completed": 30.0}
     return [
         at(0, "job.started", None, node, nproc=4, script="train.py"),
@@ -42,28 +38,28 @@ def story(reason: str = "no memory", node: str = "a") -> list[Event]:
 class _Reader(HTMLParser):
     """The names of all elements, which must be closed in order, and the text."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.open: list[str] = []
-        self.names: set[str] = set()
+        self.open = []
+        self.names = set()
         self.text = ""
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.names.add(tag)
         if tag not in ("meta", "br"):
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.names.add(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
 
-def read(page: str) -> _Reader:
+def read(page):
     reader = _Reader()
     reader.feed(page)
     reader.close()
@@ -71,7 +67,7 @@ def read(page: str) -> _Reader:
     return reader
 
 
-def test_the_page_has_the_figures_of_the_job_and_needs_nothing_else() -> None:
+def test_the_page_has_the_figures_of_the_job_and_needs_nothing_else():
     page = html_page("my-job", story())
     shown = read(page)
     for words in ("my-job", "50.0 %", "of 40.0 s", "Restart 1, to iteration 2: 10.00 s, from detection", "3.0"):
@@ -81,7 +77,7 @@ def test_the_page_has_the_figures_of_the_job_and_needs_nothing_else() -> None:
     assert "prefers-color-scheme: dark" in page and "width=device-width" in page
 
 
-def test_the_bar_of_a_node_that_was_killed_ends_there_though_it_comes_back_as_a_spare() -> None:
+def test_the_bar_of_a_node_that_was_killed_ends_there_though_it_comes_back_as_a_spare():
     back = [at(30, "smp.started", None, "b"), at(30, "metrics.failed", None, "b"), at(30, "job.started", None, "b")]
     back = [*(replace(event, pid=7) for event in back), at(40, "job.ended", None, "b")]
     page = html_page("my-job", [*story()[:-1], *(event for event in story(node="b")[:4]), *back])
@@ -93,7 +89,7 @@ def test_the_bar_of_a_node_that_was_killed_ends_there_though_it_comes_back_as_a_
 @pytest.mark.parametrize(
     "text", ["<script>alert(1)</script>", '"><svg onload=alert(1)>', "</style><b>", "&lt;\x1b[31m"]
 )
-def test_text_of_an_event_stays_text(text: str) -> None:
+def test_text_of_an_event_stays_text(text):
     page = html_page(text, story(reason=text, node=text))
     usual = read(html_page("my-job", story()))
     shown = read(page)
@@ -101,7 +97,7 @@ def test_text_of_an_event_stays_text(text: str) -> None:
     assert shown.text.count(text.replace("\x1b", "\\x1b")) >= 4 and "\x1b" not in page
 
 
-def test_what_the_events_do_not_hold_is_said() -> None:
+def test_what_the_events_do_not_hold_is_said():
     shown = read(html_page("my-job", [at(0, "job.started")])).text
     assert "unknown" in shown and "No restart has completed an iteration." in shown
     assert "There are no events." in read(html_page("my-job", [])).text
@@ -110,7 +106,7 @@ def test_what_the_events_do_not_hold_is_said() -> None:
 @pytest.mark.all_configurations
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [500, 1200])
-def test_a_browser_shows_the_page_without_a_bar_to_scroll_sideways(width: int, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_without_a_bar_to_scroll_sideways(width, tmp_path):
     probe = "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script>"
     page = tmp_path / "page.html"
     page.write_text(html_page("my-job", story("word " * 50 + "/very/long" * 60)) + probe)

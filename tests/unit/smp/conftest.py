@@ -1,19 +1,15 @@
 """Processes for tests of the SMP: trainers that attach to it, scripts, and one that only lives."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+def sleeper():
     """A process that does nothing for as long as nobody ends it."""
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     yield process
@@ -24,7 +20,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 class Trainer:
     """A forked process that attaches as `rank` and then stands still: for ever, or stopped."""
 
-    def __init__(self, attach: Callable[[int, int], object], rank: int, token: int, stopped: bool) -> None:
+    def __init__(self, attach, rank, token, stopped):
         readable, writable = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -42,14 +38,14 @@ class Trainer:
         if stopped:
             assert os.WIFSTOPPED(os.waitpid(self.pid, os.WUNTRACED)[1])
 
-    def ended_by(self) -> int:
+    def ended_by(self):
         """The signal that ended it; waits."""
         status = os.waitid(os.P_PID, self.pid, os.WEXITED)
         self.pid, pid = 0, self.pid
         assert status is not None and status.si_pid == pid and status.si_code == os.CLD_KILLED
         return status.si_status
 
-    def end(self) -> None:
+    def end(self):
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -57,16 +53,16 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(node: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., Trainer]]:
+def trainer(node, request):
     """Trainers by rank and token, with the SHAPE and the FINGERPRINT of the test's file; none outlives its test."""
-    made: list[Trainer] = []
+    made = []
     shape, fingerprint = request.module.SHAPE, getattr(request.module, "FINGERPRINT", {})
 
-    def attach(rank: int, token: int) -> None:
+    def attach(rank, token):
         with node.client() as client:
             client.attach(rank, token, shape, fingerprint, fresh=False)
 
-    def attached(rank: int, token: int, stopped: bool = False) -> Trainer:
+    def attached(rank, token, stopped=False):
         made.append(Trainer(attach, rank, token, stopped))
         return made[-1]
 

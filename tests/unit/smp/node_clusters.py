@@ -3,25 +3,19 @@
 Trainers are played by `Node.write`. The exchange of a version is held back by a rate where a test says so.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.smp.serve.job_file import refer
 from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.serve.requests import RebuildSlot
 from ft_plugins.smp.tree import node_step
 from ft_plugins.smp.tree.node import NodeTier
-from ft_plugins.smp.tree.node_driver import NodeDriver
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.manifest import Manifest, TensorRange
@@ -33,12 +27,9 @@ from ft_plugins.snapshot.segment.slots import SLOTS, Pin, SlotState, Version, ch
 BUCKET = 100_000
 PATIENCE = 300  # a bound for waits: a busy machine takes long
 DETECT = 1.5
-Groups = tuple[tuple[int, ...], ...]
 
 
-def capture(
-    segment: Segment, index: int, version: Version, data: Any = 1, small: bytes = b"small", token: int = 1
-) -> None:
+def capture(segment, index, version, data=1, small=b"small", token=1):
     """What a capture leaves in a slot. `data`: bytes, or one value for all of them."""
     segment.dirty(index, version, token)
     segment.write_small(index, small)
@@ -49,24 +40,24 @@ def capture(
     segment.seal(index, version, token, small, segment.digests(index).copy())
 
 
-def wait(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def wait(condition, seconds=PATIENCE):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.005)
 
 
-def small_of(rank: int, iteration: int) -> bytes:
+def small_of(rank, iteration):
     return f"small state of rank {rank} at {iteration}".encode() * 7
 
 
-def small_of_tensors(rank: int, ranges: Sequence[tuple[int, int]], state: bytes) -> bytes:
+def small_of_tensors(rank, ranges, state):
     """Small state whose manifest has a tensor in each bucket."""
     held = tuple(TensorRange(f"t{at}", "uint8", "parameter", "own", n, 0, n, at, (n,)) for at, n in ranges)
     return manifest.join(manifest.write(Manifest(rank, 1, (0, 0), tuple(ranges), held)), state)
 
 
-def write_secret(folder: Path) -> Path:
+def write_secret(folder):
     path = folder / "secret"
     path.write_text("a secret of this job alone")
     path.chmod(0o600)
@@ -76,53 +67,53 @@ def write_secret(folder: Path) -> Path:
 class Node:
     """One node: its ranks' segments, its part of the SMP, its events."""
 
-    def __init__(self, cluster: Cluster, name: str, position: int) -> None:
+    def __init__(self, cluster, name, position):
         self.name = name
         self.position = position
         self.cluster = cluster
         self.run_dir = cluster.folder / name
         self.run_dir.mkdir()
-        self.segments: dict[int, Segment] = {}
+        self.segments = {}
         for rank in cluster.ranks[position]:
             path = path_of(cluster.job, name, rank)
             create(path, cluster.shapes[rank], rank, {})
             self.segments[rank] = Segment(path)
             nbytes = cluster.shapes[rank].nbytes
             self.segments[rank].ranges = [(at, min(BUCKET, nbytes - at)) for at in range(0, nbytes, BUCKET)]
-        self.seen: list[Event] = []
+        self.seen = []
         self.tier = self._start()
         self.endpoint = self.tier.endpoint("127.0.0.1", str(cluster.secret), cluster.encrypt)
 
-    def _start(self) -> NodeTier:
+    def _start(self):
         events = Events(self.name)
         events.subscribe(self.seen.append)
         return NodeTier(NodeContext.of(self.run_dir, self.cluster.job, self.name, events, self.segments))
 
     @property
-    def driver(self) -> NodeDriver:
+    def driver(self):
         assert self.tier._driver is not None
         return self.tier._driver
 
     @property
-    def segment(self) -> Segment:
+    def segment(self):
         """That of its only rank."""
         (segment,) = self.segments.values()
         return segment
 
-    def named(self, kind: str) -> list[dict[str, Any]]:
+    def named(self, kind):
         """The fields of its events of a name."""
         return [event.fields for event in self.seen if event.name == kind]
 
-    def status(self, name: str) -> Any:
+    def status(self, name):
         return self.tier.status()[name]
 
-    def write(self, iteration: int, lineage: int = 1) -> None:
+    def write(self, iteration, lineage=1):
         """What a capture of each rank leaves."""
         for rank, segment in self.segments.items():
             data, small = self.cluster.data(rank, iteration), small_of(rank, iteration)
             capture(segment, choose(segment.slots()), Version(lineage, iteration), data, small)
 
-    def holds(self, rank: int, version: Version) -> bool:
+    def holds(self, rank, version):
         """Whether the rank's slot of `version` is complete, and every byte is right."""
         segment = self.segments[rank]
         for slot in segment.slots():
@@ -131,23 +122,23 @@ class Node:
                 return bool(right) and segment.small(slot.index) == small_of(rank, version.iteration)
         return False
 
-    def whole(self) -> set[Version]:
+    def whole(self):
         """What is complete here: slots and parity."""
         slots = {slot.version for slot in self.segment.slots() if slot.state is SlotState.CLEAN and slot.version}
         return slots & {Version(*version) for version in self.tier.inventory()["parity"]}
 
-    def begun(self, version: Version) -> int:
+    def begun(self, version):
         """How often an SMP of this node has begun to send `version`."""
         return self.named("exchange.started").count({"lineage": version.lineage, "iteration": version.iteration})
 
-    def encoded(self) -> Version | None:
+    def encoded(self):
         """The version of which the node would report now that it is complete on its side."""
         due = node_step.ReportDue(self.driver._observe())
         (sent,) = node_step.step(self.driver._state, due)[1]
         assert isinstance(sent, node_step.SendReport)
         return sent.report.encoded
 
-    def replace_smp(self) -> None:
+    def replace_smp(self):
         """The SMP ends where it stands, with all its pins, as SIGKILL leaves them; the watcher starts another one."""
         driver = self.driver
         driver._stop.set()
@@ -159,7 +150,7 @@ class Node:
         self.tier._endpoint.close()
         self.tier = self._start()
 
-    def destroy(self) -> None:
+    def destroy(self):
         """The node is lost, with its memory. Idempotent."""
         if self.segments:
             self.tier.close()
@@ -174,10 +165,10 @@ class Cluster:
     rank, unless `groups` are given."""
 
     def __init__(
-        self, folder: Path, job: str, count: int, losses: int = 1, *, per_node: int = 2, encrypt: bool = False,
-        sizes: Callable[[int], int] = lambda rank: 1_500_000 + 70_001 * rank, detect: float = DETECT,
-        groups: Groups | None = None,
-    ) -> None:  # fmt: skip
+        self, folder, job, count, losses = 1, *, per_node = 2, encrypt = False,
+        sizes = lambda rank: 1_500_000 + 70_001 * rank, detect = DETECT,
+        groups = None,
+    ):  # fmt: skip
         self.folder, self.job, self.encrypt = folder, job, encrypt
         self.secret = write_secret(folder)
         self.ranks = [range(at * per_node, (at + 1) * per_node) for at in range(count)]
@@ -190,26 +181,26 @@ class Cluster:
         self.protection = Protection(
             1, None, self.names(), groups, tuple(self.shapes), losses, 0, self.endpoints(), 1, 0.0, detect
         )
-        self._data: dict[tuple[int, int], np.ndarray] = {}
+        self._data = {}
 
-    def names(self) -> tuple[str, ...]:
+    def names(self):
         return tuple(node.name for node in self.nodes for _ in self.ranks[node.position])
 
-    def endpoints(self) -> tuple[tuple[str, int], ...]:
+    def endpoints(self):
         return tuple(node.endpoint for node in self.nodes)
 
-    def data(self, rank: int, iteration: int) -> np.ndarray:
+    def data(self, rank, iteration):
         if (rank, iteration) not in self._data:
             rng = np.random.default_rng(1000 * rank + iteration)
             self._data[rank, iteration] = rng.integers(0, 256, self.shapes[rank].nbytes, dtype=np.uint8)
         return self._data[rank, iteration]
 
-    def suspend(self) -> None:
+    def suspend(self):
         """Training has died."""
         for node in self.nodes:
             node.tier.suspend()
 
-    def protect(self, lineage: int = 1, base: Version | None = None, mbps: float = 0.0, **how: Any) -> None:
+    def protect(self, lineage=1, base=None, mbps=0.0, **how):
         """A new incarnation, which sends no faster than `mbps`, 0: no limit; `how`: other fields of its `Protection`,
         from now on."""
         self.suspend()
@@ -222,41 +213,41 @@ class Cluster:
         for node in self.nodes:
             node.tier.protect(replace(self.protection, position=node.position), lineage)
 
-    def write(self, first: int, last: int, lineage: int = 1) -> None:
+    def write(self, first, last, lineage=1):
         """All ranks capture version after version, without waiting for the exchange."""
         for iteration in range(first, last + 1):
             for node in self.nodes:
                 node.write(iteration, lineage)
 
-    def until_exchanged(self, iteration: int, lineage: int = 1) -> None:
+    def until_exchanged(self, iteration, lineage=1):
         """Wait until every node waits for that version, or sends it."""
         wait(lambda: all(node.status("exchange") == [lineage, iteration] for node in self.nodes))
 
-    def until_committed(self, iteration: int, lineage: int = 1) -> None:
+    def until_committed(self, iteration, lineage=1):
         wait(lambda: all(node.status("committed") == [lineage, iteration] for node in self.nodes))
 
-    def begin(self, iteration: int, lineage: int = 1) -> None:
+    def begin(self, iteration, lineage=1):
         """The version is captured, and every node has begun to send it."""
         self.until_exchanged(iteration, lineage)
         self.write(iteration, iteration, lineage)
         wait(lambda: all(node.begun(Version(lineage, iteration)) for node in self.nodes))
 
-    def train(self, first: int, last: int, lineage: int = 1) -> None:
+    def train(self, first, last, lineage=1):
         """All nodes seal version after version, each when all nodes wait for it, and go on when it counts."""
         for iteration in range(first, last + 1):
             self.until_exchanged(iteration, lineage)
             self.write(iteration, iteration, lineage)
             self.until_committed(iteration, lineage)
 
-    def whole(self) -> set[Version]:
+    def whole(self):
         """What every node has whole: a lost node can be rebuilt from these."""
         return set.intersection(*(node.whole() for node in self.nodes))
 
-    def leaves_room(self) -> bool:
+    def leaves_room(self):
         """Whether enough slots of each node are left for capture."""
         return all(sum(not slot.pins for slot in node.segment.slots()) >= SLOTS for node in self.nodes)
 
-    def substitute(self, *positions: int) -> list[Node]:
+    def substitute(self, *positions):
         """Destroy the nodes at `positions`; fresh ones take their places."""
         for position in positions:
             self.nodes[position].destroy()
@@ -269,12 +260,12 @@ class Cluster:
         self.made += fresh
         return fresh
 
-    def rebuild(self, node: Node, rank: int, version: Version, lost: tuple[int, ...]) -> None:
+    def rebuild(self, node, rank, version, lost):
         told = replace(self.protection, nodes=self.names(), endpoints=self.endpoints())
         holders = tuple((n.position, *n.endpoint) for n in self.nodes if n.position not in lost)
         node.tier.rebuild(RebuildSlot(rank, 7, version, refer(told)[0], holders, tuple(lost)), told)
 
-    def rebuilds(self, version: Version, *lost: int) -> bool:
+    def rebuilds(self, version, *lost):
         """Lose these nodes; whether fresh ones get every slot of `version` back."""
         fresh = self.substitute(*lost)
         for node in fresh:
@@ -284,11 +275,11 @@ class Cluster:
 
 
 @contextmanager
-def clusters(folder: Path, job: str) -> Iterator[Callable[..., Cluster]]:
+def clusters(folder, job):
     """Makes clusters; their nodes are destroyed at the end."""
-    made: list[Cluster] = []
+    made = []
 
-    def make(count: int, losses: int = 1, **more: Any) -> Cluster:
+    def make(count, losses=1, **more):
         made.append(Cluster(folder, job, count, losses, **more))
         return made[-1]
 

@@ -1,11 +1,6 @@
 """What a trainer prints for its SMP: the first of many failures, rarely again, and that it is over."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-
-import pytest
 
 from ft_plugins.events import catalogue
 from ft_plugins.smp.watch.alarms import REPEAT_SECONDS, Alarms, RepeatedFailure
@@ -15,18 +10,16 @@ FAILED, WORKS = catalogue.CHECKPOINT_FAILED, catalogue.CHECKPOINT_COMPLETED
 DIFFER = catalogue.REPLICA_MISMATCHED
 
 
-def shown(folder: Path) -> dict[str, str]:
+def shown(folder):
     path = folder / ALARM
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def test_of_a_hundred_failures_the_first_is_said_then_one_in_ten_minutes_with_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_hundred_failures_the_first_is_said_then_one_in_ten_minutes_with_their_number(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     failing = RepeatedFailure(Alarms(tmp_path), "storage", FAILED, WORKS, "n")
-    said: list[str] = []
+    said = []
     for number in range(100):
         failing.failed(f"iteration {number}: no space")
         now[0] += REPEAT_SECONDS / 40
@@ -43,12 +36,12 @@ def test_of_a_hundred_failures_the_first_is_said_then_one_in_ten_minutes_with_th
     assert shown(tmp_path) == {"storage": FAILED.sentence("node n", "iteration 101: no space")}, "the first again"
 
 
-def test_what_has_never_failed_says_nothing(tmp_path: Path) -> None:
+def test_what_has_never_failed_says_nothing(tmp_path):
     RepeatedFailure(Alarms(tmp_path), "storage", FAILED, WORKS).worked("iteration 100 is there")
     assert shown(tmp_path) == {}
 
 
-def test_a_new_incarnation_hears_what_still_holds_and_not_what_is_over(tmp_path: Path) -> None:
+def test_a_new_incarnation_hears_what_still_holds_and_not_what_is_over(tmp_path):
     run_dir = tmp_path / "b"
     run_dir.mkdir()
     alarms = Alarms(run_dir)
@@ -61,7 +54,7 @@ def test_a_new_incarnation_hears_what_still_holds_and_not_what_is_over(tmp_path:
     assert shown(run_dir) == {}, "an SMP knows nothing of what the one before it wanted to say"
 
 
-def test_a_full_disk_costs_words_and_the_next_ones_are_written_with_those(tmp_path: Path) -> None:
+def test_a_full_disk_costs_words_and_the_next_ones_are_written_with_those(tmp_path):
     alarms = Alarms(tmp_path / "run")
     alarms.say("storage", FAILED, "full")
     (tmp_path / "run").mkdir()

@@ -1,16 +1,11 @@
 """The SMP's callers: bounded in time, told what is wrong; and the sweep, which takes only what nobody owns."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,13 +26,13 @@ from ft_plugins.transport import protocol
 SHAPE = Shape(100, 100, 1, 1)
 
 
-def serve(run_dir: Path, *replies: Callable[[socket.socket], None]) -> threading.Thread:
+def serve(run_dir, *replies):
     """A peer in the SMP's place: one connection for each of `replies`."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(run_dir / "smp.sock"))
     listener.listen()
 
-    def work() -> None:
+    def work():
         with listener:
             for reply in replies:
                 connection, _ = listener.accept()
@@ -49,25 +44,25 @@ def serve(run_dir: Path, *replies: Callable[[socket.socket], None]) -> threading
     return thread
 
 
-def answer(message: dict[str, Any]) -> Callable[[socket.socket], None]:
-    def reply(connection: socket.socket) -> None:
+def answer(message):
+    def reply(connection):
         protocol.receive(connection)
         protocol.send(connection, message)
 
     return reply
 
 
-def test_without_an_smp_the_error_tells_where_it_was_looked_for_and_comes_in_time(tmp_path: Path) -> None:
+def test_without_an_smp_the_error_tells_where_it_was_looked_for_and_comes_in_time(tmp_path):
     before = time.monotonic()
     with pytest.raises(ProtectionError, match=f"no SMP answers at {tmp_path}/smp.sock.*ft-run.*smp.log"):
         Client(tmp_path, timeout=0.2)
     assert time.monotonic() - before >= 0.2
 
 
-def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(tmp_path: Path) -> None:
+def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(tmp_path):
     asked = threading.Event()
 
-    def late(connection: socket.socket) -> None:
+    def late(connection):
         protocol.receive(connection)
         asked.wait(300)
         with contextlib.suppress(OSError):
@@ -82,15 +77,15 @@ def test_a_reply_that_comes_too_late_is_not_taken_for_that_of_the_next_request(t
         assert client.status()["pid"] == 3
 
 
-def test_a_socket_path_that_is_too_long_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_socket_path_that_is_too_long_is_refused_at_once(tmp_path):
     with pytest.raises(ProtectionError, match="longer than 107 bytes; give a shorter --ftp-job"):
         Client(tmp_path / ("x" * 120))
 
 
-def test_an_smp_that_comes_while_one_waits_is_found(tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = []
+def test_an_smp_that_comes_while_one_waits_is_found(tmp_path):
+    found = []
 
-    def call() -> None:
+    def call():
         with Client(tmp_path, timeout=20) as client:
             found.append(client.status())
 
@@ -101,12 +96,10 @@ def test_an_smp_that_comes_while_one_waits_is_found(tmp_path: Path) -> None:
     assert found == [{"ok": True, "pid": 5}]
 
 
-def test_a_secret_is_named_by_its_whole_path_because_the_smp_runs_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
+def test_a_secret_is_named_by_its_whole_path_because_the_smp_runs_in_another_folder(tmp_path, monkeypatch):
+    asked = []
 
-    def reply(connection: socket.socket) -> None:
+    def reply(connection):
         asked.append(protocol.receive(connection))
         protocol.send(connection, {"ok": True, "host": "127.0.0.1", "port": 7})
 
@@ -118,7 +111,7 @@ def test_a_secret_is_named_by_its_whole_path_because_the_smp_runs_in_another_fol
     assert asked[0]["secret_file"] == str(tmp_path / "job.secret")
 
 
-def test_a_stopped_smp_is_an_error_within_the_time_given(node: Any) -> None:
+def test_a_stopped_smp_is_an_error_within_the_time_given(node):
     pid = node.start()
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -128,14 +121,14 @@ def test_a_stopped_smp_is_an_error_within_the_time_given(node: Any) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_an_smp_that_hangs_up_every_time_is_an_error_after_a_few_tries(tmp_path: Path) -> None:
-    serve(tmp_path, *[protocol.receive] * 3)  # type: ignore[list-item]
+def test_an_smp_that_hangs_up_every_time_is_an_error_after_a_few_tries(tmp_path):
+    serve(tmp_path, *[protocol.receive] * 3)
     with pytest.raises(ProtocolError, match="hung up on 'fence' 3 times"), Client(tmp_path, timeout=5) as client:
         client.fence()
 
 
-def test_a_refusal_arrives_as_its_error_and_the_connection_serves_on(tmp_path: Path) -> None:
-    def reply(connection: socket.socket) -> None:
+def test_a_refusal_arrives_as_its_error_and_the_connection_serves_on(tmp_path):
+    def reply(connection):
         answer({"ok": False, "error": "BudgetError", "message": "12 bytes are missing"})(connection)
         answer({"ok": True, "token": 4})(connection)
 
@@ -146,7 +139,7 @@ def test_a_refusal_arrives_as_its_error_and_the_connection_serves_on(tmp_path: P
         assert client.fence() == 4
 
 
-def test_an_smp_that_cannot_start_is_an_error_that_names_its_log(node: Any) -> None:
+def test_an_smp_that_cannot_start_is_an_error_that_names_its_log(node):
     (node.run_dir / "smp.sock").mkdir()
     with pytest.raises(ProtectionError, match=f"the SMP of node n did not start; see {node.run_dir}/smp.log"):
         node.start()
@@ -155,13 +148,13 @@ def test_an_smp_that_cannot_start_is_an_error_that_names_its_log(node: Any) -> N
     (node.run_dir / "smp.sock").rmdir()
 
 
-def test_starting_one_that_is_there_starts_nothing(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_one_that_is_there_starts_nothing(node, monkeypatch):
     pid = node.start()
     monkeypatch.setattr(smp.subprocess, "run", lambda *command, **how: pytest.fail("a process was started"))
     assert node.start() == pid
 
 
-def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node: Any, tmp_path: Path) -> None:
+def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node, tmp_path):
     """A login and a batch system give one user two run directories, and both see one /dev/shm."""
     pid = node.start()
     with node.client() as client:
@@ -181,11 +174,10 @@ def test_the_memory_of_a_job_has_one_smp_whatever_its_run_directory(node: Any, t
 
 # ---- the newest version ----
 
-Slots = list[tuple[str, int, int]]
 AHEAD = [("CLEAN", 1, 6), ("CLEAN", 1, 4), ("CLEAN", 1, 5)]
 
 
-def status(attached: Sequence[Slots], others: Sequence[Slots] = ()) -> dict[str, Any]:
+def status(attached, others=()):
     """Segments of ranks that have attached in this incarnation, and of others."""
     return {
         "segments": [
@@ -210,11 +202,11 @@ def status(attached: Sequence[Slots], others: Sequence[Slots] = ()) -> dict[str,
         (status([], [[("CLEAN", 1, 3)]] * 2), Version(1, 3)),  # before any has attached
     ],
 )
-def test_the_newest_version_is_one_that_every_rank_holds_complete(told: dict[str, Any], newest: Version | None) -> None:
+def test_the_newest_version_is_one_that_every_rank_holds_complete(told, newest):
     assert newest_common(told) == newest
 
 
-def test_the_newest_version_is_the_one_that_a_recovery_would_take() -> None:
+def test_the_newest_version_is_the_one_that_a_recovery_would_take():
     told = status([[("CLEAN", 1, 4), ("CLEAN", 1, 5), ("CLEAN", 1, 6)]] * 2)
     told["segments"][1]["slots"][2]["mark"] = "mismatched"
     assert newest_common(told) == Version(1, 5)
@@ -226,7 +218,7 @@ def test_the_newest_version_is_the_one_that_a_recovery_would_take() -> None:
 
 
 @pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def memory(tmp_path, monkeypatch):
     """In place of /dev/shm, which other tests use at the same time: a sweep takes all that nobody owns."""
     folder = tmp_path / "shm"
     folder.mkdir()
@@ -234,7 +226,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def abandoned(base: Path, job: str, node: str) -> Path:
+def abandoned(base, job, node):
     """A run directory without SMP or ft-run, with a segment; its segment's path."""
     run_dir = base / job / node
     run_dir.mkdir(parents=True)
@@ -245,7 +237,7 @@ def abandoned(base: Path, job: str, node: str) -> Path:
     return path
 
 
-def test_a_segment_that_is_being_made_is_young_although_it_is_no_segment_yet(memory: Path, tmp_path: Path) -> None:
+def test_a_segment_that_is_being_made_is_young_although_it_is_no_segment_yet(memory, tmp_path):
     unfinished = path_of("new", "a", 0).with_name(path_of("new", "a", 0).name + ".new")
     unfinished.touch(mode=0o600)
     assert sweep(tmp_path, 3600) == [] and unfinished.exists()
@@ -254,14 +246,14 @@ def test_a_segment_that_is_being_made_is_young_although_it_is_no_segment_yet(mem
     assert not unfinished.exists()
 
 
-def test_the_sweep_takes_segments_that_nobody_owns_and_says_which(memory: Path, job: str, tmp_path: Path) -> None:
+def test_the_sweep_takes_segments_that_nobody_owns_and_says_which(memory, job, tmp_path):
     left = [abandoned(tmp_path, job, node) for node in ("a", "b")]
     assert sweep(tmp_path, 0) == left
     assert not any(path.exists() for path in left)
     assert sweep(tmp_path, 0) == []
 
 
-def test_the_sweep_leaves_what_was_touched_lately(memory: Path, job: str, tmp_path: Path) -> None:
+def test_the_sweep_leaves_what_was_touched_lately(memory, job, tmp_path):
     path = abandoned(tmp_path, job, "a")
     assert sweep(tmp_path, 3600) == [] and path.exists()
     long_ago = time.time() - 7200
@@ -272,9 +264,7 @@ def test_the_sweep_leaves_what_was_touched_lately(memory: Path, job: str, tmp_pa
 
 @pytest.mark.parametrize("gone", ["", "run directory"])
 @pytest.mark.parametrize("days", [1, -1])
-def test_a_clock_that_has_jumped_makes_nothing_old(
-    memory: Path, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int, gone: str
-) -> None:
+def test_a_clock_that_has_jumped_makes_nothing_old(memory, job, tmp_path, monkeypatch, days, gone):
     path = abandoned(tmp_path / gone, job, "a")
     trainer = Segment(path)
     trainer.header.owner = (1 << 22, liveness.started(os.getpid()))  # it has died
@@ -287,7 +277,7 @@ def test_a_clock_that_has_jumped_makes_nothing_old(
 
 
 @pytest.mark.parametrize("name", ["smp.lock", "lock"])
-def test_the_sweep_leaves_what_an_smp_or_an_ft_run_owns(memory: Path, job: str, tmp_path: Path, name: str) -> None:
+def test_the_sweep_leaves_what_an_smp_or_an_ft_run_owns(memory, job, tmp_path, name):
     owned, free = abandoned(tmp_path, job, "a"), abandoned(tmp_path, job, "b")
     held = liveness.acquire(tmp_path / job / "a" / name)
     assert held is not None
@@ -296,9 +286,7 @@ def test_the_sweep_leaves_what_an_smp_or_an_ft_run_owns(memory: Path, job: str, 
     assert sweep(tmp_path, 0) == [owned]
 
 
-def test_the_sweep_takes_what_is_left_of_a_job_whose_run_directory_is_gone(
-    memory: Path, job: str, tmp_path: Path
-) -> None:
+def test_the_sweep_takes_what_is_left_of_a_job_whose_run_directory_is_gone(memory, job, tmp_path):
     """A logout removes the run directory, and shared memory stays."""
     old, owned, young, own, used = (abandoned(tmp_path / "gone", job, node) for node in "abcde")
     long_ago = time.time() - 7200
@@ -319,7 +307,7 @@ def test_the_sweep_takes_what_is_left_of_a_job_whose_run_directory_is_gone(
     assert sweep(tmp_path / "new", 3600, keep=(job, "d")) == [used] and owned.exists()
 
 
-def test_the_sweep_is_not_stopped_by_a_stray_file_or_an_empty_folder(memory: Path, job: str, tmp_path: Path) -> None:
+def test_the_sweep_is_not_stopped_by_a_stray_file_or_an_empty_folder(memory, job, tmp_path):
     path = abandoned(tmp_path, job, "z")
     (tmp_path / job / "a").write_text("not a folder")
     (tmp_path / job / "b").mkdir()

@@ -1,15 +1,12 @@
 """A node keeps its run's lease on the folder of checkpoints, writes nothing without it, and says so once."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from ft_plugins.errors import StorageError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.smp.serve.node_context import NodeContext
 from ft_plugins.smp.storage import folder_lease
 from ft_plugins.smp.storage.folder_lease import FolderLease
@@ -28,12 +25,12 @@ SHAPE = Shape(nbytes=1 << 12, small_nbytes=100, buckets=1, layout=5, slots=2)
 class Node:
     """One node of a run, with one rank."""
 
-    def __init__(self, folder: Path, name: str, rank: int, world_size: int, run: str = A, lineage: int = 5) -> None:
+    def __init__(self, folder, name, rank, world_size, run=A, lineage=5):
         self.base, self.world_size = folder / "ck" / "job", world_size
         self.lives = self.trains = True  # ft-run; and its trainers as well
         run_dir = folder / name
         run_dir.mkdir()
-        self.seen: list[Event] = []
+        self.seen = []
         events = Events(name)
         events.subscribe(self.seen.append)
         path = run_dir / "segment"
@@ -43,32 +40,30 @@ class Node:
         context = NodeContext.of(run_dir, "job", name, events, {})
         self.lease = FolderLease(context, lambda: ME if self.lives else (0, 0))
 
-    def open(self, lineage: int, run: str = A) -> None:
+    def open(self, lineage, run=A):
         self.segment.open_lineage(lineage, None, (), run)
 
-    def require(self) -> None:
+    def require(self):
         self.look(writes=True)
 
-    def look(self, writes: bool = False) -> None:
+    def look(self, writes=False):
         self.segment.header.owner = ME if self.lives and self.trains else (0, 0)
         self.lease.keep(self.base, {self.rank: self.segment}, self.world_size, writes)
 
-    def found(self) -> Lease:
+    def found(self):
         assert (found := lease.newest(self.base)) is not None
         return found
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(folder_lease.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(folder_lease.time, "time", lambda: now[0])
     return now
 
 
-def test_the_node_of_rank_0_renews_and_another_one_only_when_that_one_is_gone(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_the_node_of_rank_0_renews_and_another_one_only_when_that_one_is_gone(tmp_path, clock):
     first, second = Node(tmp_path, "x", 0, 2), Node(tmp_path, "y", 1, 2)
     first.require()
     assert (first.found().lineage, first.found().run, first.found().nodes) == (5, A, ("x",))
@@ -85,9 +80,7 @@ def test_the_node_of_rank_0_renews_and_another_one_only_when_that_one_is_gone(
     assert not first.lease.lost and not second.lease.lost
 
 
-def test_nothing_renews_it_when_ft_run_and_trainers_are_gone_and_a_job_on_one_node_releases_it(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_nothing_renews_it_when_ft_run_and_trainers_are_gone_and_a_job_on_one_node_releases_it(tmp_path, clock):
     one, other, alone = Node(tmp_path, "x", 0, 2), Node(tmp_path, "y", 1, 2), Node(tmp_path, "z", 0, 1)
     one.require()
     one.lives = other.lives = False
@@ -111,7 +104,7 @@ def test_nothing_renews_it_when_ft_run_and_trainers_are_gone_and_a_job_on_one_no
     assert alone.found().released
 
 
-def test_a_run_that_was_replaced_writes_no_more_and_says_so_once(tmp_path: Path, clock: list[float]) -> None:
+def test_a_run_that_was_replaced_writes_no_more_and_says_so_once(tmp_path, clock):
     old = Node(tmp_path, "x", 0, 1)
     old.require()
     lease.take(old.base, Lease(6, A, ("elsewhere",), True, ("there",), 1.0, 2.0), None)
@@ -130,7 +123,7 @@ def test_a_run_that_was_replaced_writes_no_more_and_says_so_once(tmp_path: Path,
     assert not old.lease.lost
 
 
-def test_a_start_of_the_same_job_under_way_is_no_loss(tmp_path: Path, clock: list[float]) -> None:
+def test_a_start_of_the_same_job_under_way_is_no_loss(tmp_path, clock):
     node = Node(tmp_path, "x", 0, 1)
     node.require()
     node.segment.header.token += 1  # fenced
@@ -142,9 +135,7 @@ def test_a_start_of_the_same_job_under_way_is_no_loss(tmp_path: Path, clock: lis
     node.require()
 
 
-def test_a_folder_that_could_not_be_reached_at_the_start_is_taken_later_unless_another_run_has_it(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_a_folder_that_could_not_be_reached_at_the_start_is_taken_later_unless_another_run_has_it(tmp_path, clock):
     node = Node(tmp_path, "x", 0, 1, lineage=8)
     node.base.mkdir(parents=True)
     lease.take(node.base, Lease(5, B), None)
@@ -158,9 +149,7 @@ def test_a_folder_that_could_not_be_reached_at_the_start_is_taken_later_unless_a
         node.require()
 
 
-def test_a_node_that_has_left_the_round_does_not_take_the_next_lineage_of_its_run_for_a_loss(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_a_node_that_has_left_the_round_does_not_take_the_next_lineage_of_its_run_for_a_loss(tmp_path, clock):
     """Given a drained node, whose ft-run waits as a spare with the memory of the round before."""
     spare = Node(tmp_path, "x", 0, 2)
     spare.require()
@@ -180,8 +169,8 @@ def test_a_node_that_has_left_the_round_does_not_take_the_next_lineage_of_its_ru
 
 
 def test_a_lease_of_a_run_that_died_is_taken_while_training_once_it_held_for_its_time_and_a_living_one_says_so_once(
-    tmp_path: Path, clock: list[float]
-) -> None:
+    tmp_path, clock
+):
     """Given a folder that could not be reached at the start, where another run had been."""
     late = Node(tmp_path, "x", 0, 1, lineage=8)
     late.base.mkdir(parents=True)
@@ -206,7 +195,7 @@ def test_a_lease_of_a_run_that_died_is_taken_while_training_once_it_held_for_its
     assert [each.name for each in other.seen] == ["lease.lost"]
 
 
-def test_a_folder_that_stalls_does_not_count_as_one_that_does_not_change(tmp_path: Path, clock: list[float]) -> None:
+def test_a_folder_that_stalls_does_not_count_as_one_that_does_not_change(tmp_path, clock):
     late = Node(tmp_path, "x", 0, 1, lineage=8)
     late.base.mkdir(parents=True)
     lease.take(late.base, Lease(5, B), None)
@@ -216,7 +205,7 @@ def test_a_folder_that_stalls_does_not_count_as_one_that_does_not_change(tmp_pat
     assert late.found().run == B
 
 
-def test_a_node_that_has_the_job_alone_names_ft_run_and_trainers_besides_its_smp(tmp_path: Path) -> None:
+def test_a_node_that_has_the_job_alone_names_ft_run_and_trainers_besides_its_smp(tmp_path):
     node = Node(tmp_path, "x", 0, 1)
     node.require()
     assert node.found().alone and node.found().processes == (liveness.identified(os.getpid()),) * 3

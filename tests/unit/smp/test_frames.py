@@ -3,8 +3,6 @@
 Streams and parity are made here from random bytes; no segment, no socket.
 """
 
-from __future__ import annotations
-
 import itertools
 from random import Random
 
@@ -15,11 +13,11 @@ from hypothesis import strategies as st
 
 from ft_plugins.errors import ResumeError
 from ft_plugins.redundancy import blocked
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.redundancy.field import power, times
 from ft_plugins.redundancy.sections import Extent
 from ft_plugins.smp.exchange import frames as module
-from ft_plugins.smp.exchange.frames import Data, Frame, Parity, copied, decoded
+from ft_plugins.smp.exchange.frames import Data, Parity, copied, decoded
 from ft_plugins.snapshot.segment.slots import Version
 
 LIMIT = 300  # bytes of a frame here: small states have several
@@ -28,13 +26,13 @@ TIMES = np.array([[times(a, b) for b in range(256)] for a in range(256)], dtype=
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_frames() -> object:
+def small_frames():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PAYLOAD_LIMIT", LIMIT)
         yield
 
 
-def made(plan: ExchangePlan, nbytes: list[int], rng: Random) -> tuple[dict[int, np.ndarray], dict[tuple, np.ndarray]]:
+def made(plan, nbytes, rng):
     """Slot data by rank, and what the nodes keep of it by area."""
     data = {rank: np.frombuffer(rng.randbytes(size), dtype=np.uint8) for rank, size in enumerate(nbytes)}
     parity = {(a.section, a.stripe, a.which): np.zeros(a.nbytes, dtype=np.uint8) for kept in plan.areas for a in kept}
@@ -47,7 +45,7 @@ def made(plan: ExchangePlan, nbytes: list[int], rng: Random) -> tuple[dict[int, 
     return data, parity
 
 
-def put_together(frame: Frame, data: dict[int, np.ndarray], parity: dict[tuple, np.ndarray]) -> np.ndarray:
+def put_together(frame, data, parity):
     found = np.zeros(frame.nbytes, dtype=np.uint8)
     for part in frame.parts:
         wanted = part.wanted
@@ -60,7 +58,7 @@ def put_together(frame: Frame, data: dict[int, np.ndarray], parity: dict[tuple, 
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw: st.DataObject) -> None:
+def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw):
     losses = draw.draw(st.sampled_from([1, 2]))
     count = draw.draw(st.integers(2 if losses == 1 else 4, 6))
     ranks_on = draw.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
@@ -85,8 +83,8 @@ def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw: st.DataObject) -> 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_the_frames_of_a_rank_that_computes_parity_itself_add_up_to_its_data_alone(
-    draw: st.DataObject,
-) -> None:
+    draw,
+):
     """Part of each slot is of a replica set of all ranks; what lies before and behind it is the rank's own."""
     count = draw.draw(st.integers(2, 5))
     ranks_on = draw.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
@@ -117,7 +115,7 @@ def test_the_frames_of_a_rank_that_computes_parity_itself_add_up_to_its_data_alo
         assert done == nbytes[rank], "its own parity is computed again"
 
 
-def _buckets(plan: ExchangePlan, wanted: Parity) -> list[tuple]:
+def _buckets(plan, wanted):
     ((offset, position),) = [
         (a.offset, a.position) for kept in plan.areas for a in kept if (a.section, a.stripe, a.which) == wanted.key
     ]
@@ -125,7 +123,7 @@ def _buckets(plan: ExchangePlan, wanted: Parity) -> list[tuple]:
     return [(position, number) for number in range(start // LIMIT, -(-stop // LIMIT))]
 
 
-def test_a_frame_of_the_middle_of_a_block_is_one_bucket_of_its_parity() -> None:
+def test_a_frame_of_the_middle_of_a_block_is_one_bucket_of_its_parity():
     nbytes = [5000 - 64 * rank for rank in range(6)]
     plan = plan_exchange(list("aabbcc"), [(0, 2, 4), (1, 3, 5)], nbytes, 1)
     assert any(area.offset % LIMIT for kept in plan.areas for area in kept), "or this test shows nothing"
@@ -137,20 +135,20 @@ def test_a_frame_of_the_middle_of_a_block_is_one_bucket_of_its_parity() -> None:
         assert len(frames) <= nbytes[rank] // LIMIT + 2 * 2, "at most a short one at either end of each of the blocks"
 
 
-def test_more_lost_than_parity_makes_up_for_is_refused_before_a_frame_is_asked_for() -> None:
+def test_more_lost_than_parity_makes_up_for_is_refused_before_a_frame_is_asked_for():
     plan = plan_exchange(list("abc"), [(0, 1, 2)], [500, 500, 500], 1)
     with pytest.raises(ResumeError, match="makes up for 1"):
         decoded(plan, 1, VERSION, [0, 1])
 
 
-def test_a_slot_that_lies_whole_is_read_from_end_to_end() -> None:
+def test_a_slot_that_lies_whole_is_read_from_end_to_end():
     frames = list(copied(7, VERSION, 2 * LIMIT + 1, 4))
     assert [(frame.offset, frame.nbytes) for frame in frames] == [(0, LIMIT), (LIMIT, LIMIT), (2 * LIMIT, 1)]
     assert all(frame.has_base and [part.position for part in frame.parts] == [4] for frame in frames)
     assert list(copied(7, VERSION, 0, 4)) == []
 
 
-def test_the_reckoning_here_is_the_one_of_the_loops() -> None:
+def test_the_reckoning_here_is_the_one_of_the_loops():
     source = np.arange(256, dtype=np.uint8)
     for factor in (1, 2, 29, 255):
         target = np.zeros(256, dtype=np.uint8)

@@ -1,11 +1,7 @@
 """The decision whether a job hangs, for which rank it waits, and which ranks are slow."""
 
-from __future__ import annotations
-
-import random
 from dataclasses import replace
 from functools import reduce
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +32,7 @@ USUAL = RankProgress(
 )  # fmt: skip
 
 
-def ranks(count: int = 4, **of_all: object) -> list[RankProgress]:
+def ranks(count=4, **of_all):
     same = replace(USUAL, ranks=count, ranks_of_node=count, **of_all)
     return [replace(same, rank=rank) for rank in range(count)]
 
@@ -62,11 +58,11 @@ def ranks(count: int = 4, **of_all: object) -> list[RankProgress]:
         ({"limit_seconds": 0.0, "done": 0}, 0.0),
     ],
 )
-def test_the_limit_follows_from_what_was_given_or_measured(fields: dict[str, object], limit: float) -> None:
+def test_the_limit_follows_from_what_was_given_or_measured(fields, limit):
     assert limit_of(ranks(**fields)) == limit
 
 
-def test_one_rank_in_an_evaluation_gives_the_whole_node_time() -> None:
+def test_one_rank_in_an_evaluation_gives_the_whole_node_time():
     some = ranks()
     assert limit_of([*some[:3], replace(some[3], phase=WorkPhase.EVALUATION)]) == hang.LONG_SECONDS
 
@@ -84,21 +80,21 @@ def test_one_rank_in_an_evaluation_gives_the_whole_node_time() -> None:
     ],
 )
 def test_hangs_in_the_same_iteration_and_a_node_that_sees_no_other_have_more_time_unless_a_limit_is_given(
-    fields: dict[str, object], how: dict[str, Any], limit: float
-) -> None:
+    fields, how, limit
+):
     assert limit_of(ranks(**fields), **how) == limit
 
 
 # ---- the verdict ----
 
 
-def test_no_rank_hangs_while_one_of_them_completes_iterations() -> None:
+def test_no_rank_hangs_while_one_of_them_completes_iterations():
     waiting = ranks(since=NOW - 1e6, edge_at=NOW - 1e6)
     assert judge(waiting, NOW).stall is not None
     assert judge([*waiting[:3], replace(waiting[3], since=NOW)], NOW) == HangVerdict(0.0, hang.LEAST_SECONDS)
 
 
-def test_in_a_first_iteration_and_in_an_evaluation_every_edge_counts() -> None:
+def test_in_a_first_iteration_and_in_an_evaluation_every_edge_counts():
     moving = ranks(since=NOW - 1e6, edge_at=NOW - 100, done=0)
     assert judge(moving, NOW) == HangVerdict(100.0, hang.LONG_SECONDS)
     assert judge(moving, NOW + hang.LONG_SECONDS).stall is not None
@@ -106,33 +102,33 @@ def test_in_a_first_iteration_and_in_an_evaluation_every_edge_counts() -> None:
     assert judge(evaluating, NOW).stall is None
 
 
-def test_edges_without_an_iteration_are_no_progress() -> None:
+def test_edges_without_an_iteration_are_no_progress():
     assert judge(ranks(since=NOW - 100, edge_at=NOW), NOW).stall is not None
 
 
-def test_ranks_are_judged_once_all_have_begun_and_until_one_has_ended() -> None:
+def test_ranks_are_judged_once_all_have_begun_and_until_one_has_ended():
     waiting = ranks(since=0.0)
     assert judge([], NOW) == judge(waiting[:3], NOW) == HangVerdict()
     assert judge([*waiting[:3], replace(waiting[3], phase=WorkPhase.ENDED)], NOW) == HangVerdict()
 
 
-def test_what_was_not_watched_counts_for_nothing() -> None:
+def test_what_was_not_watched_counts_for_nothing():
     waiting = ranks(since=0.0)
     assert judge(waiting, NOW, watched_since=NOW - 5) == HangVerdict(5.0, hang.LEAST_SECONDS)
 
 
-def test_switched_off_nothing_hangs() -> None:
+def test_switched_off_nothing_hangs():
     assert judge(ranks(since=0.0, limit_seconds=0.0), 1e9).stall is None
 
 
 # ---- the culprit ----
 
 
-def named(some: list[RankProgress], stopped: tuple[int, ...] = ()) -> list[int]:
+def named(some, stopped=()):
     return [rank.rank for rank in culprits(some, stopped)]
 
 
-def test_the_one_that_did_not_come_to_the_collective_is_the_culprit() -> None:
+def test_the_one_that_did_not_come_to_the_collective_is_the_culprit():
     some = ranks()
     assert named(some) == []
     for behind in (
@@ -144,18 +140,18 @@ def test_the_one_that_did_not_come_to_the_collective_is_the_culprit() -> None:
         assert named([*some[:2], behind, some[3]]) == [2]
 
 
-def test_all_that_are_behind_are_named() -> None:
+def test_all_that_are_behind_are_named():
     some = ranks()
     assert named([some[0], *(replace(one, phase=WorkPhase.FORWARD, edges=2) for one in some[1:])]) == [1, 2, 3]
 
 
-def test_a_stopped_rank_is_the_culprit_wherever_it_is() -> None:
+def test_a_stopped_rank_is_the_culprit_wherever_it_is():
     assert named(ranks(), (3,)) == [3]
     stall = judge(ranks(since=0.0), NOW, stopped=(3,)).stall
     assert stall is not None and not stall.waits, "not even where it waits"
 
 
-def test_with_a_pipeline_stages_are_compared_by_what_they_do_not_by_their_edges() -> None:
+def test_with_a_pipeline_stages_are_compared_by_what_they_do_not_by_their_edges():
     """Stage 0, of ranks 0 and 1, has done more than stage 1 at any time."""
     first = [replace(one, edges=9, phase=WorkPhase.RECV) for one in ranks()[:2]]
     last = [replace(one, edges=4, phase=WorkPhase.REDUCE, stage=1) for one in ranks()[2:]]
@@ -165,7 +161,7 @@ def test_with_a_pipeline_stages_are_compared_by_what_they_do_not_by_their_edges(
     assert named([first[0], replace(last[0], phase=WorkPhase.FORWARD)]) == [2], "one rank per stage"
 
 
-def test_where_forwards_hold_collectives_the_one_in_a_forward_may_wait_too() -> None:
+def test_where_forwards_hold_collectives_the_one_in_a_forward_may_wait_too():
     some = ranks(shared=True, phase=WorkPhase.FORWARD, edges=2)
     assert named([*some[:3], replace(some[3], phase=WorkPhase.DATA, edges=1)]) == [3]
     assert named([*some[:3], replace(some[3], phase=WorkPhase.AFTER_FORWARD, edges=1)]) == [3], "an earlier microbatch"
@@ -173,11 +169,11 @@ def test_where_forwards_hold_collectives_the_one_in_a_forward_may_wait_too() -> 
 
 @settings(max_examples=30)
 @given(st.integers(2, 4096), st.data())
-def test_among_thousands_of_ranks_the_one_that_is_behind_is_named(count: int, data: st.DataObject) -> None:
+def test_among_thousands_of_ranks_the_one_that_is_behind_is_named(count, data):
     culprit = data.draw(st.integers(0, count - 1))
     behind = data.draw(st.sampled_from([{"edges": 2, "phase": WorkPhase.FORWARD}, {"iteration": 6}, {"edges": 1}]))
     some = ranks(count, since=0.0)
-    some[culprit] = replace(some[culprit], **behind)  # type: ignore[arg-type]
+    some[culprit] = replace(some[culprit], **behind)
     verdict = judge(some, NOW)
     assert verdict.ranks == (culprit,) and verdict.stall is not None
     assert verdict.stall.rank == culprit and not verdict.stall.even
@@ -197,18 +193,16 @@ def test_among_thousands_of_ranks_the_one_that_is_behind_is_named(count: int, da
         (WorkPhase.DATA, Signs(), False),
     ],
 )
-def test_a_rank_is_at_work_by_its_processor_its_stack_or_its_device(
-    phase: WorkPhase, signs: Signs, at_work: bool
-) -> None:
+def test_a_rank_is_at_work_by_its_processor_its_stack_or_its_device(phase, signs, at_work):
     assert works(replace(USUAL, phase=phase), signs) is at_work
 
 
-def stall_of(some: list[RankProgress], seconds: float, **more: Any) -> Stall | None:
+def stall_of(some, seconds, **more):
     return judge(some, NOW + seconds, **more).stall
 
 
 @pytest.mark.parametrize("phase", [WorkPhase.AFTER_UPDATE, WorkPhase.VERSION_POINT, WorkPhase.BETWEEN])
-def test_a_rank_past_its_update_is_waited_for_for_half_an_hour(phase: WorkPhase) -> None:
+def test_a_rank_past_its_update_is_waited_for_for_half_an_hour(phase):
     late, *others = ranks()
     some = [replace(late, iteration=6, phase=phase), *others]
     for seconds, patient in ((61.0, True), (hang.LONG_SECONDS, True), (hang.LONG_SECONDS + 1, False)):
@@ -220,7 +214,7 @@ def test_a_rank_past_its_update_is_waited_for_for_half_an_hour(phase: WorkPhase)
     assert held is not None and not held.patient
 
 
-def test_work_that_was_seen_counts_for_as_long_as_the_limit() -> None:
+def test_work_that_was_seen_counts_for_as_long_as_the_limit():
     some = ranks(phase=WorkPhase.FORWARD)
     for worked, patient in (({}, False), ({2: NOW + 40}, True), ({2: NOW + 400}, True)):
         stall = stall_of(some, 450.0 if worked == {2: NOW + 400} else 100.0, worked=worked)
@@ -229,7 +223,7 @@ def test_work_that_was_seen_counts_for_as_long_as_the_limit() -> None:
     assert gone is not None and not gone.patient
 
 
-def test_of_several_nodes_the_one_that_is_waited_for_decides_whether_to_wait() -> None:
+def test_of_several_nodes_the_one_that_is_waited_for_decides_whether_to_wait():
     uploads = Stall(20, True, 9, 0, WorkPhase.AFTER_UPDATE, 0, False, patient=True)
     waits = Stall(21, True, 3, 1, WorkPhase.AFTER_FORWARD, 1, False)
     stuck = Stall(20, False, 2, 1, WorkPhase.FORWARD, 1, False)
@@ -254,9 +248,7 @@ STALLS = st.builds(
 
 
 @given(st.lists(STALLS | st.none(), min_size=1, max_size=5), st.randoms())
-def test_stalls_are_merged_in_any_order_and_any_number_of_times(
-    stalls: list[Stall | None], generator: random.Random
-) -> None:
+def test_stalls_are_merged_in_any_order_and_any_number_of_times(stalls, generator):
     whole = merged(stalls)
     shuffled = generator.sample(stalls, len(stalls))
     assert merged(shuffled) == whole == merged([*stalls, *stalls])
@@ -265,7 +257,7 @@ def test_stalls_are_merged_in_any_order_and_any_number_of_times(
         assert None not in stalls and merged([whole]) == whole
 
 
-def test_thousands_of_nodes_agree_on_one_rank_and_one_node_that_works_on_is_enough_for_no_hang() -> None:
+def test_thousands_of_nodes_agree_on_one_rank_and_one_node_that_works_on_is_enough_for_no_hang():
     """2,048 nodes of 8 ranks, reported up a tree; rank 9,999 sleeps in its forward."""
     stalls = []
     for node in range(2048):
@@ -282,7 +274,7 @@ def test_thousands_of_nodes_agree_on_one_rank_and_one_node_that_works_on_is_enou
     assert merge([summaries[0], summarize(5, NodeReport(1))]).stall is None
 
 
-def test_if_no_rank_of_any_node_is_behind_that_is_said() -> None:
+def test_if_no_rank_of_any_node_is_behind_that_is_said():
     stalls = [judge(ranks(since=0.0), NOW, position=node).stall for node in range(3)]
     whole = merged(stalls)
     assert whole is not None and whole.even
@@ -290,7 +282,7 @@ def test_if_no_rank_of_any_node_is_behind_that_is_said() -> None:
 
 
 @given(STALLS | st.none())
-def test_stalls_pass_through_messages(stall: Stall | None) -> None:
+def test_stalls_pass_through_messages(stall):
     assert from_child(packed_summary(Summary(5, 3, stall=stall))) == Summary(5, 3, stall=stall)
     assert from_parent(packed_announcement(Announcement(stall=stall))) == Announcement(stall=stall)
 
@@ -298,12 +290,12 @@ def test_stalls_pass_through_messages(stall: Stall | None) -> None:
 # ---- slow ranks ----
 
 
-def compared(*seconds: float, of: int = KEPT) -> list[RankProgress]:
+def compared(*seconds, of=KEPT):
     some = ranks(len(seconds), seconds=(1.0,) * of)
     return [replace(one, computed=(time,) * of) for one, time in zip(some, seconds, strict=True)]
 
 
-def test_a_rank_that_computes_much_longer_than_its_peers_is_slow() -> None:
+def test_a_rank_that_computes_much_longer_than_its_peers_is_slow():
     [slow] = slow_ranks(compared(0.2, 0.2, 0.5, 0.2))
     assert (slow.rank, slow.factor, slow.seconds) == (2, 2.5, 0.3)
     for seconds, before in ((0.28, [2]), (0.28, []), (0.24, [2])):  # until it has come half way back
@@ -321,17 +313,17 @@ def test_a_rank_that_computes_much_longer_than_its_peers_is_slow() -> None:
         [replace(one, seconds=(0.03,) * KEPT) for one in compared(0.01, 0.01, 0.05, 0.01)],  # too short to matter
     ],
 )
-def test_other_ranks_are_not_slow(some: list[RankProgress]) -> None:
+def test_other_ranks_are_not_slow(some):
     assert slow_ranks(some) == ()
 
 
-def test_single_slow_iterations_do_not_make_a_rank_slow() -> None:
+def test_single_slow_iterations_do_not_make_a_rank_slow():
     some = compared(0.2, 0.2, 0.2)
     some[1] = replace(some[1], computed=(9.0,) * (KEPT // 2 - 1) + (0.2,) * (KEPT - KEPT // 2 + 1))
     assert slow_ranks(some) == ()
 
 
-def test_stages_are_not_compared_with_each_other() -> None:
+def test_stages_are_not_compared_with_each_other():
     some = compared(0.2, 0.2, 0.9, 0.9)
     assert slow_ranks([*some[:2], *(replace(one, stage=1) for one in some[2:])]) == ()
     alone, *others = compared(0.2, 0.2, 0.2, 0.5)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ from ft_plugins.smp.watch.hang import Stall
 from ft_plugins.smp.watch.hang_watch import HangWatch
 from ft_plugins.smp.watch.job_history import FtRunNote, FtRunPhase, write_note
 from ft_plugins.snapshot.segment import progress_words
-from ft_plugins.snapshot.segment.progress_words import KEPT, ProgressFacts, ProgressWriter, RankProgress
+from ft_plugins.snapshot.segment.progress_words import KEPT, ProgressFacts, ProgressWriter
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 
@@ -27,13 +25,13 @@ TOKEN = 3
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def monotonic_ns(self) -> int:
+    def monotonic_ns(self):
         return round(self.now * 1e9)
 
 
@@ -45,26 +43,26 @@ class OneTree:
     reported: Stall | None = None
     announced: tuple[Stall, str] | None = None
 
-    def place(self) -> tuple[int, int]:
+    def place(self):
         return (1 if self.nodes else 0), self.nodes
 
-    def report_stall(self, stall: Stall | None) -> None:
+    def report_stall(self, stall):
         self.reported = stall
 
-    def announced_stall(self) -> tuple[Stall, str] | None:
+    def announced_stall(self):
         return self.announced
 
 
 class Signs:
     """The signs of work of a node's ranks: of those that the test calls busy."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node):
         self.node, self.worked, self.asked = node, dict[int, float](), list[int]()
 
-    def forget(self) -> None:
+    def forget(self):
         self.worked.clear()
 
-    def look(self, ranks: Iterable[RankProgress], processes: object) -> None:
+    def look(self, ranks, processes):
         self.asked = [rank.rank for rank in ranks]
         self.worked.update({rank: self.node.clock.now for rank in self.asked if rank in self.node.busy})
 
@@ -83,7 +81,7 @@ class Node:
     owner: tuple[int, int] = (os.getpid(), liveness.started(os.getpid()))  # of each rank's segment
     busy: set[int] = field(default_factory=set)  # ranks that are seen at work
 
-    def begin(self, token: int = TOKEN, seconds: float | None = 5.0, ranks: int = 2) -> HangWatch:
+    def begin(self, token=TOKEN, seconds=5.0, ranks=2):
         """An incarnation of the job, as this node sees it; returns a new watch."""
         self.writers = []
         for rank in range(2):
@@ -96,15 +94,15 @@ class Node:
             self.writers.append(ProgressWriter(path, ProgressFacts(token, seconds, 0, ranks, 2)))
         return self.watch()
 
-    def watch(self) -> HangWatch:
+    def watch(self):
         events = Events("node7")
         events.subscribe(self.events.append)
         self.tree.restart_workers = lambda token, lost: self.lost.append((token, lost))
         watch = HangWatch(NodeContext.of(self.folder, "j", "node7", events, self.segments), self.tree)
-        watch._signs = Signs(self)  # type: ignore[assignment]
+        watch._signs = Signs(self)
         return watch
 
-    def iterate(self, first: int, last: int, seconds: tuple[float, float] = (0.5, 0.5)) -> None:
+    def iterate(self, first, last, seconds=(0.5, 0.5)):
         for step in range(first, last + 1):
             began = self.clock.now
             for writer, own in zip(self.writers, seconds, strict=True):
@@ -116,19 +114,19 @@ class Node:
             for writer in self.writers:
                 writer.end(step)
 
-    def look(self, watch: HangWatch, seconds: float, token: int = TOKEN, **more: Any) -> None:
+    def look(self, watch, seconds, token=TOKEN, **more):
         """Let time pass, in steps in which the SMP looks."""
         until = self.clock.now + seconds
         while self.clock.now < until:
             self.clock.now = min(until, self.clock.now + 1.0)
             watch.look(token, more.get("stopped", {}))
 
-    def named(self, kind: Any) -> list[dict[str, Any]]:
+    def named(self, kind):
         return [event.fields for event in self.events if event.name == kind.name]
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+def node(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(progress_words, "time", clock)
     monkeypatch.setattr(hang_watch, "time", clock)
@@ -142,10 +140,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         segment.close()
 
 
-Hung = Callable[[], None]
-
-
-def hang_in(node: Node, step: int) -> None:
+def hang_in(node, step):
     """Rank 1 sleeps in its forward."""
     for writer in node.writers:
         writer.begin(step)
@@ -153,7 +148,7 @@ def hang_in(node: Node, step: int) -> None:
     node.writers[0].edge(WorkPhase.AFTER_FORWARD)
 
 
-def test_a_hang_is_reported_once_and_the_workers_restart(node: Node) -> None:
+def test_a_hang_is_reported_once_and_the_workers_restart(node):
     watch = node.begin()
     node.iterate(1, 4)
     hang_in(node, 5)
@@ -168,8 +163,8 @@ def test_a_hang_is_reported_once_and_the_workers_restart(node: Node) -> None:
     assert f"stacks in {fields['stacks']}" in words
 
 
-def test_a_hang_without_room_for_stacks_is_reported_all_the_same(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> Path:
+def test_a_hang_without_room_for_stacks_is_reported_all_the_same(node, monkeypatch):
+    def full(*args):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(stacks, "dump", full)
@@ -181,14 +176,12 @@ def test_a_hang_without_room_for_stacks_is_reported_all_the_same(node: Node, mon
     assert node.lost
 
 
-def test_a_hang_that_cannot_be_written_down_is_declared_when_it_can(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_that_cannot_be_written_down_is_declared_when_it_can(node, monkeypatch):
     """The run directory is full: the SMP goes on, and the workers restart once there is room."""
     declared = node.lost
 
     class Full(list[tuple[int, list[str]]]):
-        def append(self, item: tuple[int, list[str]]) -> None:
+        def append(self, item):
             raise OSError("no space left on device")
 
     node.lost = Full()
@@ -201,7 +194,7 @@ def test_a_hang_that_cannot_be_written_down_is_declared_when_it_can(
     assert [token for token, _ in declared] == [TOKEN] and len(node.named(catalogue.JOB_HUNG)) == 1
 
 
-def test_ranks_that_have_not_begun_or_have_ended_are_not_judged(node: Node) -> None:
+def test_ranks_that_have_not_begun_or_have_ended_are_not_judged(node):
     watch = node.begin()
     node.iterate(1, 3)
     node.look(watch, 30, token=TOKEN + 1)  # the next incarnation is starting
@@ -212,7 +205,7 @@ def test_ranks_that_have_not_begun_or_have_ended_are_not_judged(node: Node) -> N
     assert node.events == [] and watch.status()["hang_seconds"] == 0
 
 
-def test_time_in_which_the_smp_did_not_run_counts_for_nothing(node: Node) -> None:
+def test_time_in_which_the_smp_did_not_run_counts_for_nothing(node):
     """The machine, or the whole job, was suspended."""
     watch = node.begin()
     node.iterate(1, 4)
@@ -224,7 +217,7 @@ def test_time_in_which_the_smp_did_not_run_counts_for_nothing(node: Node) -> Non
     assert len(node.named(catalogue.JOB_HUNG)) == 1
 
 
-def test_on_several_nodes_the_root_decides_and_names_the_rank_of_another_node(node: Node) -> None:
+def test_on_several_nodes_the_root_decides_and_names_the_rank_of_another_node(node):
     node.tree.nodes = 2
     watch = node.begin(ranks=4)
     node.iterate(1, 4)
@@ -241,7 +234,7 @@ def test_on_several_nodes_the_root_decides_and_names_the_rank_of_another_node(no
     assert "rank 3 of node node2" in node.lost[0][1][0]
 
 
-def test_a_node_that_works_on_withdraws_its_report(node: Node) -> None:
+def test_a_node_that_works_on_withdraws_its_report(node):
     node.tree.nodes = 2
     watch = node.begin(ranks=4)
     node.iterate(1, 4)
@@ -251,7 +244,7 @@ def test_a_node_that_works_on_withdraws_its_report(node: Node) -> None:
     assert node.tree.reported is None
 
 
-def test_a_node_that_cannot_ask_the_others_waits_longer(node: Node) -> None:
+def test_a_node_that_cannot_ask_the_others_waits_longer(node):
     watch = node.begin(ranks=4, seconds=None)
     node.iterate(1, 8)
     hang_in(node, 9)
@@ -264,7 +257,7 @@ def test_a_node_that_cannot_ask_the_others_waits_longer(node: Node) -> None:
 # ---- ranks that may be at work ----
 
 
-def upload_after(node: Node, step: int) -> None:
+def upload_after(node, step):
     """Rank 0 is past the update of `step`, in what the loop does there; rank 1 waits for it in the next iteration."""
     node.iterate(step - 5, step - 1)
     for writer in node.writers:
@@ -275,7 +268,7 @@ def upload_after(node: Node, step: int) -> None:
     node.writers[1].edge(WorkPhase.AFTER_FORWARD)
 
 
-def test_a_rank_that_is_past_its_update_has_half_an_hour_and_after_a_minute_there_is_an_alarm(node: Node) -> None:
+def test_a_rank_that_is_past_its_update_has_half_an_hour_and_after_a_minute_there_is_an_alarm(node):
     watch = node.begin(seconds=None)
     upload_after(node, 20)
     node.look(watch, hang.LEAST_SECONDS)
@@ -297,7 +290,7 @@ def test_a_rank_that_is_past_its_update_has_half_an_hour_and_after_a_minute_ther
     assert watch.status()["waits_for"] == ""
 
 
-def test_the_alarm_of_an_incarnation_that_was_ended_ends_with_the_iterations_of_the_next_one(node: Node) -> None:
+def test_the_alarm_of_an_incarnation_that_was_ended_ends_with_the_iterations_of_the_next_one(node):
     watch = node.begin(seconds=None)
     upload_after(node, 20)
     node.look(watch, hang.LEAST_SECONDS + 5)
@@ -312,13 +305,13 @@ def test_the_alarm_of_an_incarnation_that_was_ended_ends_with_the_iterations_of_
     assert [each["iteration"] for each in node.named(catalogue.JOB_ADVANCED)] == [20]
 
 
-def test_a_rank_that_is_seen_at_work_in_an_iteration_is_waited_for_until_it_is_not_any_more(node: Node) -> None:
+def test_a_rank_that_is_seen_at_work_in_an_iteration_is_waited_for_until_it_is_not_any_more(node):
     watch = node.begin(seconds=None)
     node.iterate(1, 8)
     hang_in(node, 9)
     node.busy = {1}
     node.look(watch, 300)
-    assert watch._signs.asked == [1], "only the rank that is waited for is looked at"  # type: ignore[attr-defined]
+    assert watch._signs.asked == [1], "only the rank that is waited for is looked at"
     assert node.lost == [] and [fields["about"] for fields in node.named(catalogue.JOB_WAITING)] == [1]
     node.busy = set()
     node.look(watch, hang.LEAST_SECONDS - 2)
@@ -327,7 +320,7 @@ def test_a_rank_that_is_seen_at_work_in_an_iteration_is_waited_for_until_it_is_n
     assert "rank 1 of node node7, in the forward of iteration 9" in node.lost[0][1][0]
 
 
-def test_a_rank_that_waits_does_not_give_time_to_the_one_it_waits_for(node: Node) -> None:
+def test_a_rank_that_waits_does_not_give_time_to_the_one_it_waits_for(node):
     """Waits of a device poll: it uses a processor."""
     watch = node.begin(seconds=None)
     node.iterate(1, 8)
@@ -337,14 +330,14 @@ def test_a_rank_that_waits_does_not_give_time_to_the_one_it_waits_for(node: Node
     assert len(node.lost) == 1 and node.named(catalogue.JOB_WAITING) == []
 
 
-def test_a_stopped_rank_is_not_at_work(node: Node) -> None:
+def test_a_stopped_rank_is_not_at_work(node):
     watch = node.begin(seconds=None)
     upload_after(node, 20)
     node.look(watch, hang.LEAST_SECONDS + 3, stopped={0: 0.0})
     assert len(node.lost) == 1
 
 
-def test_on_several_nodes_only_that_of_the_awaited_rank_gives_the_alarm(node: Node) -> None:
+def test_on_several_nodes_only_that_of_the_awaited_rank_gives_the_alarm(node):
     node.tree.nodes = 2
     watch = node.begin(ranks=4, seconds=None)
     upload_after(node, 20)
@@ -358,7 +351,7 @@ def test_on_several_nodes_only_that_of_the_awaited_rank_gives_the_alarm(node: No
     assert len(node.named(catalogue.JOB_WAITING)) == 1 and node.lost == []
 
 
-def test_where_no_rank_lives_any_more_nothing_hangs(node: Node) -> None:
+def test_where_no_rank_lives_any_more_nothing_hangs(node):
     """After an orderly end of a script that does not say so, a refusal, or the end of ft-run."""
     watch = node.begin()
     node.iterate(1, 4)
@@ -373,7 +366,7 @@ def test_where_no_rank_lives_any_more_nothing_hangs(node: Node) -> None:
     assert node.tree.reported == Stall(5, False, 0, 0, WorkPhase.ENDED, 0, True), "those of other nodes may hang"
 
 
-def seconds_of_hang(node: Node, watch: HangWatch, token: int, last: int) -> float:
+def seconds_of_hang(node, watch, token, last):
     """Of an incarnation that hangs after iteration `last`: the time until it is declared."""
     node.begin(token, seconds=None)
     node.iterate(last - 5, last)
@@ -384,7 +377,7 @@ def seconds_of_hang(node: Node, watch: HangWatch, token: int, last: int) -> floa
     return node.clock.now - began
 
 
-def test_a_hang_in_the_same_iteration_is_given_more_time_and_one_at_another_place_is_not(node: Node) -> None:
+def test_a_hang_in_the_same_iteration_is_given_more_time_and_one_at_another_place_is_not(node):
     """In the end the job continues from an older version under the same SMP."""
     watch = node.watch()
     for token, last, grown in ((1, 10, 1), (2, 10, hang.GROWTH), (3, 10, hang.GROWTH**2), (4, 30, 1), (5, 10, 1)):
@@ -392,7 +385,7 @@ def test_a_hang_in_the_same_iteration_is_given_more_time_and_one_at_another_plac
         assert seconds == pytest.approx(hang.LEAST_SECONDS * grown, abs=2), token
 
 
-def test_a_rank_at_the_border_is_not_named_again_and_again(node: Node) -> None:
+def test_a_rank_at_the_border_is_not_named_again_and_again(node):
     watch = node.begin()
     for part in range(20):
         node.iterate(1 + part * KEPT, (part + 1) * KEPT, (0.4, 0.64 if part % 2 else 0.56))
@@ -403,7 +396,7 @@ def test_a_rank_at_the_border_is_not_named_again_and_again(node: Node) -> None:
     assert len(node.named(catalogue.RANK_RECOVERED)) == 1
 
 
-def test_a_slow_rank_is_named_once_and_again_when_it_is_not_slow_any_more(node: Node) -> None:
+def test_a_slow_rank_is_named_once_and_again_when_it_is_not_slow_any_more(node):
     watch = node.begin()
     node.iterate(1, KEPT, (0.1, 0.8))
     node.look(watch, 3)

@@ -1,21 +1,16 @@
 """Whatever stands in a run directory, in /dev/shm or in a request: the SMP and its callers go on, or say so in the
 project's own errors."""
 
-from __future__ import annotations
-
 import json
 import os
-import random
 import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +21,7 @@ from ft_plugins.base import faults, files
 from ft_plugins.base.intake import within
 from ft_plugins.config import Config
 from ft_plugins.errors import BusyError, FtError, SegmentError
-from ft_plugins.events import Event, Events, catalogue, file_sink
+from ft_plugins.events import Events, catalogue, file_sink
 from ft_plugins.launcher.agent.watcher import Job, Watcher
 from ft_plugins.recovery.resize import sizes
 from ft_plugins.smp.serve import client, job_file, leftovers
@@ -57,43 +52,43 @@ ANOTHER = 12345  # a user
 class Smp:
     """An SMP of two ranks in this process, which protects them with a node that is not there."""
 
-    def __init__(self, job: str, run_dir: Path, secret: Path) -> None:
-        self.seen: list[Event] = []
+    def __init__(self, job, run_dir, secret):
+        self.seen = []
         events = Events(NODE)
         events.subscribe(self.seen.append)
         self.process = SnapshotProcess(run_dir, job, NODE, events)
         self.secret = secret
 
-    def ask(self, name: str, **fields: Any) -> dict[str, Any]:
+    def ask(self, name, **fields):
         return self.process.answer({"do": name, "rank": 0, "token": self.process.token, **fields})
 
-    def listen(self) -> dict[str, Any]:
+    def listen(self):
         return self.ask("endpoint", address="127.0.0.1", secret_file=str(self.secret), encrypt=False)
 
-    def protection(self, where: dict[str, Any]) -> Protection:
+    def protection(self, where):
         return Protection(
             1, None, (NODE, "m"), ((0, 1),), (SHAPE, SHAPE), 1, 0,
             ((where["host"], where["port"]), ("127.0.0.1", 9)), 1, 0.0, 600.0,
         )  # fmt: skip
 
-    def described(self, protection: Protection) -> dict[str, Any]:
+    def described(self, protection):
         """The reference to a protection whose job file is in the run directory."""
         return job_file.write(self.process._run_dir, protection).block()
 
-    def close(self) -> None:
+    def close(self):
         self.process._tier.suspend()
         self.process._tier._endpoint.close()
         self.process.persister.stop()
 
 
-def attach(folder: Path) -> dict[str, Any]:
+def attach(folder):
     storage = {"folder": str(folder), "interval": 0, "every": 1, "keep": 1, "world_size": 2, "audits": 0}
     facts = {"shape": asdict(SHAPE), "fingerprint": {"job": 1}, "pid": 1, "fresh": False}
     return {**facts, "world_size": 2, "storage": storage}
 
 
 @pytest.fixture
-def segments(job: str) -> Iterator[None]:
+def segments(job):
     for rank in range(2):
         create(paths.path_of(job, NODE, rank), SHAPE, rank, {"job": 1}, 2)
         found = Segment(paths.path_of(job, NODE, rank))
@@ -105,7 +100,7 @@ def segments(job: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
+def secret(tmp_path):
     path = tmp_path / "secret"
     path.write_text("a secret of this job alone")
     path.chmod(0o600)
@@ -113,7 +108,7 @@ def secret(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def left(job: str, tmp_path: Path, segments: None, secret: Path) -> Path:
+def left(job, tmp_path, segments, secret):
     """What an SMP has left in its run directory, and what others have."""
     run_dir = tmp_path / "left"
     run_dir.mkdir()
@@ -132,7 +127,7 @@ def left(job: str, tmp_path: Path, segments: None, secret: Path) -> Path:
 
 
 @pytest.fixture
-def smp(job: str, tmp_path: Path, segments: None, secret: Path) -> Iterator[Smp]:
+def smp(job, tmp_path, segments, secret):
     """One that protects its ranks."""
     (tmp_path / "run").mkdir()
     found = Smp(job, tmp_path / "run", secret)
@@ -141,7 +136,7 @@ def smp(job: str, tmp_path: Path, segments: None, secret: Path) -> Iterator[Smp]
     found.close()
 
 
-def use_everything(job: str, run_dir: Path, secret: Path) -> None:
+def use_everything(job, run_dir, secret):
     """Each reader of a run directory. Raises what is none of the project's own errors."""
     smp = Smp(job, run_dir, secret)
     try:
@@ -164,9 +159,7 @@ def use_everything(job: str, run_dir: Path, secret: Path) -> None:
 
 @given(RANDOM)
 @FEW
-def test_a_damaged_file_of_a_run_directory_stops_nobody(
-    job: str, left: Path, secret: Path, tmp_path_factory: pytest.TempPathFactory, source: random.Random
-) -> None:
+def test_a_damaged_file_of_a_run_directory_stops_nobody(job, left, secret, tmp_path_factory, source):
     run_dir = tmp_path_factory.mktemp("root") / job / NODE
     shutil.copytree(left, run_dir, ignore=shutil.ignore_patterns("*.sock", "events.jsonl"))
     path = source.choice(sorted(run_dir.iterdir()))
@@ -184,9 +177,7 @@ def test_a_damaged_file_of_a_run_directory_stops_nobody(
 
 
 @pytest.mark.parametrize("content", ["", "x", "²", "[]", "9" * 6000, "-1", "\0" * 8])
-def test_a_damaged_token_is_said_and_no_earlier_one_is_given_out_again(
-    job: str, tmp_path: Path, segments: None, secret: Path, content: str
-) -> None:
+def test_a_damaged_token_is_said_and_no_earlier_one_is_given_out_again(job, tmp_path, segments, secret, content):
     (tmp_path / "token").write_text("41")
     smp = Smp(job, tmp_path, secret)
     assert smp.ask("fence")["token"] == 42
@@ -199,7 +190,7 @@ def test_a_damaged_token_is_said_and_no_earlier_one_is_given_out_again(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_an_event_is_lost_where_its_file_is_none_of_ours(tmp_path: Path, kind: str) -> None:
+def test_an_event_is_lost_where_its_file_is_none_of_ours(tmp_path, kind):
     foreign, path = tmp_path / "foreign", tmp_path / "events.jsonl"
     foreign.write_text("precious")
     os.mkfifo(path) if kind == "pipe" else path.symlink_to(foreign)
@@ -219,9 +210,7 @@ def test_an_event_is_lost_where_its_file_is_none_of_ours(tmp_path: Path, kind: s
 
 @given(RANDOM)
 @MANY
-def test_a_request_that_lacks_a_field_or_holds_another_kind_is_refused(
-    smp: Smp, tmp_path: Path, source: random.Random
-) -> None:
+def test_a_request_that_lacks_a_field_or_holds_another_kind_is_refused(smp, tmp_path, source):
     where = smp.listen()
     block = smp.described(smp.protection(where))
     version, own = [1, 2], ["127.0.0.1", where["port"]]
@@ -246,8 +235,8 @@ def test_a_request_that_lacks_a_field_or_holds_another_kind_is_refused(
 
 @given(RANDOM)
 @MANY
-def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random.Random) -> None:
-    version: dict[str, Any] = {"epoch": 1, "version": [1, 2]}
+def test_what_another_node_sends_is_answered_or_refused(smp, source):
+    version = {"epoch": 1, "version": [1, 2]}
     sent = [
         {"do": "read", "what": "data", **version, "rank": 0, "at": 0, "nbytes": 10},
         {"do": "read", "what": "parity", **version, "key": [0, 0, 0], "at": 0, "nbytes": 10},
@@ -267,7 +256,7 @@ def test_what_another_node_sends_is_answered_or_refused(smp: Smp, source: random
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of other users")
-def test_another_users_lock_is_refused_by_name_and_stops_no_sweep(job: str, tmp_path: Path) -> None:
+def test_another_users_lock_is_refused_by_name_and_stops_no_sweep(job, tmp_path):
     lock = paths.lock_of(job, NODE)
     lock.touch(mode=0o600)
     os.chown(lock, ANOTHER, ANOTHER)
@@ -285,11 +274,11 @@ def test_another_users_lock_is_refused_by_name_and_stops_no_sweep(job: str, tmp_
         lock.unlink()
 
 
-def test_names_in_shared_memory_say_whose_they_are(job: str) -> None:
+def test_names_in_shared_memory_say_whose_they_are(job):
     assert paths.path_of(job, NODE, 3).name == f"ftp-{job}@{NODE}@{os.getuid()}-r3"
 
 
-def test_what_is_removed_of_a_job_is_of_that_job_alone(job: str, tmp_path: Path) -> None:
+def test_what_is_removed_of_a_job_is_of_that_job_alone(job, tmp_path):
     """Given jobs and nodes whose names begin like each other's, or hold what patterns are made of."""
     pairs = [(job, "n"), (f"{job}-a", "n"), (job, "n-r1"), (job, "n.lock"), (job, "n-parity"), (f"{job}.b", "n")]
     made = {}
@@ -309,7 +298,7 @@ def test_what_is_removed_of_a_job_is_of_that_job_alone(job: str, tmp_path: Path)
         assert {path for files in made.values() for path in files if path.exists()} == everything
 
 
-def test_a_sweep_of_one_job_leaves_the_others(job: str, tmp_path: Path) -> None:
+def test_a_sweep_of_one_job_leaves_the_others(job, tmp_path):
     other = f"{job}-a"
     for name in (job, other):
         create(paths.path_of(name, NODE, 0), SHAPE, 0, {}, 1)
@@ -322,7 +311,7 @@ def test_a_sweep_of_one_job_leaves_the_others(job: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [socket.AF_UNIX, None])
-def test_a_segments_place_that_something_else_has_is_refused_by_name(job: str, kind: int | None) -> None:
+def test_a_segments_place_that_something_else_has_is_refused_by_name(job, kind):
     path = paths.path_of(job, NODE, 0)
     path.mkdir() if kind is None else socket.socket(kind).bind(str(path))
     try:
@@ -333,7 +322,7 @@ def test_a_segments_place_that_something_else_has_is_refused_by_name(job: str, k
         path.rmdir() if kind is None else path.unlink()
 
 
-def test_what_cannot_be_removed_keeps_neither_the_rest_nor_the_smps_end(smp: Smp, job: str) -> None:
+def test_what_cannot_be_removed_keeps_neither_the_rest_nor_the_smps_end(smp, job):
     in_the_way = paths.path_of(job, NODE, 0)
     in_the_way.unlink()
     in_the_way.mkdir()
@@ -346,10 +335,8 @@ def test_what_cannot_be_removed_keeps_neither_the_rest_nor_the_smps_end(smp: Smp
         in_the_way.rmdir()
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Event] = []
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(tmp_path, monkeypatch):
+    seen = []
     events = Events(NODE)
     events.subscribe(seen.append)
     old = [StoredCheckpoint(Version(1, at), f"v1-{at}", complete=True, fingerprint="f") for at in (1, 2, 3)]
@@ -368,9 +355,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_keep_the_others(
 # ---- what the SMP imports ----
 
 
-def test_nothing_in_the_working_directory_takes_the_place_of_what_the_smp_imports(
-    node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_in_the_working_directory_takes_the_place_of_what_the_smp_imports(node, tmp_path, monkeypatch):
     """Given a working directory, on PYTHONPATH too, with folders and files of the names of modules."""
     for name in ("llvmlite", "msgpack", "numpy"):
         (tmp_path / name).mkdir()
@@ -384,7 +369,7 @@ def test_nothing_in_the_working_directory_takes_the_place_of_what_the_smp_import
     assert log == "", log
 
 
-def test_an_smp_is_the_package_of_whoever_starts_it_though_it_is_not_installed(tmp_path: Path) -> None:
+def test_an_smp_is_the_package_of_whoever_starts_it_though_it_is_not_installed(tmp_path):
     """Given a copy of the package on PYTHONPATH alone: its SMP loads that copy."""
     import ft_plugins
 

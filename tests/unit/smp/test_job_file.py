@@ -1,12 +1,8 @@
 """What belongs to the whole job is in one file of a node, and messages name it: they stay short at any size."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -27,7 +23,7 @@ V4 = Version(1, 4)
 LARGEST_MESSAGE = 4096  # bytes, where the bound is a million
 
 
-def protection(ranks: int = 4, per_node: int = 1) -> Protection:
+def protection(ranks=4, per_node=1):
     """Nodes with names of 48 characters."""
     topology = Topology(tp=1, pp=1, dp=ranks)
     nodes = tuple(f"{rank // per_node:048}" for rank in range(ranks))
@@ -41,7 +37,7 @@ def protection(ranks: int = 4, per_node: int = 1) -> Protection:
     )  # fmt: skip
 
 
-def test_what_is_written_is_read_and_is_its_owners_alone(tmp_path: Path) -> None:
+def test_what_is_written_is_read_and_is_its_owners_alone(tmp_path):
     wanted = protection()
     reference = job_file.write(tmp_path, wanted)
     assert job_file.read(tmp_path, reference) == wanted and reference.ranks == 4
@@ -50,7 +46,7 @@ def test_what_is_written_is_read_and_is_its_owners_alone(tmp_path: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size == reference.nbytes
 
 
-def test_a_lost_or_damaged_file_is_refused_and_written_again(tmp_path: Path) -> None:
+def test_a_lost_or_damaged_file_is_refused_and_written_again(tmp_path):
     wanted = protection()
     reference = job_file.write(tmp_path, wanted)
     (path,) = tmp_path.iterdir()
@@ -66,7 +62,7 @@ def test_a_lost_or_damaged_file_is_refused_and_written_again(tmp_path: Path) -> 
     assert job_file.read(tmp_path, reference) == wanted
 
 
-def test_a_file_that_is_too_long_is_never_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_long_is_never_read_whole(tmp_path, monkeypatch):
     reference = job_file.write(tmp_path, protection())
     monkeypatch.setattr(job_file, "JOB_FILE_LIMIT", 100)
     with pytest.raises(ProtocolError, match="more than 100 bytes"):
@@ -76,7 +72,7 @@ def test_a_file_that_is_too_long_is_never_read_whole(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("change", [{"node_of": [0, 9, 0, 0]}, {"names": 3}, {"shapes": [[1]]}, {"losses": 7}])
-def test_a_file_that_describes_no_job_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_file_that_describes_no_job_is_refused(tmp_path, change):
     reference, content = job_file.refer(protection())
     altered = json.dumps({**json.loads(content), **change}).encode()
     digest = job_file._digest_of(altered)
@@ -85,14 +81,14 @@ def test_a_file_that_describes_no_job_is_refused(tmp_path: Path, change: dict[st
         job_file.read(tmp_path, replace(reference, job=digest))
 
 
-def test_ranks_of_a_node_may_write_it_at_once(tmp_path: Path) -> None:
+def test_ranks_of_a_node_may_write_it_at_once(tmp_path):
     reference, content = job_file.refer(protection(64))
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda _: job_file.write_content(tmp_path, reference.job, content), range(400), timeout=300))
     assert [path.name for path in tmp_path.iterdir()] == [f"job-{reference.job}.json"]
 
 
-def test_only_the_files_of_what_is_protected_stay(tmp_path: Path) -> None:
+def test_only_the_files_of_what_is_protected_stay(tmp_path):
     before, now = (job_file.write(tmp_path, protection(ranks)) for ranks in (4, 8))
     job_file.record(tmp_path, now, 7)
     assert not job_file.holds(tmp_path, before.job) and job_file.holds(tmp_path, now.job)
@@ -102,9 +98,9 @@ def test_only_the_files_of_what_is_protected_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [64, 16384])
-def test_messages_do_not_grow_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_messages_do_not_grow_with_the_job(tmp_path, monkeypatch, ranks):
     """Names of 48 characters; `rebuild` with all other nodes as holders."""
-    sent: list[dict[str, Any]] = []
+    sent = []
     monkeypatch.setattr(Client, "_connect", lambda self: None)
     monkeypatch.setattr(Client, "_ask", lambda self, name, *, extra_seconds, **fields: sent.append(fields) or {})
     wanted = protection(ranks, 8)
@@ -120,9 +116,7 @@ def test_messages_do_not_grow_with_the_job(tmp_path: Path, monkeypatch: pytest.M
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 40), st.integers(1, 4), st.booleans())
-def test_every_job_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, count: int, per_node: int, bare: bool
-) -> None:
+def test_every_job_comes_back_as_it_was(tmp_path_factory, count, per_node, bare):
     wanted = protection(count * per_node, per_node)
     if bare:
         wanted = replace(wanted, base=None, committed=None, replicated=(), domains=())

@@ -1,12 +1,8 @@
 """What an operator sees of a job's past: restarts, downtime, and how old the newest iteration and versions are."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +26,7 @@ SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
 SECONDS = 90.0
 
 
-def story(*steps: tuple[float, Callable[[History, float], History]]) -> History:
+def story(*steps):
     """The history after some steps, each at a time."""
     history = History()
     for now, step in steps:
@@ -38,15 +34,15 @@ def story(*steps: tuple[float, Callable[[History, float], History]]) -> History:
     return history
 
 
-def saw(completed: int | None = None, failed: bool = False) -> Callable[[History, float], History]:
+def saw(completed=None, failed=False):
     return lambda history, now: history.seen(now, Sight(failed, completed))
 
 
-def fenced(attached: bool) -> Callable[[History, float], History]:
+def fenced(attached):
     return lambda history, now: history.fenced(now, attached)
 
 
-def opened(base: int) -> Callable[[History, float], History]:
+def opened(base):
     return lambda history, now: history.opened(base)
 
 
@@ -54,13 +50,13 @@ START = ((10.0, fenced(False)), (11.0, opened(0)), (12.0, saw(0)), (13.0, saw(1)
 KILLED = (*START, (20.0, saw(2, failed=True)), (22.0, fenced(True)), (25.0, saw(None)), (26.0, opened(1)))
 
 
-def test_the_first_start_is_no_restart_and_no_downtime() -> None:
+def test_the_first_start_is_no_restart_and_no_downtime():
     report = story(*START).report(15.0)
     assert (report["restarts"], report["downtime_seconds"], report["down_for_seconds"]) == (0, 0.0, None)
     assert (report["iteration"], report["iteration_age_seconds"]) == (2, 1.0)
 
 
-def test_downtime_lasts_from_the_failure_until_an_iteration_is_completed_again() -> None:
+def test_downtime_lasts_from_the_failure_until_an_iteration_is_completed_again():
     down = story(*KILLED, (27.0, saw(1)))
     assert (down.report(28.0)["downtime_seconds"], down.report(28.0)["down_for_seconds"]) == (8.0, 8.0)
     up = story(*KILLED, (27.0, saw(1)), (29.0, saw(2)), (60.0, saw(9)))
@@ -70,16 +66,16 @@ def test_downtime_lasts_from_the_failure_until_an_iteration_is_completed_again()
     assert twice.report(45.0)["restarts"] == 2 and twice.report(45.0)["downtime_seconds"] == 9.0 + 5.0
 
 
-def test_ranks_that_were_killed_for_another_nodes_sake_are_down_from_the_fence_at_the_latest() -> None:
+def test_ranks_that_were_killed_for_another_nodes_sake_are_down_from_the_fence_at_the_latest():
     assert story(*START, (20.0, fenced(True))).report(23.0)["downtime_seconds"] == 3.0
 
 
-def test_an_iteration_that_was_already_completed_before_does_not_end_an_outage() -> None:
+def test_an_iteration_that_was_already_completed_before_does_not_end_an_outage():
     """Ranks that restore iteration 1 report 1 as completed, without having trained."""
     assert story(*KILLED, (27.0, saw(1)), (29.0, saw(1))).report(30.0)["down_for_seconds"] == 10.0
 
 
-def test_an_iteration_that_was_restored_is_not_one_that_was_just_completed() -> None:
+def test_an_iteration_that_was_restored_is_not_one_that_was_just_completed():
     """A job that restarts for ever without progress must not look young."""
     report = story(*KILLED, (27.0, saw(1))).report(30.0)
     assert (report["iteration"], report["iteration_age_seconds"]) == (1, 16.0), "since the last one that was completed"
@@ -88,7 +84,7 @@ def test_an_iteration_that_was_restored_is_not_one_that_was_just_completed() -> 
     assert new.seen(31.0, Sight(False, 41)).report(33.0)["iteration_age_seconds"] == 2.0
 
 
-def test_a_node_that_takes_no_part_is_not_down_and_names_no_iteration_of_its_past(tmp_path: Path) -> None:
+def test_a_node_that_takes_no_part_is_not_down_and_names_no_iteration_of_its_past(tmp_path):
     spare = story(*KILLED, (30.0, lambda history, now: history.seen(now, Sight(apart=True))))
     report, again = spare.report(900.0), spare.fenced(1000.0, True).report(1005.0)
     assert (report["down_for_seconds"], report["downtime_seconds"], report["iteration"]) == (None, 0.0, None)
@@ -101,7 +97,7 @@ def test_a_node_that_takes_no_part_is_not_down_and_names_no_iteration_of_its_pas
         assert (kept.report()["down_for_seconds"] is None) is (phase is FtRunPhase.SPARE)
 
 
-def test_a_version_is_as_old_as_its_first_sight() -> None:
+def test_a_version_is_as_old_as_its_first_sight():
     history = History()
     for now, committed in ((10.0, None), (12.0, Version(1, 4)), (15.0, Version(1, 4)), (16.0, Version(1, 8))):
         history = history.seen(now, Sight(versions={PROCESS: Version(1, 8), NODE: committed}))
@@ -110,14 +106,14 @@ def test_a_version_is_as_old_as_its_first_sight() -> None:
     assert tiers[NODE] == {"lineage": 1, "iteration": 8, "age_seconds": 2.0} and tiers["storage"] is None
 
 
-def test_a_trainer_that_died_while_no_smp_ran_is_down_since_that_smp_last_wrote() -> None:
+def test_a_trainer_that_died_while_no_smp_ran_is_down_since_that_smp_last_wrote():
     """Both were killed, and an hour later the same command is given."""
     history = History(written=100.0, base=1, iteration=5).seen(3700.0, Sight(failed=True))
     assert history.report(3700.0)["down_for_seconds"] == 3600.0
     assert History(written=100.0).seen(110.0, Sight(failed=True)).down_since == 110.0, "it was replaced at once"
 
 
-def test_the_file_is_continued_only_with_the_segments(tmp_path: Path) -> None:
+def test_the_file_is_continued_only_with_the_segments(tmp_path):
     first = JobHistory(tmp_path, continues=False)
     first.fenced(attached=True)
     first.opened(7)
@@ -137,7 +133,7 @@ def test_the_file_is_continued_only_with_the_segments(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_damaged_file_is_no_history(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_damaged_file_is_no_history(tmp_path, change):
     history = JobHistory(tmp_path, continues=False)
     history.fenced(attached=True)
     whole = json.loads((tmp_path / HISTORY_FILE).read_text())
@@ -151,7 +147,7 @@ def test_a_damaged_file_is_no_history(tmp_path: Path, change: dict[str, Any]) ->
 # ------------------------------------------------------------------------------------------------ a real SMP
 
 
-def history_of(node: Any, until: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def history_of(node, until):
     """The SMP's history once it is as expected."""
     deadline = time.monotonic() + SECONDS
     while True:
@@ -163,9 +159,7 @@ def history_of(node: Any, until: Callable[[dict[str, Any]], bool]) -> dict[str, 
         time.sleep(0.05)
 
 
-def test_an_smp_counts_restarts_and_downtime_and_its_replacement_goes_on_counting(
-    node: Any, trainer: Callable[..., Any]
-) -> None:
+def test_an_smp_counts_restarts_and_downtime_and_its_replacement_goes_on_counting(node, trainer):
     node.start()
     token = node.fence()
     killed = trainer(0, token)

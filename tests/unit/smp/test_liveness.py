@@ -1,7 +1,5 @@
 """Who is alive: with real processes and real signals."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -18,7 +16,7 @@ from ft_plugins.errors import BusyError, ConfigError
 from ft_plugins.smp.watch import liveness
 
 
-def test_a_process_goes_with_its_start_time_and_a_dead_one_has_none(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_goes_with_its_start_time_and_a_dead_one_has_none(sleeper):
     began = liveness.started(sleeper.pid)
     assert began > 0 and began == liveness.started(sleeper.pid)
     sleeper.send_signal(signal.SIGSTOP)
@@ -31,7 +29,7 @@ def test_a_process_goes_with_its_start_time_and_a_dead_one_has_none(sleeper: sub
     assert liveness.started(0) == liveness.started(-1) == 0
 
 
-def test_a_process_whose_name_looks_like_a_status_line_is_read_right(tmp_path: Path) -> None:
+def test_a_process_whose_name_looks_like_a_status_line_is_read_right(tmp_path):
     odd = tmp_path / "a) Z 1 (b"
     odd.symlink_to("/bin/cat")
     with subprocess.Popen([odd], stdin=subprocess.PIPE) as process:
@@ -39,7 +37,7 @@ def test_a_process_whose_name_looks_like_a_status_line_is_read_right(tmp_path: P
         assert liveness.started(process.pid) > 0
 
 
-def test_superseded_processes_are_gone_when_the_kill_returns_stopped_ones_too(sleeper: subprocess.Popen[bytes]) -> None:
+def test_superseded_processes_are_gone_when_the_kill_returns_stopped_ones_too(sleeper):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         other.send_signal(signal.SIGSTOP)
         owners = [(process.pid, liveness.started(process.pid)) for process in (sleeper, other)]
@@ -48,20 +46,18 @@ def test_superseded_processes_are_gone_when_the_kill_returns_stopped_ones_too(sl
         assert sleeper.wait(300) == other.wait(300) == -signal.SIGKILL
 
 
-def test_a_pid_that_is_used_again_by_another_process_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_pid_that_is_used_again_by_another_process_is_left_alone(sleeper):
     began = liveness.started(sleeper.pid)
     others = [(sleeper.pid, began - 1), (sleeper.pid, 0), (0, 5), (-1, 5)]
     assert liveness.kill_and_wait(others, 3600) == [], "none is waited for"
     assert sleeper.poll() is None and liveness.started(sleeper.pid) == began
 
 
-def test_a_process_that_ends_by_itself_between_the_look_and_the_kill_is_gone(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_by_itself_between_the_look_and_the_kill_is_gone(sleeper, monkeypatch):
     """Its parent may reap it at any moment: an agent kills its workers too."""
     began, looks = liveness.started(sleeper.pid), []
 
-    def started(pid: int) -> int:
+    def started(pid):
         looks.append(pid)
         if len(looks) == 2:
             sleeper.kill()
@@ -72,18 +68,14 @@ def test_a_process_that_ends_by_itself_between_the_look_and_the_kill_is_gone(
     assert liveness.kill_and_wait([(sleeper.pid, began)], 10) == []
 
 
-def test_a_pid_that_is_used_again_between_the_two_looks_is_neither_killed_nor_waited_for(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pid_that_is_used_again_between_the_two_looks_is_neither_killed_nor_waited_for(sleeper, monkeypatch):
     answers = iter([77, liveness.started(sleeper.pid)])
     monkeypatch.setattr(liveness, "started", lambda pid: next(answers))
     assert liveness.kill_and_wait([(sleeper.pid, 77)], 3600) == []
     assert sleeper.poll() is None
 
 
-def test_a_process_that_does_not_go_is_reported_after_the_time_given(
-    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_does_not_go_is_reported_after_the_time_given(sleeper, monkeypatch):
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: None)
     assert liveness.kill_and_wait([(sleeper.pid, liveness.started(sleeper.pid))], 0.05) == [sleeper.pid]
 
@@ -98,7 +90,7 @@ sys.stdin.read()
 """
 
 
-def holding(lock: Path) -> subprocess.Popen[str]:
+def holding(lock):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -107,7 +99,7 @@ def holding(lock: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_lock_is_held_by_one_living_process_and_free_the_moment_it_dies(tmp_path: Path) -> None:
+def test_a_lock_is_held_by_one_living_process_and_free_the_moment_it_dies(tmp_path):
     lock = tmp_path / "lock"
     assert not liveness.held(lock) and not lock.exists(), "asking makes no file"
     with holding(lock) as process:
@@ -125,7 +117,7 @@ def test_a_lock_is_held_by_one_living_process_and_free_the_moment_it_dies(tmp_pa
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "no number", "999999999"])
-def test_a_lock_whose_file_names_nobody_has_no_holder(tmp_path: Path, text: str) -> None:
+def test_a_lock_whose_file_names_nobody_has_no_holder(tmp_path, text):
     lock = tmp_path / "lock"
     assert liveness.holder(lock) == [] and not lock.exists()
     with holding(lock) as process:
@@ -134,13 +126,13 @@ def test_a_lock_whose_file_names_nobody_has_no_holder(tmp_path: Path, text: str)
         process.kill()
 
 
-def test_being_asked_about_never_costs_anyone_the_lock(tmp_path: Path) -> None:
+def test_being_asked_about_never_costs_anyone_the_lock(tmp_path):
     """Given somebody who asks all the time, when another takes the free lock, then he gets it."""
     lock = tmp_path / "lock"
     lock.touch(0o600)
     over = threading.Event()
 
-    def ask() -> None:
+    def ask():
         while not over.is_set():
             liveness.held(lock)
 
@@ -158,7 +150,7 @@ def test_being_asked_about_never_costs_anyone_the_lock(tmp_path: Path) -> None:
             asker.join(300)
 
 
-def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BusyError, match=r"lock cannot be locked \(.*symbolic links"):
         liveness.acquire(tmp_path / "lock")
@@ -166,13 +158,11 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_is_named_in_one_line_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
-) -> None:
+def test_a_file_system_without_locks_is_named_in_one_line_with_what_to_do(tmp_path, monkeypatch, error):
     lock = tmp_path / "lock"
     lock.touch(0o600)
 
-    def refused(*_: object) -> None:
+    def refused(*_):
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "fcntl", refused)

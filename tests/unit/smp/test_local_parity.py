@@ -5,20 +5,16 @@ Every node is a `NodeTier` with real segments and sockets; trainers are real cap
 replicated over all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.smp.exchange import replica_checks as checks
 from ft_plugins.smp.serve.job_file import refer
@@ -28,7 +24,7 @@ from ft_plugins.smp.tree.node import NodeTier
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
-from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.capture.layout import plan_layout
 from ft_plugins.snapshot.segment.header import Header
 from ft_plugins.snapshot.segment.paths import path_of, remove
 from ft_plugins.snapshot.segment.segment import Segment, create
@@ -48,7 +44,7 @@ DETECT = 1.5
 class Trainer:
     """One rank: tensors, of which `own` is its own, and the capture of them."""
 
-    def __init__(self, rank: int, job: str, node: str, layout: Layout, shape: Shape) -> None:
+    def __init__(self, rank, job, node, layout, shape):
         self.rank, self.layout = rank, layout
         path = path_of(job, node, rank)
         create(path, shape, rank, {})
@@ -57,11 +53,11 @@ class Trainer:
         self.tensors = {item.name: torch.zeros(item.nbytes, dtype=torch.uint8) for item in inventory(rank).items}
         self.capture = Capture(self.segment, layout, lambda: self.tensors, 0)
 
-    def train(self, iteration: int) -> None:
+    def train(self, iteration):
         for name, tensor in self.tensors.items():
             tensor.copy_(torch.from_numpy(value_of(self.rank, name, iteration, tensor.numel())))
 
-    def holds(self, version: Version, expected: np.ndarray) -> bool:
+    def holds(self, version, expected):
         """Whether the slot of `version` is whole, and every byte of it is `expected`."""
         for slot in self.segment.slots():
             if slot.version == version and slot.state is SlotState.CLEAN:
@@ -69,37 +65,37 @@ class Trainer:
                 return bool((self.segment.data(slot.index) == expected).all())
         return False
 
-    def load(self, version: Version) -> None:
+    def load(self, version):
         """As a recovery does: the tensors hold `version`, whose parity is computed if it is not here."""
         self.train(version.iteration)
         self.capture.add_parity(version)
 
-    def parity(self, version: Version) -> np.ndarray:
+    def parity(self, version):
         found = self.segment.parity_of(version)
         assert found is not None
         self.segment.verify(found)
         return self.segment.data(found).copy()
 
-    def data(self, version: Version) -> np.ndarray:
+    def data(self, version):
         (index,) = [slot.index for slot in self.segment.slots() if slot.version == version]
         return self.segment.data(index).copy()
 
-    def close(self) -> None:
+    def close(self):
         self.capture.close()
         self.segment.close()
 
 
-def position_of(rank: int) -> int:
+def position_of(rank):
     return list(dict.fromkeys(NODES)).index(NODES[rank])
 
 
-def inventory(rank: int) -> Inventory:
+def inventory(rank):
     sizes = {f"w{number}": 90_001 * number for number in range(1, 7)}
     items = [Item(name, "uint8", (size,), size, Role.PARAMETER, RANKS) for name, size in sizes.items()]
     return Inventory.of(rank, [*items, Item("own", "uint8", (7_000,), 7_000, Role.MOMENT, (rank,))])
 
 
-def value_of(rank: int, name: str, iteration: int, nbytes: int) -> np.ndarray:
+def value_of(rank, name, iteration, nbytes):
     seed = [iteration, rank if name == "own" else 99, *name.encode()]
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
@@ -107,7 +103,7 @@ def value_of(rank: int, name: str, iteration: int, nbytes: int) -> np.ndarray:
 class Cluster:
     """Three nodes, two ranks on the first one."""
 
-    def __init__(self, folder: Path, job: str, free: int = SLOTS) -> None:
+    def __init__(self, folder, job, free=SLOTS):
         self.folder, self.job = folder, job
         self.secret = write_secret(folder)
         plain = [plan_layout(inventory(rank), NODES, BUCKET) for rank in RANKS]
@@ -118,10 +114,10 @@ class Cluster:
             Shape(nbytes + parity, 1000, buckets, 7, slots, parity, digests, free)
             for nbytes, buckets, parity, digests in counted
         ]
-        self.events: dict[str, list[Event]] = {}
-        self.trainers: dict[int, Trainer] = {}
-        self.tiers: list[NodeTier] = []
-        self.names: list[str] = []
+        self.events = {}
+        self.trainers = {}
+        self.tiers = []
+        self.names = []
         for position, name in enumerate(dict.fromkeys(NODES)):
             self.names.append(name)
             self._make(position)
@@ -130,14 +126,14 @@ class Cluster:
             replica_extents([replica_shares(layout) for layout in self.layouts]),
         )  # fmt: skip
 
-    def ranks(self, position: int) -> list[int]:
+    def ranks(self, position):
         return [rank for rank in RANKS if position_of(rank) == position]
 
-    def _nodes(self) -> tuple[str, ...]:
+    def _nodes(self):
         """Where each rank stands now."""
         return tuple(self.names[position_of(rank)] for rank in RANKS)
 
-    def _make(self, position: int) -> None:
+    def _make(self, position):
         name = self.names[position]
         (self.folder / name).mkdir()
         for rank in self.ranks(position):
@@ -145,32 +141,32 @@ class Cluster:
         self.events[name] = []
         self.tiers[position : position + 1] = [self._tier(position)]
 
-    def _tier(self, position: int) -> NodeTier:
+    def _tier(self, position):
         name = self.names[position]
         events = Events(name)
         events.subscribe(self.events[name].append)
         segments = {rank: self.trainers[rank].segment for rank in self.ranks(position)}
         return NodeTier(NodeContext.of(self.folder / name, self.job, name, events, segments))
 
-    def _endpoints(self) -> tuple[tuple[str, int], ...]:
+    def _endpoints(self):
         return tuple(tier.endpoint("127.0.0.1", str(self.secret)) for tier in self.tiers)
 
-    def protect(self, lineage: int = 1, base: Version | None = None) -> None:
+    def protect(self, lineage=1, base=None):
         self.told = replace(self.told, lineage=lineage, base=base, nodes=self._nodes(), endpoints=self._endpoints())
         for position, tier in enumerate(self.tiers):
             tier.protect(replace(self.told, position=position), lineage)
         for trainer in self.trainers.values() if base is not None else ():
             trainer.load(base)
 
-    def until_awaited(self, version: Version) -> None:
+    def until_awaited(self, version):
         named = [version.lineage, version.iteration]
         wait(lambda: all(tier.status()["exchange"] == named for tier in self.tiers))
 
-    def until_counts(self, version: Version) -> None:
+    def until_counts(self, version):
         named = [version.lineage, version.iteration]
         wait(lambda: all(tier.status()["committed"] == named for tier in self.tiers))
 
-    def train(self, version: Version, flip: int | None = None) -> None:
+    def train(self, version, flip=None):
         """All ranks capture a version; a bit of the replica that rank `flip` holds flips before."""
         for trainer in self.trainers.values():
             trainer.train(version.iteration)
@@ -180,16 +176,16 @@ class Cluster:
         for trainer in self.trainers.values():
             trainer.capture.wait()
 
-    def counted(self, *versions: Version) -> None:
+    def counted(self, *versions):
         for version in versions:
             self.until_awaited(version)
             self.train(version)
             self.until_counts(version)
 
-    def events_of(self, kind: str) -> list[Event]:
+    def events_of(self, kind):
         return [event for found in self.events.values() for event in found if event.name == kind]
 
-    def substitute(self, position: int) -> None:
+    def substitute(self, position):
         """A node is lost with its memory; a fresh one takes its place."""
         self.tiers[position].close()
         for rank in self.ranks(position):
@@ -200,14 +196,14 @@ class Cluster:
         self.names[position] += "s"
         self._make(position)
 
-    def rebuild(self, position: int, version: Version) -> None:
+    def rebuild(self, position, version):
         holders = tuple((at, *where) for at, where in enumerate(self._endpoints()) if at != position)
         protection = replace(self.told, nodes=self._nodes())
         reference, _ = refer(protection)
         for rank in self.ranks(position):
             self.tiers[position].rebuild(RebuildSlot(rank, 0, version, reference, holders, (position,)), protection)
 
-    def end(self) -> None:
+    def end(self):
         for tier in self.tiers:
             tier.close()
         for trainer in self.trainers.values():
@@ -217,7 +213,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, job: str) -> Iterator[Cluster]:
+def cluster(tmp_path, job):
     made = Cluster(tmp_path, job)
     yield made
     made.end()
@@ -225,9 +221,7 @@ def cluster(tmp_path: Path, job: str) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_a_lost_node_comes_back_with_its_data_and_computes_the_parity_that_it_kept(
-    cluster: Cluster, position: int, copies: bool
-) -> None:
+def test_a_lost_node_comes_back_with_its_data_and_computes_the_parity_that_it_kept(cluster, position, copies):
     """From parity, or from a copy where there are copies beside it."""
     if copies:
         cluster.told = replace(cluster.told, stages=((0, 1, 2, 3),), both=True)
@@ -257,7 +251,7 @@ def test_a_lost_node_comes_back_with_its_data_and_computes_the_parity_that_it_ke
     assert cluster.events_of("replica.mismatched") == []
 
 
-def test_of_what_is_replicated_only_digests_are_sent(cluster: Cluster) -> None:
+def test_of_what_is_replicated_only_digests_are_sent(cluster):
     cluster.protect()
     cluster.counted(Version(1, 1))
     wait(lambda: len(cluster.events_of("exchange.sent")) == 3)
@@ -273,7 +267,7 @@ def test_of_what_is_replicated_only_digests_are_sent(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("flipped", RANKS)
-def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cluster: Cluster, flipped: int) -> None:
+def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cluster, flipped):
     cluster.protect()
     cluster.counted(Version(1, 1))
     cluster.until_awaited(Version(1, 2))
@@ -310,8 +304,8 @@ def test_a_version_whose_replicas_differ_never_counts_and_says_whose_they_are(cl
 
 @pytest.mark.parametrize("free", [0, 1, 2])
 def test_with_fewer_slots_what_is_committed_stays_newer_versions_come_to_count_and_training_never_waits(
-    tmp_path: Path, job: str, free: int
-) -> None:
+    tmp_path, job, free
+):
     """Two, three and four slots in all; iterations do not wait for the exchange, and a node is lost in the end."""
     cluster = Cluster(tmp_path, job, free)
     try:
@@ -349,15 +343,15 @@ def test_with_fewer_slots_what_is_committed_stays_newer_versions_come_to_count_a
 
 
 def test_ranks_that_were_past_a_version_when_it_was_announced_have_no_parity_of_it_and_a_later_one_counts(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, monkeypatch
+):
     """What is exchanged next reaches ranks three iterations later: it is announced further ahead, until they know."""
-    under_way: list[tuple[int, Header, Version]] = []
+    under_way = []
     iteration = 0
     tell = Header.await_version
     monkeypatch.setattr(Header, "await_version", lambda header, version: under_way.append((iteration, header, version)))
     cluster.protect()
-    announced: list[int] = []
+    announced = []
     while not any(tier.status()["committed"] for tier in cluster.tiers):
         iteration += 1
         assert iteration < 100, f"announced {announced}, none counts"
@@ -374,7 +368,7 @@ def test_ranks_that_were_past_a_version_when_it_was_announced_have_no_parity_of_
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: Cluster, position: int) -> None:
+def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster, position):
     cluster.protect()
     cluster.counted(Version(1, 1))
     cluster.until_awaited(Version(1, 2))
@@ -387,12 +381,12 @@ def test_an_smp_that_is_replaced_compares_anew_what_it_had_not_sealed(cluster: C
     cluster.counted(Version(1, 3))
 
 
-def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(cluster: Cluster) -> None:
+def test_slots_that_are_laid_out_otherwise_than_the_plan_has_it_are_refused(cluster):
     with pytest.raises(ProtocolError, match="disagree about the nodes of the job"):
         cluster.tiers[0].protect(replace(cluster.told, replicated=()), 1)
 
 
-def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) -> None:
+def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster):
     for trainer in cluster.trainers.values():
         trainer.segment.header.await_version(Version(1, 1))
     cluster.train(Version(1, 1))
@@ -420,9 +414,7 @@ def test_checks_are_bounded_and_answered_of_what_is_kept_only(cluster: Cluster) 
         checks.mismatched({0: segments[0]}, Version(1, 1), payload)
 
 
-def test_batches_hold_every_check_once_and_no_more_than_their_receiver_may_digest(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_hold_every_check_once_and_no_more_than_their_receiver_may_digest(cluster, monkeypatch):
     plan = cluster.told.plan()
     asked = [check for rank in RANKS for check in plan.checks(rank, cluster.layouts[rank].ranges)]
     for count, nbytes in ((3, 1 << 30), (100, 70_000), (100, 10), (1000, 1 << 30)):

@@ -1,15 +1,10 @@
 """Metrics over HTTP, from a real SMP: what is served, what is refused, and that nothing waits for a scrape."""
 
-from __future__ import annotations
-
 import http.client
 import math
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +18,7 @@ OWN = "127.0.0.1"
 SECONDS = 60.0
 
 
-def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
+def get(port, path="/metrics", method="GET"):
     connection = http.client.HTTPConnection(OWN, port, timeout=SECONDS)
     try:
         connection.request(method, path)
@@ -33,8 +28,8 @@ def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, st
         connection.close()
 
 
-def until_served(port: int, slow: list[socket.socket] | None = None) -> None:
-    def served() -> bool:
+def until_served(port, slow=None):
+    def served():
         for each in slow or ():
             drip(each)
         try:
@@ -45,7 +40,7 @@ def until_served(port: int, slow: list[socket.socket] | None = None) -> None:
     wait_until(served, SECONDS, lambda: "no scrape is answered")
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server((OWN, 0)) as found:
         return int(found.getsockname()[1])
 
@@ -55,12 +50,12 @@ class Emitted(list[Event]):
 
 
 @pytest.fixture
-def emitted() -> Emitted:
+def emitted():
     return Emitted()
 
 
 @pytest.fixture
-def daemon(job: str, tmp_path: Path, emitted: Emitted) -> Iterator[SnapshotProcess]:
+def daemon(job, tmp_path, emitted):
     events = Events()
     events.subscribe(emitted.append)
     found = SnapshotProcess(tmp_path, job, "n", events)
@@ -69,20 +64,18 @@ def daemon(job: str, tmp_path: Path, emitted: Emitted) -> Iterator[SnapshotProce
         found.finish_alone("test")
 
 
-def watch(daemon: SnapshotProcess, port: int | None) -> dict[str, Any]:
+def watch(daemon, port):
     place = {} if port is None else {"metrics": [OWN, port]}
     return daemon.answer({"do": "watch", "pid": os.getpid(), "detect_seconds": 600.0, **place})
 
 
-def refused(port: int) -> bool:
+def refused(port):
     with pytest.raises(ConnectionRefusedError):
         get(port)
     return True
 
 
-def test_an_smp_serves_what_it_knows_while_ft_run_asks_for_it_and_nothing_otherwise(
-    daemon: SnapshotProcess, tmp_path: Path
-) -> None:
+def test_an_smp_serves_what_it_knows_while_ft_run_asks_for_it_and_nothing_otherwise(daemon, tmp_path):
     port, other = free_port(), free_port()
     assert watch(daemon, None)["ok"] and refused(port)
     assert watch(daemon, port)["ok"]
@@ -99,13 +92,13 @@ def test_an_smp_serves_what_it_knows_while_ft_run_asks_for_it_and_nothing_otherw
     assert refused(other)
 
 
-def test_only_the_metrics_can_be_read_and_nothing_can_be_changed(daemon: SnapshotProcess) -> None:
+def test_only_the_metrics_can_be_read_and_nothing_can_be_changed(daemon):
     watch(daemon, port := free_port())
     assert get(port, "/")[0] == 404 and get(port, "/../token")[0] == 404
     assert [get(port, method=name)[0] for name in ("POST", "PUT", "DELETE")] == [501, 501, 501]
 
 
-def test_a_port_that_is_taken_costs_the_metrics_alone_and_is_said(daemon: SnapshotProcess, emitted: Emitted) -> None:
+def test_a_port_that_is_taken_costs_the_metrics_alone_and_is_said(daemon, emitted):
     with socket.create_server((OWN, 0)) as other:
         port = int(other.getsockname()[1])
         reply = watch(daemon, port)
@@ -122,9 +115,7 @@ def test_a_port_that_is_taken_costs_the_metrics_alone_and_is_said(daemon: Snapsh
     assert not daemon.answer({"do": "status"})["metrics_error"]
 
 
-def test_a_scrape_while_the_smp_is_busy_says_so_and_leaves_out_what_it_would_have_to_wait_for(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scrape_while_the_smp_is_busy_says_so_and_leaves_out_what_it_would_have_to_wait_for(daemon, monkeypatch):
     monkeypatch.setattr("ft_plugins.smp.serve.owner._SCRAPE_SECONDS", 0.1)
     watch(daemon, port := free_port())
     with daemon._lock:
@@ -134,9 +125,7 @@ def test_a_scrape_while_the_smp_is_busy_says_so_and_leaves_out_what_it_would_hav
     assert "ftp_world_size" in get(port)[1]
 
 
-def test_silent_connections_keep_no_request_of_the_smp_waiting_and_are_closed(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_connections_keep_no_request_of_the_smp_waiting_and_are_closed(daemon, monkeypatch):
     monkeypatch.setattr(metrics_endpoint, "_SECONDS", 0.3)
     watch(daemon, port := free_port())
     silent = [socket.create_connection((OWN, port), source_address=(f"127.0.0.{n}", 0)) for n in range(2, 22)]
@@ -146,7 +135,7 @@ def test_silent_connections_keep_no_request_of_the_smp_waiting_and_are_closed(
         each.close()
 
 
-def drip(connection: socket.socket) -> bool:
+def drip(connection):
     """Whether a client that sends its request byte by byte is still listened to."""
     try:
         connection.sendall(b"G")
@@ -161,9 +150,7 @@ def drip(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("peer", [OWN, "127.0.0.2"], ids=["of-the-same-address", "of-another-address"])
-def test_connections_that_send_slowly_keep_no_scrape_out(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch, peer: str
-) -> None:
+def test_connections_that_send_slowly_keep_no_scrape_out(daemon, monkeypatch, peer):
     monkeypatch.setattr(metrics_endpoint, "_SECONDS", math.inf)
     watch(daemon, port := free_port())
     slow = [socket.create_connection((OWN, port), source_address=(peer, 0)) for _ in range(20)]
@@ -172,14 +159,12 @@ def test_connections_that_send_slowly_keep_no_scrape_out(
         each.close()
 
 
-def test_a_burst_of_one_peer_keeps_no_scrape_out_also_if_it_comes_before_a_thread_has_run(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_burst_of_one_peer_keeps_no_scrape_out_also_if_it_comes_before_a_thread_has_run(daemon, monkeypatch):
     monkeypatch.setattr(metrics_endpoint, "_SECONDS", math.inf)
     came, go_on = threading.Semaphore(0), threading.Event()
     serve = metrics_endpoint._Server.process_request_thread
 
-    def late(server: Any, request: Any, client_address: Any) -> None:
+    def late(server, request, client_address):
         came.release()
         assert go_on.wait(SECONDS)
         serve(server, request, client_address)
@@ -197,9 +182,7 @@ def test_a_burst_of_one_peer_keeps_no_scrape_out_also_if_it_comes_before_a_threa
             each.close()
 
 
-def test_a_request_has_a_bounded_time_however_its_bytes_arrive(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_has_a_bounded_time_however_its_bytes_arrive(daemon, monkeypatch):
     monkeypatch.setattr(metrics_endpoint, "_SECONDS", 0.5)
     watch(daemon, port := free_port())
     with socket.create_connection((OWN, port)) as slow:
@@ -207,13 +190,11 @@ def test_a_request_has_a_bounded_time_however_its_bytes_arrive(
     assert get(port)[0] == 200
 
 
-def test_of_two_scrapes_at_once_the_second_does_not_wait_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_scrapes_at_once_the_second_does_not_wait_for_long(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_endpoint, "LOCK_SECONDS", 0.1)
     begun, go_on = threading.Event(), threading.Event()
 
-    def status() -> None:
+    def status():
         begun.set()
         assert go_on.wait(SECONDS)
 
@@ -222,7 +203,7 @@ def test_of_two_scrapes_at_once_the_second_does_not_wait_for_long(
     port = endpoint.port
     assert port is not None
     try:
-        first: list[int] = []
+        first = []
         thread = threading.Thread(target=lambda: first.append(get(port)[0]))
         thread.start()
         assert begun.wait(SECONDS) and get(port)[0] == 503
@@ -234,10 +215,8 @@ def test_of_two_scrapes_at_once_the_second_does_not_wait_for_long(
         endpoint.close()
 
 
-def test_a_node_without_room_for_a_thread_loses_the_metrics_and_not_the_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(thread: threading.Thread) -> None:
+def test_a_node_without_room_for_a_thread_loses_the_metrics_and_not_the_request(tmp_path, monkeypatch):
+    def full(thread):
         raise RuntimeError("can't start new thread")
 
     events, emitted = Events("n"), Emitted()

@@ -1,7 +1,5 @@
 """Nodes guard each other's slots: what counts can be rebuilt from any nodes that parity makes up for, bit for bit."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -9,13 +7,10 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +22,6 @@ from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate.gate import Gate
 from ft_plugins.bubbles.gate.gate_pacer import GatePacer
 from ft_plugins.errors import FtError, ProtocolError, ResumeError
-from ft_plugins.model.pacer import Allowance
 from ft_plugins.smp.exchange.traffic import RatePacer
 from ft_plugins.smp.tree import other_nodes
 from ft_plugins.smp.tree.protection import Protection
@@ -40,16 +34,13 @@ from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
 from harness.job_control import wait_until
 
-from .node_clusters import DETECT, Cluster, clusters, wait
+from .node_clusters import DETECT, clusters, wait
 
 SECONDS = 600
 
 
-Make = Callable[..., Cluster]
-
-
 @pytest.fixture
-def cluster(tmp_path: Path, job: str) -> Iterator[Make]:
+def cluster(tmp_path, job):
     with clusters(tmp_path, job) as make:
         yield make
 
@@ -71,9 +62,7 @@ COPIES = {"stages": ((0, 2), (1, 3))}  # of two nodes
         (3, 1, {"encrypt": True}, (1,)),
     ],
 )  # fmt: skip
-def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
-    cluster: Make, count: int, losses: int, how: dict[str, Any], lost: tuple[int, ...]
-) -> None:
+def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(cluster, count, losses, how, lost):
     """From parity, from copies on pipeline neighbours, and from parity beside copies of what is lost with its copy."""
     job = cluster(count, losses, encrypt=how == {"encrypt": True})
     if job.encrypt:
@@ -93,7 +82,7 @@ def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(
 
 
 @pytest.mark.parametrize("how", [{}, STAGES], ids=["parity", "copies"])
-def test_more_nodes_than_parity_or_copies_make_up_for_are_refused(cluster: Make, how: dict[str, Any]) -> None:
+def test_more_nodes_than_parity_or_copies_make_up_for_are_refused(cluster, how):
     job = cluster(4)
     job.protect(**how)
     job.train(1, 1)
@@ -103,27 +92,25 @@ def test_more_nodes_than_parity_or_copies_make_up_for_are_refused(cluster: Make,
     assert not fresh[1].holds(2, Version(1, 1))
 
 
-def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
-    cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(cluster, monkeypatch):
     """The node's reports wait for it: for longer than a node may be silent, it would seem lost."""
     job = cluster(2)
     verifying, suspended, stops = threading.Event(), threading.Event(), list[threading.Event]()
-    waited_for: list[object] = []  # buckets
+    waited_for = []  # buckets
     freely = itertools.repeat(True, 5)  # of 15 buckets, those that may be waited for
     digest_of = xxhash.xxh3_64_intdigest
 
-    def slow(data: object) -> int:
+    def slow(data):
         if threading.current_thread().name != "smp-send-1":  # the other node's may verify the version before
-            return digest_of(data)  # type: ignore[arg-type]
+            return digest_of(data)
         if not stops:
             wait_until(lambda: driver._exchange is not None, SECONDS, lambda: "no sender")  # its threads begin before
-            stops.append(driver._exchange._stop)  # type: ignore[union-attr]
+            stops.append(driver._exchange._stop)
         verifying.set()
         stops[0].wait(SECONDS)  # a bucket takes until the sender is told to end
         if not waited_for and not next(freely, None) and not suspended.wait(SECONDS):
             waited_for.append(data)
-        return digest_of(data)  # type: ignore[arg-type]
+        return digest_of(data)
 
     job.protect()
     job.until_exchanged(1)
@@ -137,7 +124,7 @@ def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(
     assert not waited_for
 
 
-def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster: Make) -> None:
+def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster):
     job = cluster(2)
     job.protect()
     job.train(1, 2)
@@ -154,7 +141,7 @@ def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster:
     job.train(3, 3, lineage=2)
 
 
-def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(cluster: Make) -> None:
+def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(cluster):
     job = cluster(3)
     job.protect()
     job.train(1, 2)
@@ -173,16 +160,14 @@ def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(cl
     assert fresh.holds(4, Version(1, 2))
 
 
-def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(
-    cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(cluster, monkeypatch):
     job = cluster(3)
     job.protect()
     job.train(1, 2)
     version = Version(1, 2)
     sending, take = threading.Event(), RatePacer.take
 
-    def held(pacer: RatePacer, nbytes: int, stop: threading.Event) -> Allowance:
+    def held(pacer, nbytes, stop):
         while not (stop.is_set() or sending.wait(0.01)):
             pass
         return take(pacer, nbytes, stop)
@@ -202,7 +187,7 @@ def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(
 
 
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(cluster: Make, silent: int) -> None:
+def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(cluster, silent):
     job = cluster(3)
     job.protect(4)
     job.nodes[silent].driver._stop.set()  # nothing is heard of it any more; its connections stay open
@@ -216,7 +201,7 @@ def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(cluster: 
         assert not (node.run_dir / "lost.json").exists(), "a new incarnation starts with a clean slate"
 
 
-def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(cluster: Make) -> None:
+def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(cluster):
     job = cluster(2)
     job.protect()
     job.train(1, 2)
@@ -237,11 +222,11 @@ def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(c
     job.train(3, 3, 2)
 
 
-def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(cluster, monkeypatch):
     job = cluster(2)
     refused, write = [], files.write_json
 
-    def full(path: Path, value: object) -> None:
+    def full(path, value):
         if path.name == "lost.json" and len(refused) < 2:
             refused.append(path)
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -255,7 +240,7 @@ def test_what_a_full_disk_did_not_take_of_a_loss_is_told_again(cluster: Make, mo
     assert job.nodes[0].named("node.lost") == [{"lost": ["node n1"]}]
 
 
-def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Make) -> None:
+def test_corrupt_bytes_are_never_sent_nor_loaded(cluster):
     job = cluster(3)
     job.protect()
     job.train(1, 1)
@@ -279,12 +264,10 @@ def test_corrupt_bytes_are_never_sent_nor_loaded(cluster: Make) -> None:
     assert all(slot.state is not SlotState.CLEAN for slot in fresh.segments[0].slots())
 
 
-def test_a_version_that_is_overwritten_while_it_is_sent_is_given_up(
-    cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_is_overwritten_while_it_is_sent_is_given_up(cluster, monkeypatch):
     job, go_on, take = cluster(2), threading.Event(), RatePacer.take
 
-    def held(pacer: RatePacer, nbytes: int, stop: threading.Event) -> Allowance:
+    def held(pacer, nbytes, stop):
         while not (stop.is_set() or go_on.wait(0.01)):
             pass
         return take(pacer, nbytes, stop)
@@ -302,7 +285,7 @@ def test_a_version_that_is_overwritten_while_it_is_sent_is_given_up(
     assert all(node.tier.status()["committed"][1] == 3 for node in job.nodes)
 
 
-def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster: Make) -> None:
+def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster):
     job = cluster(2)
     job.protect()
     job.train(1, 1)
@@ -320,7 +303,7 @@ def test_parity_that_is_damaged_is_an_alarm_when_a_recovery_asks_for_it(cluster:
     store.close()
 
 
-def test_what_ranks_completed_in_an_older_lineage_is_not_reported(cluster: Make) -> None:
+def test_what_ranks_completed_in_an_older_lineage_is_not_reported(cluster):
     """Given a node on which another rank's segment was left when the ranks moved."""
     node = cluster(2).nodes[0]
     for (rank, segment), lineage in zip(sorted(node.segments.items()), (2, 3), strict=True):
@@ -329,7 +312,7 @@ def test_what_ranks_completed_in_an_older_lineage_is_not_reported(cluster: Make)
     assert node.tier.inventory()["completed"] == [[max(node.segments), 70 + max(node.segments)]]
 
 
-def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster: Make) -> None:
+def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster):
     job = cluster(2)
     tier, where = job.nodes[0].tier, job.nodes[0].endpoint
     job.secret.write_text("another secret of this job")
@@ -343,7 +326,7 @@ def test_another_secret_or_encryption_takes_effect_at_the_same_endpoint(cluster:
         peer.ask("beat me")
 
 
-def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: Make) -> None:
+def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster):
     job = cluster(2)
     job.protect(5)
     peer = Peer(job.nodes[0].endpoint, Party(PURPOSE, job.job, "n1"), job.secret.read_bytes(), 5)
@@ -361,7 +344,7 @@ def test_what_belongs_to_another_incarnation_or_to_no_plan_is_refused(cluster: M
     assert parity_path_of(job.job, "n0").exists(), "and what was kept is still there"
 
 
-def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Make) -> None:
+def test_capture_finds_a_slot_however_long_a_copy_takes(cluster):
     job = cluster(2)
     job.protect(**COPIES)
     job.train(1, 1)
@@ -377,7 +360,7 @@ def test_capture_finds_a_slot_however_long_a_copy_takes(cluster: Make) -> None:
     assert all(node.holds(rank, Version(1, 2)) for node in job.nodes for rank in node.segments)
 
 
-def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Make) -> None:
+def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster):
     job = cluster(2)
     job.protection = replace(job.protection, **COPIES)
     first, second = job.nodes
@@ -394,13 +377,11 @@ def test_what_the_links_carry_is_measured_where_it_is_wanted(cluster: Make) -> N
     assert "127.0.0.1" in event["reason"]
 
 
-def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(
-    cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(cluster, monkeypatch):
     """A lane that ended of it would be missed by nobody, and no version would count any more."""
     take, failures = GatePacer.take, iter([ZeroDivisionError("by no time")])
 
-    def fails_once(pacer: GatePacer, nbytes: int, stop: threading.Event) -> Allowance:
+    def fails_once(pacer, nbytes, stop):
         for failure in failures:
             raise failure
         return take(pacer, nbytes, stop)
@@ -413,7 +394,7 @@ def test_whatever_fails_while_a_copy_is_sent_is_said_and_tried_again(
     assert said["reason"] == "ZeroDivisionError: by no time"
 
 
-def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_node(cluster: Make) -> None:
+def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_node(cluster):
     job = cluster(2)
     job.protect(**COPIES)
     job.train(1, 1)
@@ -429,7 +410,7 @@ def test_that_checkpoints_get_rarer_is_left_for_the_trainers_to_print_on_one_nod
     assert not second.exists() and job.nodes[0].status("rarer")
 
 
-def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster: Make) -> None:
+def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster):
     job = cluster(2)
     job.protect(**COPIES)
     job.train(1, 1)  # without a plan yet, by the rate, which is divided among ranks by what they send
@@ -439,7 +420,7 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
         duties = {rank: pacer._state.rate_duty for rank, pacer in node.driver.pace.pacers.items()}
         assert duties == {rank: LARGEST_RATE_DUTY * size / sum(sizes.values()) for rank, size in sizes.items()}
 
-    def bubbles(ranks: tuple[int, ...], nbytes: int) -> None:
+    def bubbles(ranks, nbytes):
         """The trainers of `ranks` wait for a long time, in which so much may go."""
         for node in job.nodes:
             for rank in set(node.segments) & set(ranks):
@@ -481,9 +462,7 @@ def test_copies_go_out_while_their_rank_s_gate_is_open_and_not_otherwise(cluster
     assert fresh.holds(3, Version(1, 2)), "put together from frames of any length"
 
 
-def test_other_nodes_are_asked_for_people_page_by_page_and_each_by_its_own_name(
-    cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_nodes_are_asked_for_people_page_by_page_and_each_by_its_own_name(cluster, monkeypatch):
     job = cluster(3)
     first, second, third = (node.tier for node in job.nodes)
     assert first.other_nodes(0, SECONDS, SECONDS) == ([], None), "nothing is protected yet"
@@ -501,18 +480,16 @@ def test_other_nodes_are_asked_for_people_page_by_page_and_each_by_its_own_name(
     assert (starting["state"], starting["error"]) == (None, "node n2 is still starting")
 
 
-def test_however_many_people_ask_at_once_the_other_nodes_are_asked_for_one_of_them_at_a_time(
-    cluster: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_however_many_people_ask_at_once_the_other_nodes_are_asked_for_one_of_them_at_a_time(cluster, monkeypatch):
     job = cluster(2)
     job.protect()
     go_on, came, asked = threading.Event(), list[float](), list[float]()
 
-    def now() -> float:
+    def now():
         came.append(time.monotonic())
         return came[-1]
 
-    def ask(peers: Any, seconds: float) -> list[dict[str, Any]]:
+    def ask(peers, seconds):
         asked.append(seconds)
         assert go_on.wait(SECONDS)
         return [{"node": "n1"}]

@@ -1,13 +1,9 @@
 """Node tiers that agree over a tree of several levels: real segments, sockets and threads, as in `test_node`."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,17 +15,17 @@ from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.transport.calls import PURPOSE, Peer
 from ft_plugins.transport.channel import Party
 
-from .node_clusters import DETECT, Cluster, Node, clusters, wait
+from .node_clusters import DETECT, clusters, wait
 
 GROUP = 8  # nodes
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, job: str) -> Iterator[Callable[[int], Cluster]]:
+def cluster(tmp_path, job):
     """Nodes in redundancy groups of at most eight."""
     with clusters(tmp_path, job) as make:
 
-        def grouped(count: int) -> Cluster:
+        def grouped(count):
             halves = [range(at, min(at + GROUP, count)) for at in range(0, count, GROUP)]
             return make(count, groups=tuple(tuple(2 * node + at for node in half) for half in halves for at in (0, 1)))
 
@@ -37,7 +33,7 @@ def cluster(tmp_path: Path, job: str) -> Iterator[Callable[[int], Cluster]]:
 
 
 @pytest.fixture
-def deep(cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def deep(cluster, monkeypatch):
     """Seven nodes in three levels, which protect each other."""
     monkeypatch.setattr(tree, "ARITY", 2)
     job = cluster(7)
@@ -46,23 +42,23 @@ def deep(cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch) -> 
     return job
 
 
-def parents(job: Cluster) -> list[int | None]:
+def parents(job):
     return [node.driver._member._state.parent for node in job.nodes]
 
 
-def die(node: Node) -> None:
+def die(node):
     """The SMP ends, and none replaces it."""
     node.driver._stop.set()
     node.driver.leave()
     node.tier._endpoint.close()
 
 
-def declared(node: Node) -> list[str]:
+def declared(node):
     path = node.run_dir / "lost.json"
     return list(json.loads(path.read_text())["lost"]) if path.exists() else []
 
 
-def test_versions_are_committed_over_several_levels_and_a_replaced_inner_smp_loses_nothing(deep: Cluster) -> None:
+def test_versions_are_committed_over_several_levels_and_a_replaced_inner_smp_loses_nothing(deep):
     deep.train(1, 3)
     for position in (1, 0):
         deep.nodes[position].replace_smp()
@@ -74,7 +70,7 @@ def test_versions_are_committed_over_several_levels_and_a_replaced_inner_smp_los
 
 
 @pytest.mark.parametrize("lost", [0, 1, 6])
-def test_a_lost_node_is_declared_by_all_others_wherever_it_was(deep: Cluster, lost: int) -> None:
+def test_a_lost_node_is_declared_by_all_others_wherever_it_was(deep, lost):
     deep.train(1, 1)
     die(deep.nodes[lost])
     others = [node for node in deep.nodes if node.position != lost]
@@ -84,7 +80,7 @@ def test_a_lost_node_is_declared_by_all_others_wherever_it_was(deep: Cluster, lo
     assert all(reason.startswith("position 0: ") for reason in silent)
 
 
-def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
+def test_none_but_the_node_of_a_position_reports_for_it(deep):
     where, secret = deep.nodes[1].endpoint, deep.secret.read_bytes()
     peer = Peer(where, Party(PURPOSE, deep.job, "n5"), secret, 5)
     for position in (1, 0, 7):
@@ -101,13 +97,13 @@ def test_none_but_the_node_of_a_position_reports_for_it(deep: Cluster) -> None:
     deep.train(1, 1)
 
 
-def test_one_wrong_summary_stops_no_commit_and_its_sender_is_named(deep: Cluster) -> None:
+def test_one_wrong_summary_stops_no_commit_and_its_sender_is_named(deep):
     deep.train(1, 1)
     root, sender = deep.nodes[0], deep.nodes[1].driver
     wrong = Version(1, 10**6)
     summary = packed_summary(Summary(1 << 1, 10**6, wrong, wrong, wrong, wrong, wrong, wrong))
 
-    def told() -> bool:
+    def told():
         sender._loop.call(lambda: sender._member._send(0, summary))  # again: a right one may come at the same time
         return bool(root.named("report.rejected"))
 
@@ -117,9 +113,7 @@ def test_one_wrong_summary_stops_no_commit_and_its_sender_is_named(deep: Cluster
     deep.train(2, 3)
 
 
-def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(
-    cluster: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(cluster, monkeypatch):
     """What is looked for again and again is only what ranks write: that they have sealed."""
     monkeypatch.setattr("ft_plugins.smp.tree.node_driver.OBSERVE_SECONDS", 3600.0)
     job = cluster(3)
@@ -130,13 +124,13 @@ def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(
 
 
 def test_threads_of_a_node_are_those_of_its_group_and_do_not_grow_with_the_job(
-    cluster: Callable[[int], Cluster],
-) -> None:
+    cluster,
+):
     job = cluster(16)
-    most: Counter[str] = Counter()
+    most = Counter()
     stop = threading.Event()
 
-    def count() -> None:
+    def count():
         while not stop.wait(0.002):
             names = Counter(thread.name.partition("-send")[0] for thread in threading.enumerate())
             most.update({name: number - most[name] for name, number in names.items() if number > most[name]})

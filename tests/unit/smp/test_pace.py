@@ -1,9 +1,5 @@
 """How often a version counts, beside what was planned: what an event says, and what a status says in words."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,7 +11,7 @@ from ft_plugins.snapshot.segment.slots import Version
 FIRST = Version(1, 0)
 
 
-def paced(planned: int, interval: int = 1, last: Version | None = FIRST) -> Pace:
+def paced(planned, interval=1, last=FIRST):
     """Of one rank, whose trainer has planned so; `last` has counted."""
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
     gate.plan(planned, 1.0, 0.0)
@@ -27,11 +23,11 @@ def paced(planned: int, interval: int = 1, last: Version | None = FIRST) -> Pace
 @pytest.mark.parametrize(
     ("planned", "interval", "expected"), [(1, 1, 1), (2, 1, 2), (1, 5, 5), (7, 5, 10), (0, 5, None)]
 )
-def test_as_planned_is_a_whole_number_of_intervals(planned: int, interval: int, expected: int | None) -> None:
+def test_as_planned_is_a_whole_number_of_intervals(planned, interval, expected):
     assert paced(planned, interval).planned == expected
 
 
-def test_the_distance_is_between_the_last_two_that_counted_in_one_lineage() -> None:
+def test_the_distance_is_between_the_last_two_that_counted_in_one_lineage():
     pace = paced(2)
     assert pace.iterations is None
     seen = []
@@ -44,8 +40,8 @@ def test_the_distance_is_between_the_last_two_that_counted_in_one_lineage() -> N
 
 @pytest.mark.parametrize("last", [Version(1, 90), Version(1, 100)])
 def test_a_restored_version_that_is_committed_again_does_not_say_how_often_this_incarnation_commits(
-    last: Version,
-) -> None:
+    last,
+):
     restored = Version(1, 100)
     pace = Pace(1, last, restored)
     assert not pace.committed(restored) and (pace.usual, pace.iterations) == (0, None)
@@ -57,7 +53,7 @@ def test_a_restored_version_that_is_committed_again_does_not_say_how_often_this_
     assert pace.usual == 70
 
 
-def test_rarer_is_said_once_when_it_lasts_and_taken_back_when_it_is_over() -> None:
+def test_rarer_is_said_once_when_it_lasts_and_taken_back_when_it_is_over():
     pace, at = paced(2), 0
     told = []
     for distance in (3, 5, 6, 2, 6, 6, 20, 6, 6, 2, 2, 2):
@@ -67,7 +63,7 @@ def test_rarer_is_said_once_when_it_lasts_and_taken_back_when_it_is_over() -> No
     assert told == [*[usual] * 6, (True, True), rare, rare, rare, rare, (True, False)], "6 is more than twice 2, and 1"
 
 
-def test_that_nothing_counts_any_more_is_said_once_and_taken_back_when_something_does() -> None:
+def test_that_nothing_counts_any_more_is_said_once_and_taken_back_when_something_does():
     pace = paced(2)
     told = [pace.captured(Version(1, at)) for at in (1, 15, 31, 32, 33)]
     assert told == [False, False, False, True, False], "three times twice as planned and 1, and a profile's iterations"
@@ -76,13 +72,13 @@ def test_that_nothing_counts_any_more_is_said_once_and_taken_back_when_something
 
 
 @pytest.mark.parametrize("last", [None, Version(1, 90)])
-def test_that_nothing_ever_counts_in_a_lineage_is_said_too(last: Version | None) -> None:
+def test_that_nothing_ever_counts_in_a_lineage_is_said_too(last):
     pace = paced(2, last=last)
     told = [pace.captured(Version(2, at)) for at in (99, 100, 130, 131, 132)]
     assert told == [False, False, False, True, False] and pace.rarer
 
 
-def test_what_went_in_bubbles_is_told_of_the_last_versions() -> None:
+def test_what_went_in_bubbles_is_told_of_the_last_versions():
     pace = paced(2)
     (pacer,) = pace.pacers.values()
     assert pace.share_in_bubbles is None
@@ -99,22 +95,22 @@ def test_what_went_in_bubbles_is_told_of_the_last_versions() -> None:
     assert pace.fields()["in_bubbles"] == 19 * 97 + 10 * 30, "events have the sums"
 
 
-def test_what_begins_at_a_late_iteration_waits_from_there() -> None:
+def test_what_begins_at_a_late_iteration_waits_from_there():
     """Of a lineage that was resumed nothing is captured yet when it is asked first."""
     pace = paced(2, last=Version(1, 5000))
     assert not any(pace.captured(Version(2, at)) for at in (0, 0, 5001, 5010, 5032))
     assert pace.captured(Version(2, 5033))
 
 
-def test_without_a_plan_nothing_is_rarer_than_it() -> None:
+def test_without_a_plan_nothing_is_rarer_than_it():
     pace = paced(0)
     assert not any(pace.committed(Version(1, 100 * number)) for number in range(1, 9))
     nothing = dict.fromkeys(("in_bubbles", "late", "by_rate", "taken", "offered"), 0)
     assert pace.fields() == {"iterations": 100, "planned": None, **nothing}
 
 
-def test_a_status_says_it_in_words() -> None:
-    def said(**more: Any) -> str:
+def test_a_status_says_it_in_words():
+    def said(**more):
         nothing = {"iterations": 1, "planned": None, "share_in_bubbles": None, "rarer": False, "waits": 0}
         return pace_text(nothing | more)
 
@@ -131,7 +127,7 @@ def test_a_status_says_it_in_words() -> None:
     )
 
 
-def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more() -> None:
+def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more():
     for counts in (True, False):
         pace = paced(2)
         assert pace.captured(Version(1, 40))
@@ -141,7 +137,7 @@ def test_of_a_plan_that_is_given_up_nothing_is_rarer_any_more() -> None:
         assert not pace.rarer and "rarer" not in pace_text(pace.status())
 
 
-def test_the_alarm_when_the_pace_changes() -> None:
+def test_the_alarm_when_the_pace_changes():
     pace = paced(2)
     assert pace.captured(Version(1, 40))
     assert pace.words().startswith("none in 40 iterations, planned 2: losing a node costs more iterations than planned")

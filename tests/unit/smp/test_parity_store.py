@@ -3,19 +3,14 @@
 Parity is compared with sums over GF(256) that are reckoned here, bit by bit. Deaths are real ones, of forked children.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +18,7 @@ from hypothesis import strategies as st
 from ft_plugins.base import faults
 from ft_plugins.errors import ProtocolError, SegmentError
 from ft_plugins.redundancy import kernels
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.smp.exchange import parity_store as module
 from ft_plugins.smp.exchange.parity_store import ParityStore, shape_of
 from ft_plugins.snapshot.segment.paths import parity_path_of, remove
@@ -31,8 +26,6 @@ from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 from ft_plugins.snapshot.segment.slots import SlotState, Version
 
-Bytes = npt.NDArray[np.uint8]
-Key = tuple[int, int, int]
 BUCKET = 512  # so that a few KB have several digests
 FRAME = 300
 LAYOUT = 4711
@@ -46,15 +39,12 @@ PLANS = {
 POSITION = 1
 
 
-Make = Callable[..., ParityStore]
-
-
 @pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch):
     monkeypatch.setattr(module, "BUCKET", BUCKET)
 
 
-def times_two_to(exponent: int, part: Bytes) -> Bytes:
+def times_two_to(exponent, part):
     """2**exponent * part over GF(256)."""
     found = part.astype(np.uint16)
     for _ in range(exponent):
@@ -65,13 +55,13 @@ def times_two_to(exponent: int, part: Bytes) -> Bytes:
 class Sources:
     """What the other nodes send to one position: all slots of a job at one version."""
 
-    def __init__(self, plan: ExchangePlan, version: Version, position: int = POSITION) -> None:
+    def __init__(self, plan, version, position=POSITION):
         rng = np.random.default_rng(version.iteration)
         self.version = version
         ranks = [extent for section in plan.sections for stream in section.streams for extent in stream]
         slots = {extent.rank: rng.integers(0, 256, extent.nbytes, dtype=np.uint8) for extent in ranks}
-        self.blocks: dict[tuple[Key, int], Bytes] = {}  # by area and node of the section
-        self.exponents: dict[tuple[Key, int], int] = {}
+        self.blocks = {}  # by area and node of the section
+        self.exponents = {}
         self.parity = {(a.section, a.stripe, a.which): np.zeros(a.nbytes, np.uint8) for a in plan.areas[position]}
         for send in (send for sends in plan.sends for send in sends if send.area.position == position):
             key = (send.area.section, send.area.stripe, send.area.which)
@@ -84,17 +74,17 @@ class Sources:
             self.parity[key][: len(block)] ^= times_two_to(send.exponent, block)
         self.copies = {rank: rng.bytes(100 + 200 * rank) for rank in plan.small_state_on(position)}
 
-    def frame(self, source: tuple[Key, int], at: int, nbytes: int = FRAME) -> tuple[Version, Key, int, int, int, Bytes]:
+    def frame(self, source, at, nbytes=FRAME):
         """The arguments of `take`."""
         key, node = source
         return self.version, key, node, at, self.exponents[source], self.blocks[source][at : at + nbytes]
 
-    def part(self, rank: int, at: int, nbytes: int = FRAME) -> tuple[Version, int, int, int, Bytes]:
+    def part(self, rank, at, nbytes=FRAME):
         """The arguments of `take_copy`."""
         whole = np.frombuffer(self.copies[rank], dtype=np.uint8)
         return self.version, rank, at, len(whole), whole[at : at + nbytes]
 
-    def send_blocks(self, store: ParityStore) -> None:
+    def send_blocks(self, store):
         """All that is not there yet, in order."""
         nodes = sorted({(key[0], node) for key, node in self.blocks})
         for *key, node, done in store.taken(self.version, nodes) or ():
@@ -103,19 +93,19 @@ class Sources:
             while done < len(self.blocks[source]):
                 done = store.take(*self.frame(source, done))
 
-    def send_copies(self, store: ParityStore) -> None:
+    def send_copies(self, store):
         for rank in self.copies.keys() - set(store.copied(self.version, list(self.copies))):
             at = 0
             while at < len(self.copies[rank]):
                 at = store.take_copy(*self.part(rank, at))
 
-    def give(self, store: ParityStore) -> None:
+    def give(self, store):
         """Everything, until the version is complete."""
         store.begin(self.version)
         self.send_blocks(store)
         self.send_copies(store)
 
-    def check(self, store: ParityStore) -> None:
+    def check(self, store):
         """Every byte that the store hands out of this version is right."""
         for key, expected in self.parity.items():
             assert (store.read(self.version, key, 0, len(expected)) == expected).all(), f"parity {key}"
@@ -123,24 +113,22 @@ class Sources:
             assert store.copy(self.version, rank) == copy
 
 
-def shapes_of(plan: ExchangePlan, small: int = 1500) -> list[Shape]:
+def shapes_of(plan, small=1500):
     sizes = {e.rank: e.nbytes for section in plan.sections for stream in section.streams for e in stream}
     return [Shape(sizes[rank], small, -(-sizes[rank] // BUCKET), 7) for rank in sorted(sizes)]
 
 
-def open_vault(
-    job: str, plan: ExchangePlan, position: int = POSITION, small: int = 1500, layout: int = LAYOUT
-) -> ParityStore:
+def open_vault(job, plan, position=POSITION, small=1500, layout=LAYOUT):
     shape = shape_of(plan, position, shapes_of(plan, small), layout)
     return ParityStore(parity_path_of(job, "n"), plan, position, shape)
 
 
 @pytest.fixture
-def make(job: str) -> Iterator[Make]:
+def make(job):
     """Opens the store of the job's one node; another call opens it as a new SMP would."""
-    made: list[ParityStore] = []
+    made = []
 
-    def open_again(plan: ExchangePlan, **kwargs: int) -> ParityStore:
+    def open_again(plan, **kwargs):
         made.append(open_vault(job, plan, **kwargs))
         return made[-1]
 
@@ -152,19 +140,19 @@ def make(job: str) -> Iterator[Make]:
 
 
 @pytest.fixture(params=PLANS)
-def plan(request: pytest.FixtureRequest) -> ExchangePlan:
+def plan(request):
     return PLANS[request.param]
 
 
 RAIM5 = PLANS["RAIM5, 2+1+1 ranks"]
 
 
-def raw(job: str) -> Segment:
+def raw(job):
     """The store's file, to damage it."""
     return Segment(parity_path_of(job, "n"))
 
 
-def incomplete(store: ParityStore, sources: Sources) -> None:
+def incomplete(store, sources):
     assert sources.version not in store.versions()
     with pytest.raises(SegmentError, match="is not here"):
         store.read(sources.version, next(iter(sources.parity)), 0, 1)
@@ -176,7 +164,7 @@ def incomplete(store: ParityStore, sources: Sources) -> None:
 
 
 @contextmanager
-def opened(job: str, plan: ExchangePlan) -> Iterator[ParityStore]:
+def opened(job, plan):
     store = open_vault(job, plan)
     try:
         yield store
@@ -187,10 +175,10 @@ def opened(job: str, plan: ExchangePlan) -> Iterator[ParityStore]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(sorted(PLANS)), st.integers(0, 2**32 - 1))
-def test_frames_that_come_twice_too_early_cut_or_in_any_order_go_in_once(job: str, name: str, seed: int) -> None:
+def test_frames_that_come_twice_too_early_cut_or_in_any_order_go_in_once(job, name, seed):
     plan, random = PLANS[name], Random(seed)
     sources = Sources(plan, V1)
-    done: dict[tuple[Key, int], int] = dict.fromkeys(sources.blocks, 0)
+    done = dict.fromkeys(sources.blocks, 0)
     held = dict.fromkeys(sources.copies, 0)
     with opened(job, plan) as store:
         store.begin(V1)
@@ -229,40 +217,40 @@ def test_frames_that_come_twice_too_early_cut_or_in_any_order_go_in_once(job: st
 
 
 @pytest.mark.parametrize("round_", range(4))
-def test_senders_and_those_who_repeat_them_may_all_come_at_once(make: Make, plan: ExchangePlan, round_: int) -> None:
+def test_senders_and_those_who_repeat_them_may_all_come_at_once(make, plan, round_):
     """Each source by two threads, as after a broken connection whose handler is still at work."""
     store, sources = make(plan), Sources(plan, V1)
     store.begin(V1)
-    failures: list[BaseException] = []
+    failures = []
     together = threading.Barrier(2 * len(sources.blocks) + len(sources.copies) + 1)
 
-    def send(source: tuple[Key, int], random: Random) -> None:
+    def send(source, random):
         together.wait(SECONDS)
         done = 0
         while done < len(sources.blocks[source]):
             at = random.choice([done, done, max(0, done - FRAME), done + 1])
             done = store.take(*sources.frame(source, at, random.randrange(1, FRAME)))
 
-    def send_copy(rank: int, random: Random) -> None:
+    def send_copy(rank, random):
         together.wait(SECONDS)
         at = 0
         while at < len(sources.copies[rank]):
             at = store.take_copy(*sources.part(rank, at, random.randrange(1, FRAME)))
 
-    def begin_again(_: None, random: Random) -> None:
+    def begin_again(_, random):
         together.wait(SECONDS)
         for _ in range(50):
             store.begin(V1)
             store.taken(V1, [(0, 0)])
 
-    def guarded(function: Callable[..., None], *args: object) -> None:
+    def guarded(function, *args):
         try:
             function(*args)
         except BaseException as error:
             failures.append(error)
 
     work = [(send, source) for source in sources.blocks for _ in range(2)]
-    work += [(send_copy, rank) for rank in sources.copies] + [(begin_again, None)]  # type: ignore[list-item]
+    work += [(send_copy, rank) for rank in sources.copies] + [(begin_again, None)]
     threads = [
         threading.Thread(target=guarded, args=(function, what, Random(round_ * 100 + number)))
         for number, (function, what) in enumerate(work)
@@ -277,7 +265,7 @@ def test_senders_and_those_who_repeat_them_may_all_come_at_once(make: Make, plan
     sources.check(store)
 
 
-def test_nothing_of_a_complete_version_is_changed_by_frames_that_come_after(make: Make) -> None:
+def test_nothing_of_a_complete_version_is_changed_by_frames_that_come_after(make):
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     sources.give(store)
     for source, block in sources.blocks.items():
@@ -294,7 +282,7 @@ def test_nothing_of_a_complete_version_is_changed_by_frames_that_come_after(make
     sources.check(store)
 
 
-def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make: Make) -> None:
+def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make):
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     store.begin(V1)
     source = max(sources.blocks, key=lambda found: len(sources.blocks[found]))
@@ -323,7 +311,7 @@ def test_frames_that_no_plan_has_are_refused_and_leave_nothing_behind(make: Make
     sources.check(store)
 
 
-def test_a_job_without_captured_bytes_has_copies_alone(make: Make) -> None:
+def test_a_job_without_captured_bytes_has_copies_alone(make):
     plan = plan_exchange(list("abc"), [(0, 1, 2)], [0, 0, 0], 1)
     store, sources = make(plan), Sources(plan, V1)
     store.begin(V1)
@@ -336,7 +324,7 @@ def test_a_job_without_captured_bytes_has_copies_alone(make: Make) -> None:
 # ---- one version after another ----
 
 
-def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Make) -> None:
+def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make):
     store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     store.begin(V1)
     first.send_blocks(store)
@@ -351,9 +339,7 @@ def test_a_version_that_is_given_up_leaves_no_byte_in_the_next_one(make: Make) -
     second.check(store)
 
 
-def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_what_it_comes_to(
-    make: Make, plan: ExchangePlan
-) -> None:
+def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_what_it_comes_to(make, plan):
     """Beats and directives wait for it: gigabytes are not touched under their lock."""
     store, first, second = make(plan), Sources(plan, V1), Sources(plan, V2)
     for slot in range(2):
@@ -367,7 +353,7 @@ def test_beginning_a_version_takes_no_longer_for_more_parity_each_frame_clears_w
     second.check(store)
 
 
-def test_a_factor_that_the_plan_does_not_have_is_refused(make: Make) -> None:
+def test_a_factor_that_the_plan_does_not_have_is_refused(make):
     plan = PLANS["RAIM6"]
     store, sources = make(plan), Sources(plan, V1)
     store.begin(V1)
@@ -379,21 +365,19 @@ def test_a_factor_that_the_plan_does_not_have_is_refused(make: Make) -> None:
     sources.check(store)
 
 
-def test_the_next_version_does_not_begin_while_a_frame_is_being_added(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_version_does_not_begin_while_a_frame_is_being_added(make, monkeypatch):
     store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     store.begin(V1)
     source = next(source for source, block in first.blocks.items() if len(block))
     adding, go_on = threading.Event(), threading.Event()
     add, refused = kernels.combine_into, []
 
-    def slowly(*arguments: object) -> None:
+    def slowly(*arguments):
         adding.set()
         assert go_on.wait(SECONDS)
         add(*arguments)
 
-    def take() -> None:
+    def take():
         try:
             store.take(*first.frame(source, 0))
         except ProtocolError as error:
@@ -417,7 +401,7 @@ def test_the_next_version_does_not_begin_while_a_frame_is_being_added(
     second.check(store)
 
 
-def test_what_counts_is_kept_while_others_come_and_go(make: Make) -> None:
+def test_what_counts_is_kept_while_others_come_and_go(make):
     store, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
     first.give(store)
     store.pin(V1)
@@ -435,7 +419,7 @@ def test_what_counts_is_kept_while_others_come_and_go(make: Make) -> None:
     third.check(store)
 
 
-def test_what_counts_is_still_kept_by_the_next_smp(make: Make) -> None:
+def test_what_counts_is_still_kept_by_the_next_smp(make):
     store, first, second, third = make(RAIM5), *(Sources(RAIM5, version) for version in (V1, V2, V3))
     second.give(store)
     first.give(store)
@@ -449,9 +433,7 @@ def test_what_counts_is_still_kept_by_the_next_smp(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("base", "left"), [(V2, {V1, V2}), (V1, {V1}), (Version(1, 0), set()), (None, set())])
-def test_what_is_newer_than_what_a_recovery_restored_is_void(
-    make: Make, job: str, base: Version | None, left: set[Version]
-) -> None:
+def test_what_is_newer_than_what_a_recovery_restored_is_void(make, job, base, left):
     store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     first.give(store)
     second.give(store)
@@ -470,7 +452,7 @@ def test_what_is_newer_than_what_a_recovery_restored_is_void(
     assert V3 in again.versions()
 
 
-def test_a_paused_parity_store_receives_nothing_and_still_serves_complete_versions(make: Make) -> None:
+def test_a_paused_parity_store_receives_nothing_and_still_serves_complete_versions(make):
     store, first, second = make(RAIM5), Sources(RAIM5, V1), Sources(RAIM5, V2)
     first.give(store)
     store.begin(V2)
@@ -487,7 +469,7 @@ def test_a_paused_parity_store_receives_nothing_and_still_serves_complete_versio
 # ---- deaths ----
 
 
-def die_in_a_child(job: str, armed: str, sources: Sources, kept: Sources | None = None) -> None:
+def die_in_a_child(job, armed, sources, kept=None):
     """A process gathers `sources` and is killed at the fault point; returns when it is gone."""
     pid = os.fork()
     if pid == 0:
@@ -507,9 +489,7 @@ def die_in_a_child(job: str, armed: str, sources: Sources, kept: Sources | None 
 @pytest.mark.parametrize(
     "armed", [f"parity_store.xored@hit={hit}:kill" for hit in (1, 2, 9)] + ["parity_store.seal.before:kill"]
 )
-def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathered_anew(
-    make: Make, job: str, armed: str
-) -> None:
+def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathered_anew(make, job, armed):
     first, second = Sources(RAIM5, V1), Sources(RAIM5, V2)
     die_in_a_child(job, armed, second, kept=first)
     store = make(RAIM5)
@@ -524,7 +504,7 @@ def test_a_death_between_any_two_steps_leaves_what_counted_and_the_rest_is_gathe
     first.check(store)
 
 
-def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_taken_for_complete(make: Make) -> None:
+def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_taken_for_complete(make):
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     store.begin(V1)
     sources.send_copies(store)
@@ -543,7 +523,7 @@ def test_an_error_between_the_bytes_and_their_cursor_leaves_nothing_that_is_take
 # ---- adoption ----
 
 
-def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Make, plan: ExchangePlan) -> None:
+def test_a_new_smp_finds_what_is_complete_byte_by_byte(make, plan):
     store, sources = make(plan), Sources(plan, V1)
     assert store.taken(V1, [(0, 0)]) is None, "nobody gathers it yet"
     sources.give(store)
@@ -561,7 +541,7 @@ def test_a_new_smp_finds_what_is_complete_byte_by_byte(make: Make, plan: Exchang
         ), "nothing is sent again"
 
 
-def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_does_not(make: Make) -> None:
+def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_does_not(make):
     sources = Sources(RAIM5, V1)
     sources.give(make(RAIM5))
     assert make(RAIM5, small=1000).versions() == (V1,)
@@ -569,7 +549,7 @@ def test_a_new_smp_with_smaller_copies_uses_the_same_pages_and_with_larger_ones_
 
 
 @pytest.mark.parametrize("change", ["layout", "position", "plan"])
-def test_parity_of_another_plan_or_position_is_not_taken_over(make: Make, change: str) -> None:
+def test_parity_of_another_plan_or_position_is_not_taken_over(make, change):
     even = plan_exchange(list("abc"), [(0, 1, 2)], [1000] * 3, 1)
     Sources(even, V1).give(make(even))
     again = {
@@ -583,7 +563,7 @@ def test_parity_of_another_plan_or_position_is_not_taken_over(make: Make, change
 # ---- reading ----
 
 
-def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make: Make, plan: ExchangePlan) -> None:
+def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make, plan):
     store, sources = make(plan), Sources(plan, V1)
     sources.give(store)
     random = Random(3)
@@ -603,7 +583,7 @@ def test_any_range_of_a_block_can_be_read_and_nothing_beyond_it(make: Make, plan
         store.copy(V1, next(rank for rank in range(9) if rank not in sources.copies))
 
 
-def test_a_flipped_byte_is_never_handed_out(make: Make, job: str, plan: ExchangePlan) -> None:
+def test_a_flipped_byte_is_never_handed_out(make, job, plan):
     """Every byte in turn: what is read is right or refused, and what is not near it is still read."""
     store, sources = make(plan), Sources(plan, V1)
     sources.give(store)
@@ -630,9 +610,7 @@ def test_a_flipped_byte_is_never_handed_out(make: Make, job: str, plan: Exchange
     sources.check(store)
 
 
-def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_used_and_is_called_damaged(
-    make: Make, job: str
-) -> None:
+def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_used_and_is_called_damaged(make, job):
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     sources.give(store)
     segment = raw(job)
@@ -654,12 +632,12 @@ def test_a_flipped_byte_of_copies_or_digests_makes_the_version_one_that_is_not_u
 # ---- what is not so yet ----
 
 
-def death_between_creation_and_ranges(job: str, plan: ExchangePlan) -> None:
-    path: Path = parity_path_of(job, "n")
+def death_between_creation_and_ranges(job, plan):
+    path = parity_path_of(job, "n")
     create(path, shape_of(plan, POSITION, shapes_of(plan), LAYOUT), POSITION, {})
 
 
-def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_same(make: Make, job: str) -> None:
+def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_same(make, job):
     death_between_creation_and_ranges(job, RAIM5)
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     sources.give(store)
@@ -671,13 +649,13 @@ def test_a_vault_whose_smp_died_while_it_was_made_verifies_every_byte_all_the_sa
         store.read(V1, next(iter(sources.parity)), 0, 64)
 
 
-def test_a_copy_of_a_version_that_is_not_being_received_is_refused_like_its_frames(make: Make) -> None:
+def test_a_copy_of_a_version_that_is_not_being_received_is_refused_like_its_frames(make):
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     with pytest.raises(ProtocolError, match="is not being received here"):
         store.take_copy(*sources.part(next(iter(sources.copies)), 0))
 
 
-def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Make) -> None:
+def test_copies_that_are_whole_of_one_version_are_not_of_another(make):
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     store.begin(V1)
     sources.send_copies(store)
@@ -685,13 +663,13 @@ def test_copies_that_are_whole_of_one_version_are_not_of_another(make: Make) -> 
     assert store.copied(V2, list(sources.copies)) == []
 
 
-def test_closing_twice_is_closing(make: Make) -> None:
+def test_closing_twice_is_closing(make):
     store = make(RAIM5)
     store.close()
     store.close()
 
 
-def test_a_copy_does_not_grow_beyond_what_was_announced(make: Make) -> None:
+def test_a_copy_does_not_grow_beyond_what_was_announced(make):
     store, sources = make(RAIM5), Sources(RAIM5, V1)
     store.begin(V1)
     rank, part = next(iter(sources.copies)), np.ones(1 << 16, dtype=np.uint8)

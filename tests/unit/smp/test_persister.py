@@ -1,25 +1,20 @@
 """The storage tier of a node: what it writes and when, alone and with other nodes, and what becomes of an error."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ft_plugins.base import faults
 from ft_plugins.base.files import write_digested
 from ft_plugins.errors import ProtocolError
-from ft_plugins.events import Event, Events, catalogue, file_sink, read
+from ft_plugins.events import Events, catalogue, file_sink, read
 from ft_plugins.smp.serve import requests
 from ft_plugins.smp.serve.client import ensure
 from ft_plugins.smp.serve.node_context import NodeContext
@@ -46,13 +41,11 @@ FINGERPRINT = {"layers": 4}
 SECONDS = 90.0
 TOKEN = 3
 
-SmpNode = Any  # the fixture's class lives in conftest
-
 
 class Rank:
     """A rank's segment, written as a trainer does."""
 
-    def __init__(self, path: Path, lineage: int = 1) -> None:
+    def __init__(self, path, lineage=1):
         self.path = path
         self.segment = Segment(path)
         self.segment.ranges = RANGES
@@ -60,7 +53,7 @@ class Rank:
         self.segment.header.attached = True
         self.segment.open_lineage(lineage, None, ())
 
-    def capture(self, *iterations: int) -> None:
+    def capture(self, *iterations):
         for iteration in iterations:
             index = min(
                 (slot for slot in self.segment.slots() if not slot.pins),
@@ -73,7 +66,7 @@ class Rank:
             capture(self.segment, index, version, iteration % 251, small, TOKEN)
             self.segment.header.completed = iteration
 
-    def mark(self, iteration: int, mark: Mark) -> None:
+    def mark(self, iteration, mark):
         """The verdict on a version; one of an unlike replica is void where nobody keeps it, as a trainer has it."""
         version = Version(self.segment.header.opened.lineage, iteration)
         for slot in self.segment.slots():
@@ -81,14 +74,14 @@ class Rank:
                 self.segment.dirty(slot.index, None, TOKEN)
         self.segment.mark(version, mark)
 
-    def pinned(self) -> list[Version | None]:
+    def pinned(self):
         return [slot.version for slot in self.segment.slots() if slot.pins]
 
 
 class Host:
     """A node with a persister and ranks, in this process."""
 
-    def __init__(self, storage: Storage, job: str, name: str, ranks: range, patience: float = 300.0) -> None:
+    def __init__(self, storage, job, name, ranks, patience=300.0):
         self.storage, self.base = storage, Path(storage.folder) / job
         self.run_dir = Path(storage.folder).with_name(name)
         self.run_dir.mkdir()
@@ -103,58 +96,55 @@ class Host:
             segments.create(path, SHAPE, rank, FINGERPRINT)
             self.ranks[rank] = Rank(path)
 
-    def told(self, **changes: Any) -> None:
+    def told(self, **changes):
         """Its trainers attach, and say where checkpoints go."""
         for number, rank in self.ranks.items():
             self.persister.attached(number, rank.path, replace(self.storage, **changes))
 
-    def complete(self) -> list[str]:
+    def complete(self):
         return complete(self.base)
 
-    def capture(self, *iterations: int) -> None:
+    def capture(self, *iterations):
         for rank in self.ranks.values():
             rank.capture(*iterations)
 
-    def mark(self, iteration: int, mark: Mark) -> None:
+    def mark(self, iteration, mark):
         for rank in self.ranks.values():
             rank.mark(iteration, mark)
 
-    def train(self) -> None:
+    def train(self):
         """As if this process were the trainer of all ranks."""
         for rank in self.ranks.values():
             rank.segment.header.owner = (os.getpid(), liveness.started(os.getpid()))
 
-    def events(self, name: str) -> list[Event]:
+    def events(self, name):
         return [event for event in read(self.events_path) if event.name == name]
 
-    def wait(self, name: str, count: int = 1) -> list[Event]:
+    def wait(self, name, count=1):
         """The events of a name once there are `count`."""
         until(lambda: len(self.events(name)) >= count, lambda: f"{name}: {list(read(self.events_path))}")
         return self.events(name)
 
 
-Make = Callable[..., Host]
-
-
-def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
+def until(holds, found=str):
     wait_until(holds, SECONDS, found)
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Storage:
+def storage(tmp_path):
     return Storage(str(tmp_path / "ck"), interval=10, every=1, keep=2, world_size=2)
 
 
 @pytest.fixture
-def base(storage: Storage, job: str) -> Path:
+def base(storage, job):
     return Path(storage.folder) / job
 
 
 @pytest.fixture
-def host(storage: Storage, job: str) -> Iterator[Make]:
-    made: list[Host] = []
+def host(storage, job):
+    made = []
 
-    def make(name: str = "n", ranks: range = range(2), patience: float = 300.0) -> Host:
+    def make(name="n", ranks=range(2), patience=300.0):
         made.append(Host(storage, job, name, ranks, patience))
         return made[-1]
 
@@ -164,27 +154,27 @@ def host(storage: Storage, job: str) -> Iterator[Make]:
 
 
 @pytest.fixture
-def alone(host: Make) -> Host:
+def alone(host):
     """The only node of a job."""
     return host()
 
 
 @pytest.fixture
-def pair(host: Make) -> tuple[Host, Host]:
+def pair(host):
     """Two nodes with a rank each."""
     return host("a", range(0, 1)), host("b", range(1, 2))
 
 
-def complete(base: Path) -> list[str]:
+def complete(base):
     return sorted(each.name for each in checkpoint.listing(base) if each.complete)
 
 
-def left(base: Path) -> list[str]:
+def left(base):
     """What is in a job's folder besides the lease of its last run."""
     return [name for name in os.listdir(base) if not name.startswith("lease-")]
 
 
-def assert_filled(base: Path, iteration: int, host: Host) -> None:
+def assert_filled(base, iteration, host):
     """The checkpoint holds that iteration on every rank of `host`, read back through its digests."""
     version = Version(next(iter(host.ranks.values())).segment.header.opened.lineage, iteration)
     for rank in host.ranks.values():
@@ -195,7 +185,7 @@ def assert_filled(base: Path, iteration: int, host: Host) -> None:
 # ---- alone ----
 
 
-def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(alone: Host) -> None:
+def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(alone):
     alone.told()
     alone.capture(8, 9)
     alone.ranks[0].capture(10)
@@ -212,14 +202,12 @@ def test_a_version_is_written_when_its_turn_comes_and_every_rank_has_it(alone: H
     until(lambda: not any(rank.pinned() for rank in alone.ranks.values()))
 
 
-def test_a_rank_that_attaches_while_the_others_are_looked_at_takes_part(
-    alone: Host, storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_attaches_while_the_others_are_looked_at_takes_part(alone, storage, monkeypatch):
     """Given a thread that pauses after it has seen that rank 0 alone has attached, until rank 0 holds a due version."""
     paused, go_on = threading.Event(), threading.Event()
     before = persister.taking_part
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments):
         ranks = before(*arguments)
         if list(ranks) == [0] and not paused.is_set():
             paused.set()
@@ -238,11 +226,11 @@ def test_a_rank_that_attaches_while_the_others_are_looked_at_takes_part(
     assert_filled(alone.base, 10, alone)
 
 
-def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_meanwhile(alone: Host) -> None:
+def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_meanwhile(alone):
     held = threading.Event()
     before = persist.write_rank
 
-    def slow(*arguments: Any, **facts: Any) -> Any:
+    def slow(*arguments, **facts):
         assert held.wait(SECONDS)
         return before(*arguments, **facts)
 
@@ -258,7 +246,7 @@ def test_it_is_pinned_in_every_rank_before_the_first_byte_and_training_goes_on_m
     assert_filled(alone.base, 10, alone)
 
 
-def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(alone: Host) -> None:
+def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(alone):
     alone.capture(9, 10, 11, 12, 13, 14)
     alone.told()
     alone.wait("checkpoint.completed")
@@ -271,7 +259,7 @@ def test_a_turn_that_was_overwritten_before_it_was_seen_is_made_up_for(alone: Ho
     later.stop()
 
 
-def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_one_is_complete(alone: Host) -> None:
+def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_one_is_complete(alone):
     checkpoint.partial_of(alone.base, Version(1, 5)).mkdir(parents=True)
     alone.told()
     for count, iteration in enumerate((10, 20, 30, 40), start=1):
@@ -283,7 +271,7 @@ def test_the_newest_are_kept_and_older_ones_and_leftovers_removed_after_the_new_
     assert_filled(alone.base, 30, alone)
 
 
-def test_on_request_the_newest_version_is_written_and_asked_again_is_there_already(alone: Host) -> None:
+def test_on_request_the_newest_version_is_written_and_asked_again_is_there_already(alone):
     assert alone.persister.request("request", 0) == {"state": "off"}
     alone.told(interval=0)
     assert alone.persister.request("request", SECONDS) == {"state": "nothing"}
@@ -302,7 +290,7 @@ def test_on_request_the_newest_version_is_written_and_asked_again_is_there_alrea
     }
 
 
-def test_only_what_was_due_is_written_when_a_job_ends(alone: Host) -> None:
+def test_only_what_was_due_is_written_when_a_job_ends(alone):
     alone.told()
     alone.capture(10)
     assert alone.persister.request("end", SECONDS, only_due=True)["state"] == "done"
@@ -311,7 +299,7 @@ def test_only_what_was_due_is_written_when_a_job_ends(alone: Host) -> None:
     assert alone.complete() == ["v1-10"]
 
 
-def test_before_the_lineage_is_open_nothing_is_due(alone: Host) -> None:
+def test_before_the_lineage_is_open_nothing_is_due(alone):
     """What a new incarnation finds may be void in a moment."""
     alone.capture(10)
     for rank in alone.ranks.values():
@@ -325,7 +313,7 @@ def test_before_the_lineage_is_open_nothing_is_due(alone: Host) -> None:
     assert alone.complete() == ["v1-10"]
 
 
-def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Make, base: Path) -> None:
+def test_the_ranks_of_a_wider_earlier_job_do_not_count(host, base):
     node = host(ranks=range(3))
     node.ranks[2].segment.header.attached = False
     node.ranks[2].capture(3)
@@ -339,7 +327,7 @@ def test_the_ranks_of_a_wider_earlier_job_do_not_count(host: Make, base: Path) -
 # ---- where replicas are compared ----
 
 
-def test_a_turn_waits_for_the_verdict_of_every_rank(alone: Host) -> None:
+def test_a_turn_waits_for_the_verdict_of_every_rank(alone):
     alone.told(audits=1)
     alone.capture(9, 10, 11)
     alone.ranks[0].mark(10, Mark.CERTIFIED)
@@ -351,7 +339,7 @@ def test_a_turn_waits_for_the_verdict_of_every_rank(alone: Host) -> None:
     until(lambda: not any(rank.pinned() for rank in alone.ranks.values()))
 
 
-def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(alone: Host) -> None:
+def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(alone):
     alone.told(audits=1)
     alone.capture(10)
     alone.mark(10, Mark.MISMATCHED)
@@ -361,13 +349,11 @@ def test_a_version_whose_replicas_differ_gives_its_turn_to_the_next_that_agrees(
     assert alone.complete() == ["v1-11"]
 
 
-def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
-    alone: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(alone, monkeypatch):
     """Asked for where no trainer lives, so that it is begun without its verdict."""
     before = persist.write_rank
 
-    def late(folder: Path, segment: Segment, *arguments: Any, **facts: Any) -> Any:
+    def late(folder, segment, *arguments, **facts):
         found = before(folder, segment, *arguments, **facts)
         if segment.rank == 1:
             alone.ranks[0].mark(7, Mark.MISMATCHED)
@@ -384,7 +370,7 @@ def test_a_verdict_that_comes_while_it_is_written_withdraws_it_and_says_why(
     assert not any(rank.pinned() for rank in alone.ranks.values())
 
 
-def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(host: Make, base: Path) -> None:
+def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(host, base):
     first, second = host("a", range(0, 1), 1.0), host("b", range(1, 2), 1.0)
     for node in (first, second):
         node.told(audits=1)
@@ -404,15 +390,13 @@ def test_a_verdict_on_another_node_before_its_manifest_withdraws_a_checkpoint(ho
     assert not second.ranks[1].pinned()
 
 
-def test_a_checkpoint_that_another_node_gives_up_while_it_is_completed_costs_no_older_one(
-    alone: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_another_node_gives_up_while_it_is_completed_costs_no_older_one(alone, monkeypatch):
     alone.told(keep=1)
     alone.capture(10)
     alone.wait("checkpoint.completed")
     write = checkpoint.write_digested
 
-    def late(path: Path, content: dict[str, Any], **_: bool) -> None:
+    def late(path, content, **_):
         checkpoint.withdraw(path.parent, [1])
         write(path, content)
 
@@ -424,7 +408,7 @@ def test_a_checkpoint_that_another_node_gives_up_while_it_is_completed_costs_no_
     assert left(alone.base) == ["v1-10"] and len(alone.events("checkpoint.completed")) == 1
 
 
-def test_on_request_what_is_certified_is_written_before_what_is_newer(alone: Host) -> None:
+def test_on_request_what_is_certified_is_written_before_what_is_newer(alone):
     alone.told(interval=0, audits=5)
     alone.capture(5)
     alone.mark(5, Mark.CERTIFIED)
@@ -436,15 +420,13 @@ def test_on_request_what_is_certified_is_written_before_what_is_newer(alone: Hos
 
 
 @pytest.mark.parametrize("verdict", [Mark.CERTIFIED, None])
-def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_not_known_to_differ(
-    alone: Host, verdict: Mark | None
-) -> None:
+def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_not_known_to_differ(alone, verdict):
     alone.told(interval=0, audits=1)
     alone.capture(5, 6)
     for rank in alone.ranks.values():
         rank.segment.mark(Version(1, 6), Mark.MISMATCHED)  # kept, as it is while it is sent to another node
     alone.train()
-    outcome: dict[str, Any] = {}
+    outcome = {}
     seconds = 3600.0 if verdict else 20.0  # half of it to wait, the other to write on a slow machine
     asking = threading.Thread(target=lambda: outcome.update(alone.persister.request(REQUEST, seconds)), daemon=True)
     begun = time.monotonic()
@@ -459,9 +441,7 @@ def test_a_request_waits_for_a_verdict_within_its_time_and_then_takes_what_is_no
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come(
-    alone: Host, storage: Storage, differs: bool
-) -> None:
+def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come(alone, storage, differs):
     alone.told(audits=1)
     alone.capture(10, 11)
     if differs:
@@ -474,7 +454,7 @@ def test_at_the_end_of_a_job_what_was_due_is_written_though_no_verdict_will_come
 # ---- errors of a storage ----
 
 
-def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_tried(alone: Host) -> None:
+def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_tried(alone):
     """A trainer prints it once, and that there is room again."""
     alone.told()
     alone.capture(10)
@@ -502,7 +482,7 @@ def test_a_full_disk_is_an_event_leaves_the_last_good_one_and_the_next_turn_is_t
     assert alone.persister.status()["failed"] == ""
 
 
-def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another_smp(alone: Host) -> None:
+def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another_smp(alone):
     alone.told(keep=1)
     alone.capture(10)
     alone.wait("checkpoint.completed")
@@ -524,8 +504,8 @@ def test_a_checkpoint_that_is_asked_for_to_be_kept_is_not_pruned_also_by_another
     again.stop()
 
 
-def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(alone: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path) -> None:
+def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(alone, monkeypatch):
+    def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "keep"))
 
     monkeypatch.setattr("ft_plugins.snapshot.checkpoint.checkpoint.keep", full)
@@ -538,9 +518,7 @@ def test_a_checkpoint_that_cannot_be_kept_says_so_and_is_there(alone: Host, monk
 
 
 @pytest.mark.parametrize("what", ["folder is a file", "it vanishes"])
-def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_back(
-    alone: Host, storage: Storage, what: str
-) -> None:
+def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_back(alone, storage, what):
     folder = Path(storage.folder)
     if what == "folder is a file":
         folder.write_text("")
@@ -550,7 +528,7 @@ def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_
         alone.told()
         before = persist.write_rank
 
-        def gone(target: Path, segment: Segment, *arguments: Any, **facts: Any) -> Any:
+        def gone(target, segment, *arguments, **facts):
             found = before(target, segment, *arguments, **facts)
             if segment.rank == 1:
                 folder.rename(folder.with_name("away"))
@@ -571,7 +549,7 @@ def test_a_storage_that_cannot_be_used_is_an_event_and_is_used_again_when_it_is_
     assert_filled(alone.base, 20, alone)
 
 
-def test_a_slot_that_is_corrupt_is_not_written_and_told(alone: Host) -> None:
+def test_a_slot_that_is_corrupt_is_not_written_and_told(alone):
     alone.capture(9)
     for slot in alone.ranks[1].segment.slots():
         if slot.version:
@@ -582,7 +560,7 @@ def test_a_slot_that_is_corrupt_is_not_written_and_told(alone: Host) -> None:
     assert alone.complete() == []
 
 
-def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(alone: Host) -> None:
+def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(alone):
     folder = checkpoint.partial_of(alone.base, Version(1, 10))
     folder.mkdir(parents=True)
     checkpoint.commit(alone.base, Version(1, 10), Origin("other", 0, {"layers": 5}))
@@ -605,7 +583,7 @@ def test_a_checkpoint_of_another_job_in_its_place_is_left_alone(alone: Host) -> 
         {"folder": None},
     ],
 )
-def test_a_trainer_s_malformed_description_of_its_storage_is_refused(storage: Storage, fields: dict[str, Any]) -> None:
+def test_a_trainer_s_malformed_description_of_its_storage_is_refused(storage, fields):
     shape = {each.name: 1 for each in dataclass_fields(Shape)}
     attach = {"rank": 0, "token": 1, "shape": shape, "fingerprint": {}, "pid": 1, "fresh": False}
     assert requests.local({"do": "attach", **attach, "storage": asdict(storage)}).storage == storage
@@ -613,7 +591,7 @@ def test_a_trainer_s_malformed_description_of_its_storage_is_refused(storage: St
         requests.local({"do": "attach", **attach, "storage": {**asdict(storage), **fields}})
 
 
-def test_told_of_no_storage_any_more_it_stops(alone: Host) -> None:
+def test_told_of_no_storage_any_more_it_stops(alone):
     alone.told()
     for number, rank in alone.ranks.items():
         alone.persister.attached(number, rank.path, None)
@@ -625,7 +603,7 @@ def test_told_of_no_storage_any_more_it_stops(alone: Host) -> None:
 # ---- several nodes ----
 
 
-def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(pair: tuple[Host, Host], base: Path) -> None:
+def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(pair, base):
     first, second = pair
     for node in (first, second):
         node.told()
@@ -639,7 +617,7 @@ def test_the_files_of_two_nodes_become_one_checkpoint_and_both_know_it(pair: tup
     assert complete(base) == ["v1-10"]
 
 
-def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(host: Make, base: Path, tmp_path: Path) -> None:
+def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(host, base, tmp_path):
     first, second = host("a", range(0, 1), 0.5), host("b", range(1, 2), 0.5)
     first.told()
     second.told(folder=str(tmp_path / "local"))
@@ -653,15 +631,13 @@ def test_storage_that_only_one_node_sees_is_reported_with_the_remedy(host: Make,
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_nodes_whose_training_has_ended_write_the_newest_version_that_both_hold(
-    pair: tuple[Host, Host], base: Path, ahead: int
-) -> None:
+def test_nodes_whose_training_has_ended_write_the_newest_version_that_both_hold(pair, base, ahead):
     first, second = pair
     for node in (first, second):
         node.told()
         node.capture(6, 7)
     (first, second)[ahead].capture(8)
-    outcomes: dict[str, Any] = {}
+    outcomes = {}
     threads = [
         threading.Thread(target=lambda n=node: outcomes.update({n.name: n.persister.request("signal", SECONDS)}))
         for node in (first, second)
@@ -675,12 +651,10 @@ def test_nodes_whose_training_has_ended_write_the_newest_version_that_both_hold(
     assert_filled(base, 7, first)
 
 
-def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_both_write_it(
-    pair: tuple[Host, Host], base: Path
-) -> None:
+def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_both_write_it(pair, base):
     first, second = pair
     own = (os.getpid(), liveness.started(os.getpid()))
-    outcome: dict[str, Any] = {}
+    outcome = {}
     for node in (first, second):
         for rank in node.ranks.values():
             rank.segment.header.owner = own
@@ -700,7 +674,7 @@ def test_while_a_job_trains_on_two_nodes_a_request_names_a_version_ahead_and_bot
     until(lambda: left(base) == complete(base), lambda: str(left(base)))
 
 
-def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path) -> None:
+def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path):
     ours, theirs = Notices(tmp_path, "a"), Notices(tmp_path, "b")
     ours.offer([0], {Version(1, 7)}, 2)
     theirs.offer([1], {Version(1, 8), Version(1, 7)}, 2)
@@ -723,11 +697,11 @@ def test_a_notice_that_is_damaged_or_of_another_time_says_nothing(tmp_path: Path
 # ---- lost and replaced ----
 
 
-def start(node: SmpNode, faults: str = "", orphan_seconds: float = 600, watch: int = 0) -> None:
+def start(node, faults="", orphan_seconds=600, watch=0):
     node.pids.append(ensure(node.run_dir, node.job, node.name, orphan_seconds, faults, watch=watch))
 
 
-def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float = 600, watch: int = 0) -> list[Rank]:
+def smp(node, storage, faults="", orphan_seconds=600, watch=0):
     """A real SMP with two ranks that have attached and opened their lineage."""
     start(node, faults, orphan_seconds, watch)
     found = []
@@ -741,9 +715,7 @@ def smp(node: SmpNode, storage: Storage, faults: str = "", orphan_seconds: float
     return found
 
 
-def test_whatever_the_umask_files_and_folders_of_a_node_and_of_checkpoints_are_their_owners_alone(
-    node: SmpNode, storage: Storage, base: Path
-) -> None:
+def test_whatever_the_umask_files_and_folders_of_a_node_and_of_checkpoints_are_their_owners_alone(node, storage, base):
     before = os.umask(0)
     try:
         for rank in smp(node, replace(storage, folder=str(Path(storage.folder) / "deep"))):
@@ -764,8 +736,8 @@ POINTS += ["persist.rename@rank=1", "persist.manifest.before", "persist.manifest
 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes_the_new_one(
-    node: SmpNode, storage: Storage, base: Path, point: str
-) -> None:
+    node, storage, base, point
+):
     doomed = f"{point}{',' if '@' in point else '@'}iteration=20,adopted=0:kill"
     ranks = smp(node, storage, doomed)
     for rank in ranks:
@@ -781,9 +753,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     node.start(armed=doomed)
     if not point.endswith("after"):  # the version of that turn has been made up for
         until(lambda: any(each.fields["iteration"] > 10 for each in node.events("checkpoint.completed")))
-    until(
-        lambda: len(complete(base)) == 2 and sorted(left(base)) == complete(base), lambda: str(left(base))
-    )
+    until(lambda: len(complete(base)) == 2 and sorted(left(base)) == complete(base), lambda: str(left(base)))
     newest = max(each.version for each in checkpoint.listing(base) if each.complete)
     for rank in ranks:
         index = persist.read_rank(checkpoint.folder_of(base, newest), rank.segment, newest, TOKEN)
@@ -791,9 +761,7 @@ def test_an_smp_killed_at_any_point_loses_no_checkpoint_and_its_successor_writes
     assert not any(rank.pinned() for rank in ranks)
 
 
-def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_replaced(
-    node: SmpNode, storage: Storage, base: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_replaced(node, storage, base, sleeper):
     ranks = smp(node, replace(storage, interval=0), watch=sleeper.pid)
     for rank in ranks:
         rank.capture(3, 4, 5)
@@ -806,9 +774,7 @@ def test_an_smp_that_is_orphaned_writes_the_newest_version_also_after_it_was_rep
 
 
 @pytest.mark.parametrize("seconds", [0, 1])
-def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage(
-    node: SmpNode, storage: Storage, base: Path, sleeper: subprocess.Popen[bytes], seconds: int
-) -> None:
+def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage(node, storage, base, sleeper, seconds):
     """Where it was orphaned the disk is full, when its time is over there is room again; or both at once."""
     full = "persist.write@hit=1:enospc" if seconds else ""
     ranks = smp(node, replace(storage, interval=0), full, orphan_seconds=seconds, watch=sleeper.pid)
@@ -821,12 +787,10 @@ def test_an_smp_whose_time_is_over_removes_the_memory_only_when_it_is_in_storage
     assert len(node.events("checkpoint.failed")) == (1 if seconds else 0)
 
 
-def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
-    alone: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(alone, monkeypatch):
     begun, left_off = threading.Event(), threading.Event()
 
-    def endless(folder: Path, segment: Segment, version: Version, origin: Origin, proceed: Any, **facts: Any) -> None:
+    def endless(folder, segment, version, origin, proceed, **facts):
         begun.set()
         try:
             while True:
@@ -845,20 +809,18 @@ def test_the_end_leaves_off_what_is_being_written_at_its_next_piece(
     assert not any(rank.pinned() for rank in alone.ranks.values()) and not alone.events("checkpoint.failed")
 
 
-def test_the_lease_is_renewed_while_a_write_takes_longer_than_it_holds(
-    alone: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lease_is_renewed_while_a_write_takes_longer_than_it_holds(alone, monkeypatch):
     """Given a write that is over only once the lease was renewed twice meanwhile."""
     monkeypatch.setattr(lease, "HOLD_SECONDS", 0.3)
     monkeypatch.setattr(folder_lease, "LOOK_SECONDS", 0.05)
     before, renewals = persist.write_rank, set[float]()
 
-    def seen_renewed() -> int:
+    def seen_renewed():
         if (found := lease.newest(alone.base)) is not None and found.renewed:
             renewals.add(found.renewed)
         return len(renewals)
 
-    def slow(*arguments: Any, **more: Any) -> Any:
+    def slow(*arguments, **more):
         until(lambda: seen_renewed() > 2)
         return before(*arguments, **more)
 
@@ -870,13 +832,11 @@ def test_the_lease_is_renewed_while_a_write_takes_longer_than_it_holds(
     assert not alone.persister.lease.lost
 
 
-def test_a_folder_that_stalls_holds_up_neither_requests_nor_the_end(
-    alone: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_stalls_holds_up_neither_requests_nor_the_end(alone, monkeypatch):
     stalled, goes_on = threading.Event(), threading.Event()
     monkeypatch.setattr(persister, "_STOP_SECONDS", 0.05)
 
-    def stall(*arguments: Any) -> None:
+    def stall(*arguments):
         stalled.set()
         assert goes_on.wait(SECONDS)
 

@@ -1,7 +1,5 @@
 """The daemon, as it really runs: started apart from the tests, asked over its socket, killed, replaced, orphaned."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -15,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +21,7 @@ from typing import Any
 import pytest
 
 from ft_plugins.errors import BudgetError, FencedError, ProtocolError, ResumeError, SegmentError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.smp.serve import job_file, process
 from ft_plugins.smp.serve.client import Client, ensure
 from ft_plugins.smp.serve.process import SnapshotProcess
@@ -51,19 +48,19 @@ RESTORE = {"do": "restore", "rank": 0, "token": 0, "lineage": 1, "base": [1, 2]}
 Node = Any  # the fixture's class lives in conftest
 
 
-def ask(node: Node, name: str, **fields: Any) -> dict[str, Any]:
+def ask(node, name, **fields):
     """One request, field by field as it goes over the wire."""
     with node.client() as client:
         return client._ask(name, **fields)
 
 
-def attach(node: Node, rank: int = 0, token: int = 0, **other: Any) -> Path:
+def attach(node, rank=0, token=0, **other):
     """Attach a rank; a fence kills nobody for it."""
     return Path(ask(node, "attach", rank=rank, token=token, **SOUND | other)["path"])
 
 
 @pytest.fixture
-def daemon(job: str, tmp_path: Path) -> Iterator[SnapshotProcess]:
+def daemon(job, tmp_path):
     """An SMP in this process."""
     found = SnapshotProcess(tmp_path, job, "n", Events())
     yield found
@@ -71,14 +68,14 @@ def daemon(job: str, tmp_path: Path) -> Iterator[SnapshotProcess]:
         found.finish_alone("test")
 
 
-def attached(daemon: SnapshotProcess, **other: Any) -> Path:
+def attached(daemon, **other):
     """As `attach`."""
     reply = daemon.answer(ATTACH | other)
     protocol.raise_refusal(reply)
     return Path(reply["path"])
 
 
-def write(path: Path, index: int, version: Version) -> None:
+def write(path, index, version):
     """Put a version into a slot as a trainer does."""
     segment = Segment(path)
     segment.ranges = [(0, SHAPE.nbytes)]
@@ -87,7 +84,7 @@ def write(path: Path, index: int, version: Version) -> None:
     segment.close()
 
 
-def versions(path: Path) -> list[Version]:
+def versions(path):
     segment = Segment(path)
     found = [slot.version for slot in segment.slots() if slot.state is SlotState.CLEAN and slot.version]
     segment.close()
@@ -97,7 +94,7 @@ def versions(path: Path) -> list[Version]:
 # ---- what it is ----
 
 
-def test_it_stands_apart_holds_its_lock_listens_in_private_and_loads_no_torch(node: Node) -> None:
+def test_it_stands_apart_holds_its_lock_listens_in_private_and_loads_no_torch(node):
     pid = node.start()
     status = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     parent, group, session = (int(word) for word in status[1:4])
@@ -113,8 +110,8 @@ def test_it_stands_apart_holds_its_lock_listens_in_private_and_loads_no_torch(no
     assert told["segments"] == [] and told["watched_pid"] == 0
 
 
-def test_several_that_are_started_at_once_are_one(node: Node) -> None:
-    found: list[int] = []
+def test_several_that_are_started_at_once_are_one(node):
+    found = []
     threads = [threading.Thread(target=lambda: found.append(node.start())) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -127,7 +124,7 @@ def test_several_that_are_started_at_once_are_one(node: Node) -> None:
 # ---- attach, restore, shutdown, end ----
 
 
-def test_a_segment_is_made_once_found_again_and_told_of(node: Node) -> None:
+def test_a_segment_is_made_once_found_again_and_told_of(node):
     node.start()
     path = attach(node, rank=3)
     assert path == node.segment(3) and stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -143,7 +140,7 @@ def test_a_segment_is_made_once_found_again_and_told_of(node: Node) -> None:
     assert told["slots"][1] == {"state": "EMPTY", "lineage": None, "iteration": None}
 
 
-def test_restore_opens_the_lineage_and_voids_what_is_newer_than_its_base(node: Node) -> None:
+def test_restore_opens_the_lineage_and_voids_what_is_newer_than_its_base(node):
     node.start()
     path = attach(node)
     for index, iteration in enumerate((4, 5, 6)):
@@ -161,9 +158,7 @@ def test_restore_opens_the_lineage_and_voids_what_is_newer_than_its_base(node: N
             client.open_lineage(1, 0, 3, None)
 
 
-def test_a_trainer_that_ends_in_order_owns_nothing_any_more_and_its_segment_stays(
-    node: Node, trainer: Callable[..., Any]
-) -> None:
+def test_a_trainer_that_ends_in_order_owns_nothing_any_more_and_its_segment_stays(node, trainer):
     node.start()
     done = trainer(0, 0)
     assert node.status()["segments"][0]["owner_pid"] == done.pid
@@ -175,7 +170,7 @@ def test_a_trainer_that_ends_in_order_owns_nothing_any_more_and_its_segment_stay
     assert node.segment(0).exists()
 
 
-def test_ranks_are_held_on_request_and_no_later_incarnation_is(node: Node) -> None:
+def test_ranks_are_held_on_request_and_no_later_incarnation_is(node):
     node.start()
     segment = Segment(attach(node, token=node.fence()))
     with node.client() as client:
@@ -191,8 +186,8 @@ def test_ranks_are_held_on_request_and_no_later_incarnation_is(node: Node) -> No
 
 
 def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_never_repeats_a_token(
-    node: Node,
-) -> None:
+    node,
+):
     first = node.start()
     paths = [attach(node, rank=rank) for rank in range(3)]
     token = node.fence()
@@ -210,9 +205,7 @@ def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_
 # ---- fence ----
 
 
-def test_a_fence_ends_the_trainers_running_or_stopped_before_it_returns(
-    node: Node, trainer: Callable[..., Any]
-) -> None:
+def test_a_fence_ends_the_trainers_running_or_stopped_before_it_returns(node, trainer):
     node.start()
     running, stopped = trainer(0, 0), trainer(1, 0, stopped=True)
     assert node.fence() == 1
@@ -223,7 +216,7 @@ def test_a_fence_ends_the_trainers_running_or_stopped_before_it_returns(
     assert [(entry["owner_pid"], entry["attached"]) for entry in node.status()["segments"]] == [(0, False)] * 2
 
 
-def test_the_superseded_incarnation_can_ask_for_nothing_any_more(node: Node) -> None:
+def test_the_superseded_incarnation_can_ask_for_nothing_any_more(node):
     node.start()
     path = attach(node)
     write(path, 0, Version(1, 1))
@@ -241,9 +234,7 @@ def test_the_superseded_incarnation_can_ask_for_nothing_any_more(node: Node) -> 
     assert attach(node, token=token) == path
 
 
-def test_a_process_that_got_the_number_of_a_dead_trainer_is_spared(
-    node: Node, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_a_process_that_got_the_number_of_a_dead_trainer_is_spared(node, sleeper):
     node.start()
     path, began = attach(node), liveness.started(sleeper.pid)
     Segment(path).header.owner = (sleeper.pid, began - 1)
@@ -254,9 +245,7 @@ def test_a_process_that_got_the_number_of_a_dead_trainer_is_spared(
     assert sleeper.wait(SECONDS) == -signal.SIGKILL
 
 
-def test_a_fence_told_to_skip_the_kill_leaves_the_trainer_without_a_token(
-    node: Node, trainer: Callable[..., Any]
-) -> None:
+def test_a_fence_told_to_skip_the_kill_leaves_the_trainer_without_a_token(node, trainer):
     node.start(armed="fence.kill:skip")
     spared = trainer(0, 0)
     node.fence()
@@ -266,7 +255,7 @@ def test_a_fence_told_to_skip_the_kill_leaves_the_trainer_without_a_token(
 # ---- lost and replaced ----
 
 
-def test_a_lost_one_loses_nothing(node: Node, trainer: Callable[..., Any]) -> None:
+def test_a_lost_one_loses_nothing(node, trainer):
     first = node.start()
     old = trainer(0, 0)
     attach(node, rank=1)
@@ -287,9 +276,7 @@ def test_a_lost_one_loses_nothing(node: Node, trainer: Callable[..., Any]) -> No
     assert new.ended_by() == signal.SIGKILL
 
 
-def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_what_it_held(
-    node: Node, trainer: Callable[..., Any]
-) -> None:
+def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_what_it_held(node, trainer):
     node.start()
     old = trainer(0, 0)
     path = node.segment(0)
@@ -313,14 +300,12 @@ def test_a_segment_whose_file_was_removed_is_an_alarm_and_the_next_rank_finds_wh
     again.close()
 
 
-def test_a_segment_that_is_written_again_replaces_the_old_one_while_nobody_goes_through_them(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_that_is_written_again_replaces_the_old_one_while_nobody_goes_through_them(daemon, monkeypatch):
     path = attached(daemon)
     path.unlink()
     real, locked = Segment.close, []
 
-    def close(segment: Segment) -> None:
+    def close(segment):
         locked.append(daemon._lock.locked())
         real(segment)
 
@@ -328,16 +313,14 @@ def test_a_segment_that_is_written_again_replaces_the_old_one_while_nobody_goes_
     assert attached(daemon).exists() and locked == [True]
 
 
-def test_a_record_of_removed_files_that_cannot_be_removed_keeps_no_segment(
-    daemon: SnapshotProcess, tmp_path: Path
-) -> None:
+def test_a_record_of_removed_files_that_cannot_be_removed_keeps_no_segment(daemon, tmp_path):
     path = attached(daemon)
     (tmp_path / "removed.json").mkdir()
     daemon.finish_alone("test")
     assert not path.exists()
 
 
-def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_next_one(node: Node) -> None:
+def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_next_one(node):
     node.start()
     attach(node)
     node.segment(0).unlink()
@@ -351,17 +334,17 @@ def test_an_smp_that_dies_with_the_memory_of_removed_files_is_an_alarm_of_the_ne
     wait_until(lambda: bool(node.events("segments.recovered")), 20, lambda: "the alarm stays")
 
 
-def test_the_alarm_of_lost_memory_ends_when_the_ranks_have_started_without_it(job: str, tmp_path: Path) -> None:
+def test_the_alarm_of_lost_memory_ends_when_the_ranks_have_started_without_it(job, tmp_path):
     """Given two removed files, one of a rank that does not come back to this node, and another held by this SMP."""
     SnapshotProcess(tmp_path, job, "n", Events()).answer(ATTACH)
     gone = paths.path_of(job, "n", 1)
     (tmp_path / "removed.json").write_text(json.dumps([str(gone)]))
-    said: list[Event] = []
+    said = []
     events = Events()
     events.subscribe(said.append)
     daemon = SnapshotProcess(tmp_path, job, "n", events)
 
-    def look() -> tuple[str, str]:
+    def look():
         daemon._files_checked = float("-inf")
         daemon.check_files()
         return said[-1].name, said[-1].fields.get("reason", "")
@@ -386,7 +369,7 @@ def test_the_alarm_of_lost_memory_ends_when_the_ranks_have_started_without_it(jo
 
 
 @pytest.mark.parametrize("kept", ["both", "segments only", "file only"])
-def test_the_token_never_goes_back(node: Node, kept: str) -> None:
+def test_the_token_never_goes_back(node, kept):
     node.start()
     path = attach(node)
     node.fence()
@@ -400,7 +383,7 @@ def test_the_token_never_goes_back(node: Node, kept: str) -> None:
     assert node.status()["token"] == token and node.fence() == token + 1
 
 
-REQUESTS: dict[str, Callable[[Any], Any]] = {
+REQUESTS = {
     "attach": lambda client: client._ask(
         "attach", rank=0, token=1, shape=asdict(SHAPE), fingerprint=FINGERPRINT, pid=0, fresh=False
     ),
@@ -412,7 +395,7 @@ REQUESTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.all_configurations)])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node, name: str, moment: str) -> None:
+def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node, name, moment):
     segments.create(node.segment(0), SHAPE, 0, FINGERPRINT)  # as if of an earlier incarnation
     with open(node.run_dir / "token", "w") as file:
         file.write("1")
@@ -420,9 +403,9 @@ def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node
     write(node.segment(0), 0, Version(1, 1))
     write(node.segment(0), 1, Version(1, 2))
     doomed = node.start(armed=f"smp.{name}.{moment}:kill")
-    found: list[Any] = []
+    found = []
 
-    def request() -> None:
+    def request():
         with node.client() as client:
             found.append(REQUESTS[name](client))
 
@@ -462,9 +445,7 @@ def test_a_request_over_which_it_dies_is_carried_out_by_its_successor(node: Node
         ({"shape": asdict(replace(SHAPE, layout=78))}, "layout: 77 -> 78"),
     ],
 )
-def test_the_memory_of_another_job_or_layout_is_refused_by_what_differs_and_nothing_is_lost(
-    daemon: SnapshotProcess, changed: dict[str, Any], words: str
-) -> None:
+def test_the_memory_of_another_job_or_layout_is_refused_by_what_differs_and_nothing_is_lost(daemon, changed, words):
     path = attached(daemon)
     write(path, 0, Version(1, 5))
     before = path.read_bytes()
@@ -478,8 +459,8 @@ def test_the_memory_of_another_job_or_layout_is_refused_by_what_differs_and_noth
 
 
 def test_small_state_of_another_size_or_slots_claimed_in_another_way_are_still_the_same_job(
-    daemon: SnapshotProcess,
-) -> None:
+    daemon,
+):
     """Its room is claimed from what it measures at start, which differs by a few bytes from one start to the next; the
     slots as with --reft-slots 5, and then without it."""
     path = attached(daemon)
@@ -492,7 +473,7 @@ def test_small_state_of_another_size_or_slots_claimed_in_another_way_are_still_t
     assert versions(path) == [Version(1, 5)]
 
 
-def test_a_foreign_file_in_the_segments_place_is_refused_until_asked_to_start_afresh(node: Node) -> None:
+def test_a_foreign_file_in_the_segments_place_is_refused_until_asked_to_start_afresh(node):
     node.segment(0).write_bytes(b"not a segment")
     node.start()
     with pytest.raises(SegmentError, match=f"rank 0: {node.segment(0)} cannot be used .*: not a segment"):
@@ -503,7 +484,7 @@ def test_a_foreign_file_in_the_segments_place_is_refused_until_asked_to_start_af
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(node: Node, replaced: bool) -> None:
+def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(node, replaced):
     node.start()
     path = attach(node)
     Segment(path).bytes[1024 + 8] ^= 0xFF
@@ -521,7 +502,7 @@ def test_a_segment_whose_fingerprint_is_damaged_is_lost_and_another_one_says_so(
     assert not found.header.opened.lost and not Segment(attach(node)).header.opened.lost
 
 
-def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(daemon: SnapshotProcess) -> None:
+def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_on(daemon):
     shape = Shape(nbytes=2**50, small_nbytes=1, buckets=1, layout=1)
     said = "rank 0: protection .*needs 3145728.0 GiB of host memory, but /dev/shm has only"
     with pytest.raises(BudgetError, match=said):
@@ -531,7 +512,7 @@ def test_memory_that_is_not_there_is_refused_with_mount_and_bytes_and_it_serves_
 
 # ---- malformed ----
 
-MALFORMED: dict[str, bytes] = {
+MALFORMED = {
     "an oversized length": struct.pack(">I", 2**31),
     "half a length": b"\0\0",
     "half a frame": struct.pack(">I", 100) + b"\x81",
@@ -544,13 +525,13 @@ MALFORMED: dict[str, bytes] = {
 class Fine:
     """A process whose requests all succeed; `hold` waits, `fail` raises `error`."""
 
-    error: Exception | None = None
+    error = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ended = threading.Event()
         self.go_on, self.begun = threading.Event(), threading.Event()
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request):
         if self.error is not None and request["do"] == "fail":
             raise self.error
         if request["do"] == "hold":
@@ -560,17 +541,17 @@ class Fine:
 
 
 @pytest.fixture
-def fine(tmp_path: Path) -> Iterator[tuple[Fine, Path, list[Event]]]:
+def fine(tmp_path):
     """A server in this process, its socket and its events."""
     served, seen, events = Fine(), [], Events()
     events.subscribe(seen.append)
-    server = process._Server(tmp_path / "smp.sock", served, events)  # type: ignore[arg-type]
+    server = process._Server(tmp_path / "smp.sock", served, events)
     yield served, tmp_path, seen
     served.go_on.set()
     server.close()
 
 
-def test_a_flood_of_malformed_frames_is_answered_by_closes_and_one_event(fine: tuple[Fine, Path, list[Event]]) -> None:
+def test_a_flood_of_malformed_frames_is_answered_by_closes_and_one_event(fine):
     _, run_dir, seen = fine
     for raw in [*MALFORMED.values(), *[MALFORMED["an oversized length"]] * 200]:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -586,15 +567,13 @@ def test_a_flood_of_malformed_frames_is_answered_by_closes_and_one_event(fine: t
         assert client._ask("status")["did"] == "status", "it serves on"
 
 
-def test_idle_connections_keep_no_request_out_and_one_that_works_is_never_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_idle_connections_keep_no_request_out_and_one_that_works_is_never_closed(tmp_path, monkeypatch, request):
     """Given places for three, one of them at work, when five more connect and then the oldest asks again."""
     monkeypatch.setattr(process, "_CONNECTIONS", 3)
     served, run_dir, seen = request.getfixturevalue("fine")
     with ExitStack() as stack:
         working = stack.enter_context(Client(run_dir, SECONDS))
-        replies: list[dict[str, Any]] = []
+        replies = []
         thread = threading.Thread(target=lambda: replies.append(working._ask("hold")))
         thread.start()
         assert served.begun.wait(SECONDS)
@@ -607,7 +586,7 @@ def test_idle_connections_keep_no_request_out_and_one_that_works_is_never_closed
     assert replies == [{"ok": True, "did": "hold"}] and not seen
 
 
-def test_half_a_request_is_hung_up_on(fine: tuple[Fine, Path, list[Event]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_request_is_hung_up_on(fine, monkeypatch):
     monkeypatch.setattr(process, "_FRAME_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SECONDS)
@@ -620,13 +599,11 @@ def test_half_a_request_is_hung_up_on(fine: tuple[Fine, Path, list[Event]], monk
     assert list(fine[2][0].fields["reasons"]) == ["timed out"]
 
 
-def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_one_is_served(
-    fine: tuple[Fine, Path, list[Event]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_one_is_served(fine, monkeypatch):
     _, run_dir, seen = fine
     real, failed = threading.Thread.start, []
 
-    def start(thread: threading.Thread) -> None:
+    def start(thread):
         if thread.name == "smp-serve" and not failed:
             failed.append(thread)
             raise RuntimeError("can't start new thread")
@@ -638,7 +615,7 @@ def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_one_is
     assert failed and list(seen[0].fields["reasons"]) == ["no thread for its connection (can't start new thread)"]
 
 
-def test_without_a_file_to_spare_it_lets_nobody_in_and_serves_on_once_there_is_one(node: Node) -> None:
+def test_without_a_file_to_spare_it_lets_nobody_in_and_serves_on_once_there_is_one(node):
     pid = node.start()
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     limit = 1 + max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
@@ -661,9 +638,7 @@ def test_without_a_file_to_spare_it_lets_nobody_in_and_serves_on_once_there_is_o
         assert answered is not None and answered["pid"] == pid
 
 
-def test_a_path_that_the_system_does_not_give_is_refused_by_name_and_it_serves_on(
-    daemon: SnapshotProcess, segment_path: Path
-) -> None:
+def test_a_path_that_the_system_does_not_give_is_refused_by_name_and_it_serves_on(daemon, segment_path):
     segment_path.mkdir()
     with pytest.raises(SegmentError, match=f"rank 0: cannot create its segment .*directory: {segment_path}"):
         attached(daemon, fresh=True)
@@ -675,8 +650,8 @@ def test_a_path_that_the_system_does_not_give_is_refused_by_name_and_it_serves_o
     "error", [KeyError("holders"), RecursionError("too deep"), MemoryError(), OverflowError("x"), UnicodeError("y")]
 )
 def test_a_request_that_fails_otherwise_than_foreseen_is_refused_in_a_line_and_the_connection_goes_on(
-    fine: tuple[Fine, Path, list[Event]], capfd: pytest.CaptureFixture[str], error: Exception
-) -> None:
+    fine, capfd, error
+):
     served, run_dir, seen = fine
     served.error = error
     with Client(run_dir, SECONDS) as client:
@@ -690,7 +665,7 @@ def test_a_request_that_fails_otherwise_than_foreseen_is_refused_in_a_line_and_t
 # ---- orphaned ----
 
 
-def ended(pid: int, seconds: float) -> bool:
+def ended(pid, seconds):
     """Whether the process ends within that time."""
     try:
         descriptor = os.pidfd_open(pid)
@@ -704,16 +679,14 @@ def ended(pid: int, seconds: float) -> bool:
         os.close(descriptor)
 
 
-def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_is_not(
-    job: str, tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_is_not(job, tmp_path, sleeper):
     """Given a second of patience: a first ft-run dies, a second comes; when that dies too, nobody comes."""
     orphaned = threading.Event()
     events = Events()
     events.subscribe(lambda event: orphaned.set() if event.name == "smp.orphaned" else None)
     daemon = SnapshotProcess(tmp_path, job, "n", events)
 
-    def watch(pid: int) -> None:
+    def watch(pid):
         daemon.answer({"do": "watch", "pid": pid, "detect_seconds": 600})
 
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as first:
@@ -732,9 +705,7 @@ def test_an_orphan_that_is_found_in_time_stays_and_ends_after_its_time_once_it_i
 
 
 @pytest.mark.parametrize("status", ["drained", "signalled"])
-def test_the_smp_of_a_drained_node_takes_no_part_in_the_job_any_more(
-    status: str, job: str, tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_smp_of_a_drained_node_takes_no_part_in_the_job_any_more(status, job, tmp_path, sleeper, monkeypatch):
     events, seen, asked = Events(), list[str](), list[str]()
     events.subscribe(lambda event: seen.append(event.name))
     daemon = SnapshotProcess(tmp_path, job, "n", events)
@@ -750,9 +721,7 @@ def test_the_smp_of_a_drained_node_takes_no_part_in_the_job_any_more(
     assert ("node.lost" in seen) == (status != "drained")
 
 
-def test_an_orphan_whose_run_directory_is_gone_ends_at_once_and_another_smp_adopts_its_segments(
-    node: Node, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_an_orphan_whose_run_directory_is_gone_ends_at_once_and_another_smp_adopts_its_segments(node, sleeper):
     pid = ensure(node.run_dir, node.job, node.name, 1e6, watch=sleeper.pid)
     path = attach(node)
     write(path, 0, Version(1, 5))
@@ -766,16 +735,14 @@ def test_an_orphan_whose_run_directory_is_gone_ends_at_once_and_another_smp_adop
     assert len(node.status()["segments"]) == 1
 
 
-def test_one_that_nobody_ever_watched_ends_too(node: Node) -> None:
+def test_one_that_nobody_ever_watched_ends_too(node):
     command = [sys.executable, "-m", "ft_plugins.smp.serve.process", "--orphan-seconds", "0", "--job", node.job]
     subprocess.run([*command, "--node", node.name, "--run-dir", str(node.run_dir)], check=True, timeout=SECONDS)
     assert ended(int((node.run_dir / "smp.lock").read_text()), SECONDS)
     assert node.events("smp.ended")[-1].fields["reason"] == "orphaned for 0 s"
 
 
-def test_one_without_patience_that_replaces_another_waits_for_whom_it_was_started_for(
-    node: Node, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_one_without_patience_that_replaces_another_waits_for_whom_it_was_started_for(node, sleeper):
     """Orphans end at once, and the one that was started is asked for nothing: the segments stay while ft-run lives."""
     node.start()
     path = attach(node)
@@ -790,15 +757,13 @@ def test_one_without_patience_that_replaces_another_waits_for_whom_it_was_starte
 # ---- superseded while its memory is being allocated ----
 
 
-def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_to_attach(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_to_attach(daemon, monkeypatch):
     """Given an attach of incarnation 0 whose pages are still being allocated, when a fence passes and incarnation 1
     attaches the same rank: the first is refused, the second gets a whole segment which both sides map."""
     allocating, go_on = threading.Event(), threading.Event()
     real, calls = segments.create, []
 
-    def create(path: Path, *shape: Any, **more: Any) -> None:
+    def create(path, *shape, **more):
         calls.append(path)
         if len(calls) == 1:
             allocating.set()
@@ -806,10 +771,10 @@ def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_t
         real(path, *shape, **more)
 
     monkeypatch.setattr(segments, "create", create)
-    replies: dict[str, dict[str, Any]] = {}
+    replies = {}
 
-    def attaching(name: str, token: int) -> threading.Thread:
-        def work() -> None:
+    def attaching(name, token):
+        def work():
             replies[name] = daemon.answer({**ATTACH, "token": token})
 
         thread = threading.Thread(target=work)
@@ -832,9 +797,7 @@ def test_an_incarnation_superseded_while_it_allocates_leaves_the_next_one_free_t
     assert trainers.header.token == 2, "the SMP maps the same file as the trainer"
 
 
-def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(
-    daemon: SnapshotProcess, tmp_path: Path
-) -> None:
+def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(daemon, tmp_path):
     """Given a node of two ranks that writes checkpoints, when one of them is restored on another node."""
     storage = {"folder": str(tmp_path / "ck"), "interval": 0, "every": 1, "keep": 1, "world_size": 2}
     paths = [attached(daemon, rank=rank, storage=storage) for rank in (0, 1)]
@@ -854,13 +817,11 @@ def test_the_memory_of_a_rank_that_has_moved_to_another_node_is_given_back(
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_segment_that_is_replaced_gives_its_memory_back_before_the_new_one_takes_it(
-    daemon: SnapshotProcess, monkeypatch: pytest.MonkeyPatch, damaged: bool
-) -> None:
+def test_a_segment_that_is_replaced_gives_its_memory_back_before_the_new_one_takes_it(daemon, monkeypatch, damaged):
     path, mapped = attached(daemon), list[bool]()
     create = segments.create
 
-    def checked(*args: Any, **more: Any) -> None:
+    def checked(*args, **more):
         mapped.append(f"{path} (deleted)" in Path("/proc/self/maps").read_text())
         create(*args, **more)
 

@@ -3,13 +3,10 @@
 Lines are played by the test; those to other nodes by a server that misbehaves.
 """
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -47,7 +44,7 @@ TIMES = np.array([[times(a, b) for b in range(256)] for a in range(256)], dtype=
 
 
 @pytest.fixture
-def segment(job: str) -> Iterator[Segment]:
+def segment(job):
     ranges = [*((at, min(BUCKET, NBYTES - at)) for at in range(0, NBYTES, BUCKET)), (NBYTES, 0)]
     path = path_of(job, "n0", 3)
     create(path, Shape(NBYTES, 1000, len(ranges), 7, 3), 3, {})
@@ -63,55 +60,55 @@ class Memory:
 
     over_wire = True
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment):
         self.bytes = np.random.default_rng(1).integers(0, 256, NBYTES, dtype=np.uint8)
         self.digests = [xxhash.xxh3_64_intdigest(self.bytes[at : at + size].tobytes()) for at, size in segment.ranges]
-        self.made: list[Memory.Line] = []
-        self.before: Callable[[Data | Parity], None] = lambda wanted: None
+        self.made = []
+        self.before = lambda wanted: None
 
-    def slot(self, rank: int, version: Version) -> bytes:
+    def slot(self, rank, version):
         assert (rank, version) == (3, VERSION)
         return bytes(msgpack.packb([SMALL, np.array(self.digests, dtype=np.uint64).tobytes()]))
 
     copy = slot
 
-    def held(self, wanted: Data | Parity) -> np.ndarray:
+    def held(self, wanted):
         assert isinstance(wanted, Data)
         return self.bytes[wanted.at : wanted.at + wanted.nbytes]
 
-    def stream(self) -> Memory.Line:
+    def stream(self):
         self.made.append(Memory.Line(self))
         return self.made[-1]
 
     class Line:
-        def __init__(self, memory: Memory) -> None:
+        def __init__(self, memory):
             self.memory = memory
-            self.asked: deque[Data | Parity] = deque()
+            self.asked = deque()
             self.most = 0
             self.closed = threading.Event()
             self.released = False
 
-        def ask_for(self, wanted: Data | Parity) -> None:
+        def ask_for(self, wanted):
             self.asked.append(wanted)
             self.most = max(self.most, len(self.asked))
 
-        def take(self, into: np.ndarray) -> None:
+        def take(self, into):
             wanted = self.asked.popleft()
             self.memory.before(wanted)
             into[:] = self.memory.held(wanted)
 
-        def close(self) -> None:
+        def close(self):
             self.closed.set()
 
-        def release(self) -> None:
+        def release(self):
             self.released = True
 
 
-def states(segment: Segment) -> set[SlotState]:
+def states(segment):
     return {slot.state for slot in segment.slots()}
 
 
-def test_a_slot_is_fetched_whole_with_a_bounded_number_of_frames_under_way(segment: Segment) -> None:
+def test_a_slot_is_fetched_whole_with_a_bounded_number_of_frames_under_way(segment):
     memory = Memory(segment)
     assert rebuild.fetch(segment, VERSION, 9, memory) == NBYTES
     (slot,) = [slot for slot in segment.slots() if slot.state is SlotState.CLEAN]
@@ -123,7 +120,7 @@ def test_a_slot_is_fetched_whole_with_a_bounded_number_of_frames_under_way(segme
 
 
 @pytest.mark.parametrize("at", [0, BUCKET, NBYTES - 1])
-def test_a_byte_that_does_not_fit_the_table_leaves_the_slot_dirty(segment: Segment, at: int) -> None:
+def test_a_byte_that_does_not_fit_the_table_leaves_the_slot_dirty(segment, at):
     memory = Memory(segment)
     memory.bytes[at] ^= 1
     with pytest.raises(CorruptSlotError, match=f"bucket {at // BUCKET} .*does not match its digest"):
@@ -132,7 +129,7 @@ def test_a_byte_that_does_not_fit_the_table_leaves_the_slot_dirty(segment: Segme
     assert all(line.released for line in memory.made)
 
 
-def test_a_bucket_without_bytes_has_a_digest_too(segment: Segment) -> None:
+def test_a_bucket_without_bytes_has_a_digest_too(segment):
     memory = Memory(segment)
     memory.digests[-1] ^= 1
     with pytest.raises(CorruptSlotError):
@@ -140,12 +137,12 @@ def test_a_bucket_without_bytes_has_a_digest_too(segment: Segment) -> None:
     assert SlotState.CLEAN not in states(segment)
 
 
-def test_who_fails_first_is_told_of_and_the_others_are_woken(segment: Segment) -> None:
+def test_who_fails_first_is_told_of_and_the_others_are_woken(segment):
     memory = Memory(segment)
     waiting = threading.Barrier(2)
-    woken: list[bool] = []
+    woken = []
 
-    def fail_or_wait(wanted: Data | Parity) -> None:
+    def fail_or_wait(wanted):
         waiting.wait(SECONDS)  # both threads are in an answer
         if wanted.at == 0:
             raise ResumeError("the first cause")
@@ -159,7 +156,7 @@ def test_who_fails_first_is_told_of_and_the_others_are_woken(segment: Segment) -
     assert SlotState.CLEAN not in states(segment) and all(line.released for line in memory.made)
 
 
-def test_another_layout_is_refused_before_anything_is_overwritten(segment: Segment) -> None:
+def test_another_layout_is_refused_before_anything_is_overwritten(segment):
     memory = Memory(segment)
     memory.digests.append(0)
     with pytest.raises(ResumeError, match="has another layout"):
@@ -171,7 +168,7 @@ def test_another_layout_is_refused_before_anything_is_overwritten(segment: Segme
 
 
 @st.composite
-def frames_of_parts(draw: st.DrawFn) -> Frame:
+def frames_of_parts(draw):
     """A frame whose parts begin and end anywhere in it, more of them than are added in one pass."""
     nbytes = draw(st.integers(1, 300))
     parts = []
@@ -187,7 +184,7 @@ def frames_of_parts(draw: st.DrawFn) -> Frame:
 
 @settings(max_examples=150, deadline=None)
 @given(frames_of_parts())
-def test_the_parts_of_a_frame_add_up_in_the_slot_wherever_they_lie(frame: Frame) -> None:
+def test_the_parts_of_a_frame_add_up_in_the_slot_wherever_they_lie(frame):
     """Given a slot with bytes of an older version."""
     store = np.random.default_rng(1).integers(0, 256, 1000 * (2 * kernels.MAX_SOURCES + 2), dtype=np.uint8)
     slot = np.random.default_rng(2).integers(0, 256, frame.nbytes, dtype=np.uint8)
@@ -197,7 +194,7 @@ def test_the_parts_of_a_frame_add_up_in_the_slot_wherever_they_lie(frame: Frame)
         expected[part.at : part.at + len(source)] ^= TIMES[part.factor][source]
 
     class Stored(Memory):
-        def __init__(self) -> None:
+        def __init__(self):
             self.bytes, self.made, self.before = store, [], lambda wanted: None
 
     streams = {position: Stored().stream() for position in range(4)}
@@ -209,7 +206,7 @@ def test_the_parts_of_a_frame_add_up_in_the_slot_wherever_they_lie(frame: Frame)
 
 
 @pytest.mark.parametrize("nodes, lost", [(4, (0, 1)), (4, (1, 3)), (5, (4, 0)), (9, (2, 6)), (14, (0, 13))], ids=str)
-def test_two_lost_slots_are_decoded_from_all_nodes_that_are_left(job: str, nodes: int, lost: tuple[int, int]) -> None:
+def test_two_lost_slots_are_decoded_from_all_nodes_that_are_left(job, nodes, lost):
     """Given streams of unequal length, so that frames and pieces end anywhere; with 14 nodes a frame has 12 parts."""
     sizes = [nodes * PAYLOAD_LIMIT // 2 + 4099 * node for node in range(nodes)]
     plan = plan_exchange([f"n{node}" for node in range(nodes)], [range(nodes)], sizes, 2)
@@ -222,16 +219,16 @@ def test_two_lost_slots_are_decoded_from_all_nodes_that_are_left(job: str, nodes
     class Survivor(Memory):
         """Holds its own slot and parity, and small states and digest tables of others."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.made, self.before = [], lambda wanted: None
 
-        def copy(self, rank: int, version: Version) -> bytes:
+        def copy(self, rank, version):
             table = [
                 xxhash.xxh3_64_intdigest(slots[rank][at : at + BUCKET].data) for at in range(0, sizes[rank], BUCKET)
             ]
             return bytes(msgpack.packb([SMALL, np.array(table, dtype=np.uint64).tobytes()]))
 
-        def held(self, wanted: Data | Parity) -> np.ndarray:
+        def held(self, wanted):
             whole = slots[wanted.rank] if isinstance(wanted, Data) else parity[wanted.key]
             return whole[wanted.at : wanted.at + wanted.nbytes]
 
@@ -253,26 +250,26 @@ def test_two_lost_slots_are_decoded_from_all_nodes_that_are_left(job: str, nodes
 class Answering:
     """A node's SMP that has let the caller in, and answers requests with what the test gives."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
+    def __init__(self, monkeypatch, encrypt):
         ours, self.theirs = socket.socketpair()
         me = Party("smp", "a-job", "here", encrypt)
         client, server = channel.ClientHandshake(SECRET, me), channel.ServerHandshake(SECRET, me)
         proof, near = client.answer(server.challenge(client.hello()))
         self.link = FramedSocket(self.theirs, server.finish(proof), calls.BOUNDS)
 
-        def connect(dialer: Dialer, until: float, greet: Callable[..., FramedSocket]) -> FramedSocket:
+        def connect(dialer, until, greet):
             dialer.connection = ours
             return greet(ours, near)
 
         monkeypatch.setattr(Dialer, "connect", connect)
         self.line = PipelinedPeer(("127.0.0.1", 1), me, SECRET, 1.0)
 
-    def answer(self, payload: bytes) -> None:
+    def answer(self, payload):
         self.link.send({"ok": True}, payload)
 
 
 @pytest.fixture(params=[False, True], ids=["authenticated", "encrypted"])
-def node(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Answering]:
+def node(monkeypatch, request):
     found = Answering(monkeypatch, request.param)
     yield found
     found.theirs.close()
@@ -282,7 +279,7 @@ def node(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 WANTED = Data(1, VERSION, 5, 100)
 
 
-def test_answers_come_in_the_order_in_which_was_asked(node: Answering) -> None:
+def test_answers_come_in_the_order_in_which_was_asked(node):
     node.line.ask_for(WANTED)
     node.line.ask_for(Parity((2, 3, 1), VERSION, 7, 60))
     asked = [received[0] for _ in range(2) if (received := node.link.receive())]
@@ -297,7 +294,7 @@ def test_answers_come_in_the_order_in_which_was_asked(node: Answering) -> None:
     assert first.tobytes() == b"a" * 100 and second.tobytes() == b"b" * 60
 
 
-def test_a_payload_that_was_changed_on_the_way_is_an_error_and_nothing_after_it_is_taken(node: Answering) -> None:
+def test_a_payload_that_was_changed_on_the_way_is_an_error_and_nothing_after_it_is_taken(node):
     node.line.ask_for(WANTED)
     node.link.send({"ok": True, "bytes": 100})
     node.theirs.sendall(b"a" * 100 + bytes(TAG))
@@ -308,14 +305,14 @@ def test_a_payload_that_was_changed_on_the_way_is_an_error_and_nothing_after_it_
 
 
 @pytest.mark.parametrize("nbytes", [0, 99, 101])
-def test_another_number_of_bytes_than_was_asked_for_is_refused(node: Answering, nbytes: int) -> None:
+def test_another_number_of_bytes_than_was_asked_for_is_refused(node, nbytes):
     node.line.ask_for(WANTED)
     node.answer(b"a" * nbytes)
     with pytest.raises(ProtocolError, match=f"expected 100 bytes, found {nbytes}"):
         node.line.take(np.zeros(100, dtype=np.uint8))
 
 
-def test_a_refusal_arrives_as_the_error_it_was(node: Answering) -> None:
+def test_a_refusal_arrives_as_the_error_it_was(node):
     node.line.ask_for(WANTED)
     node.link.send(protocol.refusal(CorruptSlotError("version 2.5 is not in memory any more")))
     with pytest.raises(CorruptSlotError, match="not in memory"):
@@ -323,7 +320,7 @@ def test_a_refusal_arrives_as_the_error_it_was(node: Answering) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"a" * 60], ids=["nothing", "a part"])
-def test_silence_ends_by_itself_and_names_the_node(node: Answering, sent: bytes) -> None:
+def test_silence_ends_by_itself_and_names_the_node(node, sent):
     node.line.ask_for(WANTED)
     if sent:
         node.link.send({"ok": True, "bytes": 100})
@@ -332,11 +329,11 @@ def test_silence_ends_by_itself_and_names_the_node(node: Answering, sent: bytes)
         node.line.take(np.zeros(100, dtype=np.uint8))
 
 
-def test_a_line_that_is_closed_by_another_thread_wakes_who_waits(node: Answering) -> None:
+def test_a_line_that_is_closed_by_another_thread_wakes_who_waits(node):
     node.line.ask_for(WANTED)
-    failures: list[FtError] = []
+    failures = []
 
-    def wait() -> None:
+    def wait():
         try:
             node.line.take(np.zeros(100, dtype=np.uint8))
         except FtError as error:
@@ -349,7 +346,7 @@ def test_a_line_that_is_closed_by_another_thread_wakes_who_waits(node: Answering
     assert not waiting.is_alive() and isinstance(failures[0], ProtocolError)
 
 
-def test_what_a_rank_computes_again_is_not_fetched_and_data_without_a_digest_is_corrupt(segment: Segment) -> None:
+def test_what_a_rank_computes_again_is_not_fetched_and_data_without_a_digest_is_corrupt(segment):
     path = segment.path.with_name(f"{segment.path.name}0")
     create(path, replace(segment.shape, parity_nbytes=NBYTES - BUCKET), segment.rank, {})
     try:

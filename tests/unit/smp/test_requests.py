@@ -1,9 +1,6 @@
 """A request is read whole or refused by name: no field is missing, of another type or out of range once it is used."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 
@@ -18,9 +15,9 @@ PROTECTION = Protection(
     1, None, ("a", "b"), ((0, 1),), (SHAPE, SHAPE), 1, 0, (("127.0.0.1", 1), ("127.0.0.1", 2)), 1, 0.0, 5.0
 )
 REFERENCE, _ = refer(PROTECTION)
-OF_RANK: dict[str, Any] = {"rank": 0, "token": 1}
+OF_RANK = {"rank": 0, "token": 1}
 SHAPES = {"nbytes": 100, "small_nbytes": 10, "buckets": 1, "layout": 5, "slots": 3}
-LOCAL: list[dict[str, Any]] = [
+LOCAL = [
     {"do": "status"},
     {"do": "watch", "pid": 7, "detect_seconds": 5.0},
     {"do": "fence"},
@@ -41,7 +38,7 @@ LOCAL: list[dict[str, Any]] = [
     {"do": "hold", "value": 1},
     {"do": "nodes", "first": 0, "each": 1.0, "every": 2.0},
 ]  # fmt: skip
-PEER: list[dict[str, Any]] = [
+PEER = [
     {"do": "probe"},
     {"do": "spare", "node": "c", "world_size": 4},
     {"do": "join", "epoch": 1, "position": 3},
@@ -60,12 +57,12 @@ OPTIONAL = {"base"}
 STRANGE = [None, -1, 1.5, "1", True, [], {}, 1 << 64]
 
 
-def test_every_request_of_this_node_is_in_the_sample() -> None:
+def test_every_request_of_this_node_is_in_the_sample():
     assert {message["do"] for message in LOCAL} | {"attach"} == set(requests.LOCAL)
 
 
 @pytest.mark.parametrize("read", [requests.local, requests.peer])
-def test_a_request_without_one_of_its_fields_or_with_one_of_another_type_is_refused_by_that_name(read: Any) -> None:
+def test_a_request_without_one_of_its_fields_or_with_one_of_another_type_is_refused_by_that_name(read):
     for message in LOCAL if read is requests.local else PEER:
         assert read(message)
         for name in message.keys() - {"do", "what"} - OPTIONAL:
@@ -90,7 +87,7 @@ def test_a_request_without_one_of_its_fields_or_with_one_of_another_type_is_refu
         ("watch", {"pid": -1}), ("watch", {"detect_seconds": "long"}), ("checkpoint", {"only_due": 1}),
     ],
 )  # fmt: skip
-def test_a_request_of_this_node_with_strange_fields_is_refused(name: str, change: dict[str, Any]) -> None:
+def test_a_request_of_this_node_with_strange_fields_is_refused(name, change):
     (sound,) = [message for message in LOCAL if message["do"] == name] or [{}]
     with pytest.raises(ProtocolError):
         requests.local({**sound, **change})
@@ -107,12 +104,12 @@ def test_a_request_of_this_node_with_strange_fields_is_refused(name: str, change
         ({}, "unknown request between SMPs: None"),
     ],
 )
-def test_what_is_out_of_range_is_refused_with_its_reason(message: dict[str, Any], reason: str) -> None:
+def test_what_is_out_of_range_is_refused_with_its_reason(message, reason):
     with pytest.raises(ProtocolError, match=reason):
         requests.peer(message)
 
 
-def test_failure_domains_are_those_of_all_nodes_or_none() -> None:
+def test_failure_domains_are_those_of_all_nodes_or_none():
     for domains in ([], ["x", ""]):
         assert Protection.read({**PROTECTION.block(), "domains": domains}).domains == tuple(domains)
     for domains in (["x"], ["x", "y", "z"], [1, 2], "xy"):
@@ -120,7 +117,7 @@ def test_failure_domains_are_those_of_all_nodes_or_none() -> None:
             Protection.read({**PROTECTION.block(), "domains": domains})
 
 
-def test_a_shape_names_its_fields_and_holds_no_more_parity_than_bytes() -> None:
+def test_a_shape_names_its_fields_and_holds_no_more_parity_than_bytes():
     attach = {"do": "attach", **OF_RANK, "fingerprint": {"layers": (1, 2)}, "pid": 1, "fresh": False}
     fields = requests.local({**attach, "shape": {**SHAPES, **_others(SHAPES)}})
     assert fields.shape.nbytes == 100 and fields.fingerprint == {"layers": [1, 2]}, "as JSON gives it back"
@@ -134,5 +131,5 @@ def test_a_shape_names_its_fields_and_holds_no_more_parity_than_bytes() -> None:
             requests.local({**attach, "shape": whole, "fingerprint": fingerprint})
 
 
-def _others(shape: dict[str, int]) -> dict[str, int]:
+def _others(shape):
     return {name: 0 for name in Shape.__dataclass_fields__ if name not in shape}

@@ -1,10 +1,5 @@
 """Signs that a rank which completes nothing works all the same, of real processes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from ft_plugins.model.progress import WorkPhase
@@ -21,24 +16,22 @@ MOVES = READY + "def one():\n  sum(range(10**5))\ndef other():\n  sum(range(10**
 CHILD_SPINS = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'while True: pass'])\n" + SLEEPS
 BOUND = 60.0
 
-Start = Callable[[str], tuple[int, int]]
-
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: Start) -> Start:
+def start(tmp_path, monkeypatch, run_python):
     monkeypatch.setattr(hang_watch, "LOOK_SECONDS", 0.2)
     return lambda what: run_python(LISTENS.format(folder=str(tmp_path)) + what)
 
 
-def rank(phase: WorkPhase) -> RankProgress:
+def rank(phase):
     return RankProgress(0, 7, 3, phase, 0.0, 0.0, 6, None, 0, 1, 1, False)
 
 
-def looks(tmp_path: Path, process: tuple[int, int], phase: WorkPhase) -> Callable[[], bool]:
+def looks(tmp_path, process, phase):
     """A look, and whether the rank has been seen at work."""
     signs = SignsOfWork(tmp_path)
 
-    def look() -> bool:
+    def look():
         signs.look([rank(phase)], {0: process})
         return 0 in signs.worked
 
@@ -46,13 +39,11 @@ def looks(tmp_path: Path, process: tuple[int, int], phase: WorkPhase) -> Callabl
 
 
 @pytest.mark.parametrize("what", [SPINS, CHILD_SPINS], ids=["spins", "its-child-spins"])
-def test_a_rank_that_works_alone_is_seen_by_the_processors_of_all_its_processes(
-    start: Start, tmp_path: Path, what: str
-) -> None:
+def test_a_rank_that_works_alone_is_seen_by_the_processors_of_all_its_processes(start, tmp_path, what):
     wait_until(looks(tmp_path, start(what), WorkPhase.DATA), BOUND, lambda: "not seen")
 
 
-def test_in_a_collective_only_a_rank_whose_stack_moves_is_at_work(start: Start, tmp_path: Path) -> None:
+def test_in_a_collective_only_a_rank_whose_stack_moves_is_at_work(start, tmp_path):
     wait_until(looks(tmp_path, start(MOVES), WorkPhase.AFTER_FORWARD), BOUND, lambda: "not seen")
 
 
@@ -60,12 +51,10 @@ def test_in_a_collective_only_a_rank_whose_stack_moves_is_at_work(start: Start, 
     ("what", "phase"),
     [(SLEEPS, WorkPhase.FORWARD), (SLEEPS, WorkPhase.AFTER_FORWARD), (SPINS, WorkPhase.AFTER_FORWARD)],
 )
-def test_a_rank_that_sleeps_and_one_that_polls_in_a_collective_are_not(
-    start: Start, tmp_path: Path, what: str, phase: WorkPhase
-) -> None:
+def test_a_rank_that_sleeps_and_one_that_polls_in_a_collective_are_not(start, tmp_path, what, phase):
     process, looked = start(what), 0
 
-    def used() -> float:
+    def used():
         return liveness.use_of_trees({0: process[0]})[0][0]
 
     if what is SPINS:  # it is past the line that printed
@@ -79,7 +68,7 @@ def test_a_rank_that_sleeps_and_one_that_polls_in_a_collective_are_not(
     assert signs.worked == {} and liveness.started(process[0]) == process[1]
 
 
-def test_a_process_that_has_ended_shows_no_work(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_shows_no_work(tmp_path):
     signs = SignsOfWork(tmp_path)
     signs.look([rank(WorkPhase.FORWARD)], {0: (2**22 + 1, 1)})
     assert signs.worked == {}

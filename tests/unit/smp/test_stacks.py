@@ -1,7 +1,5 @@
 """The stacks of ranks that hang: written by py-spy, or by the ranks themselves on a signal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat
@@ -9,10 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,25 +21,23 @@ LOCKS = "import re\ndef outer(): print(flush=True); re.match('(a*)*b', 'a' * 400
 DEAF = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
 SECONDS = 90.0
 
-Start = Callable[..., tuple[int, int]]
-
 
 @pytest.fixture(autouse=True)
-def no_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_py_spy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
 
 
 @pytest.fixture
-def start(tmp_path: Path, run_python: Callable[[str], tuple[int, int]]) -> Start:
-    def start(rank: int, what: str, listens: bool = True) -> tuple[int, int]:
+def start(tmp_path, run_python):
+    def start(rank, what, listens=True):
         begin = LISTENS.format(folder=str(tmp_path), rank=rank) if listens else ""
         return run_python(f"{begin}\n{what}\nouter()")
 
     return start
 
 
-def test_ranks_that_sleep_and_that_keep_the_lock_write_their_stacks(start: Start, tmp_path: Path) -> None:
+def test_ranks_that_sleep_and_that_keep_the_lock_write_their_stacks(start, tmp_path):
     processes = {4: start(4, SLEEPS), 5: start(5, LOCKS)}
     folder = stacks.dump(tmp_path, 3, processes, SECONDS)
     assert folder == tmp_path / "hangs" / "3"
@@ -55,7 +48,7 @@ def test_ranks_that_sleep_and_that_keep_the_lock_write_their_stacks(start: Start
         assert liveness.started(processes[rank][0]), "it goes on"
 
 
-def test_a_second_dump_holds_only_what_is_new(start: Start, tmp_path: Path) -> None:
+def test_a_second_dump_holds_only_what_is_new(start, tmp_path):
     processes = {0: start(0, SLEEPS)}
     first = (stacks.dump(tmp_path, 3, processes, SECONDS) / "rank0.txt").read_text()
     assert (stacks.dump(tmp_path, 4, processes, SECONDS) / "rank0.txt").read_text().count("outer") == first.count(
@@ -63,7 +56,7 @@ def test_a_second_dump_holds_only_what_is_new(start: Start, tmp_path: Path) -> N
     )
 
 
-def test_a_process_that_does_not_listen_is_not_ended_by_the_signal(start: Start, tmp_path: Path) -> None:
+def test_a_process_that_does_not_listen_is_not_ended_by_the_signal(start, tmp_path):
     stacks.listen(tmp_path, 0)()
     (tmp_path / "stack.0").touch()
     pid, began = start(0, SLEEPS, listens=False)
@@ -72,7 +65,7 @@ def test_a_process_that_does_not_listen_is_not_ended_by_the_signal(start: Start,
     assert liveness.started(pid) == began
 
 
-def test_of_a_stopped_an_ended_and_a_silent_process_it_is_said_why_there_are_none(start: Start, tmp_path: Path) -> None:
+def test_of_a_stopped_an_ended_and_a_silent_process_it_is_said_why_there_are_none(start, tmp_path):
     stopped, silent = start(0, SLEEPS), start(2, DEAF + SLEEPS)
     os.kill(stopped[0], signal.SIGSTOP)
     wait_until_stopped(stopped[0], SECONDS)
@@ -82,7 +75,7 @@ def test_of_a_stopped_an_ended_and_a_silent_process_it_is_said_why_there_are_non
     assert "is stopped by a signal" in texts[0] and "has ended" in texts[1] and "did not answer" in texts[2]
 
 
-def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start: Start, tmp_path: Path) -> None:
+def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start, tmp_path):
     """The first one does not answer: it waits for a device, say. Another node has the workers restart meanwhile: the
     next incarnation empties the files."""
     processes = {0: start(0, DEAF + SLEEPS), **{rank: start(rank, SLEEPS) for rank in range(1, 4)}}
@@ -100,7 +93,7 @@ def test_stacks_are_kept_as_they_come_while_another_rank_is_waited_for(start: St
     assert "did not answer" in (tmp_path / "hangs" / "3" / "rank0.txt").read_text()
 
 
-def test_a_rank_that_goes_on_shows_where_its_main_thread_stands(start: Start, tmp_path: Path) -> None:
+def test_a_rank_that_goes_on_shows_where_its_main_thread_stands(start, tmp_path):
     other = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     pid, began = start(0, other + SLEEPS)
     process = {0: (pid, began)}
@@ -113,7 +106,7 @@ def test_a_rank_that_goes_on_shows_where_its_main_thread_stands(start: Start, tm
     assert stacks.of_ranks(tmp_path, {1: (pid, began)}, SECONDS) == {1: ""} and stacks.place(folder / "rank1.txt") == ""
 
 
-def test_the_file_of_a_rank_that_is_asked_again_and_again_does_not_grow(start: Start, tmp_path: Path) -> None:
+def test_the_file_of_a_rank_that_is_asked_again_and_again_does_not_grow(start, tmp_path):
     """It lies in memory, and a rank may be slow for days."""
     process, sizes = {0: start(0, SLEEPS)}, []
     for _ in range(3):
@@ -122,7 +115,7 @@ def test_the_file_of_a_rank_that_is_asked_again_and_again_does_not_grow(start: S
     assert sizes == [sizes[0]] * 3
 
 
-def test_of_stacks_by_py_spy_the_thread_that_it_calls_the_main_one_is_taken(tmp_path: Path) -> None:
+def test_of_stacks_by_py_spy_the_thread_that_it_calls_the_main_one_is_taken(tmp_path):
     path = tmp_path / "rank0.txt"
     path.write_text(
         'Process 7: python train.py\nPython v3.11.7\n\nThread 7 (idle): "MainThread"\n    upload (train.py:12)\n'
@@ -137,9 +130,7 @@ echo "spied $1 $2 $3"
 """
 
 
-def test_py_spy_comes_first_where_it_is_installed_and_the_ranks_themselves_where_it_fails(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_py_spy_comes_first_where_it_is_installed_and_the_ranks_themselves_where_it_fails(start, tmp_path, monkeypatch):
     processes = {rank: start(rank, SLEEPS) for rank in range(2)}
     tool = tmp_path / "bin" / "py-spy"
     tool.parent.mkdir()
@@ -152,9 +143,7 @@ def test_py_spy_comes_first_where_it_is_installed_and_the_ranks_themselves_where
     assert "in outer" in texts[1]
 
 
-def test_py_spy_that_cannot_be_killed_is_not_waited_for(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_py_spy_that_cannot_be_killed_is_not_waited_for(start, tmp_path, monkeypatch):
     """It reads a process whose memory lies on a file system that does not answer."""
     process = start(0, SLEEPS)
     tool = tmp_path / "bin" / "py-spy"
@@ -162,7 +151,7 @@ def test_py_spy_that_cannot_be_killed_is_not_waited_for(
     tool.write_text("#!/bin/sh\nexec sleep 3600\n")
     tool.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tool.parent}:/bin:/usr/bin")
-    killed: list[subprocess.Popen[bytes]] = []
+    killed = []
     by_py_spy = stacks._by_py_spy
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -177,12 +166,10 @@ def test_py_spy_that_cannot_be_killed_is_not_waited_for(
     assert "in outer" in (folder / "rank0.txt").read_text()
 
 
-def test_several_py_spies_that_do_not_end_are_waited_for_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_py_spies_that_do_not_end_are_waited_for_together(tmp_path, monkeypatch):
     clock, waited, wait = SimpleNamespace(now=0.0), [], subprocess.Popen.wait
 
-    def wait_in_vain(spy: Any, timeout: float) -> int:
+    def wait_in_vain(spy, timeout):
         waited.append(spy)
         clock.now += timeout
         raise subprocess.TimeoutExpired("py-spy", timeout)
@@ -202,14 +189,14 @@ def test_several_py_spies_that_do_not_end_are_waited_for_together(
     assert len(set(waited)) == 8 and clock.now == 2.0 + stacks._KILLED_SECONDS
 
 
-def test_the_stacks_of_the_last_hangs_are_kept(tmp_path: Path) -> None:
+def test_the_stacks_of_the_last_hangs_are_kept(tmp_path):
     for token in range(1, 20):
         stacks.dump(tmp_path, token, {})
     kept = sorted(int(each.name) for each in (tmp_path / "hangs").iterdir())
     assert kept == list(range(20 - stacks.KEPT, 20))
 
 
-def test_one_that_no_longer_listens_leaves_no_file(tmp_path: Path) -> None:
+def test_one_that_no_longer_listens_leaves_no_file(tmp_path):
     end = stacks.listen(tmp_path, 7)
     assert stat.S_IMODE((tmp_path / "stack.7").stat().st_mode) == 0o600
     (tmp_path / "stack.8").touch()

@@ -1,7 +1,5 @@
 """Commits that stand still are an alarm, slow ones are not; reports that cannot be are named and not used."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -37,7 +35,7 @@ NODES = ("a", "b", "c")
 DETECT = 10.0
 
 
-def v(iteration: int, lineage: int = 2) -> Version:
+def v(iteration, lineage=2):
     return Version(lineage, iteration)
 
 
@@ -64,9 +62,7 @@ FRESH = ExchangeEpoch(2, None, 3, 4)
         (Standing(11, 60.0), True),
     ],
 )
-def test_commits_stand_still_after_many_times_the_usual_distance_and_some_detection_times(
-    standing: Standing, still: bool
-) -> None:
+def test_commits_stand_still_after_many_times_the_usual_distance_and_some_detection_times(standing, still):
     assert standing.still == still
 
 
@@ -81,7 +77,7 @@ def test_commits_stand_still_after_many_times_the_usual_distance_and_some_detect
         (Behind(Lack.PARTS, 7), "node at position 7 lacks parts"),
     ],
 )
-def test_the_alarm_names_the_node_for_how_long_and_what_it_costs(behind: Behind, words: str) -> None:
+def test_the_alarm_names_the_node_for_how_long_and_what_it_costs(behind, words):
     text = Standing(50, 61.0, 2, 1, DETECT).words(behind.words(NODES))
     assert words in text and text.startswith("no version was committed for 50 iterations and 61 s, usually one in 2: ")
     assert (
@@ -94,17 +90,17 @@ def test_the_alarm_names_the_node_for_how_long_and_what_it_costs(behind: Behind,
     )
 
 
-def observed(seconds: float, waits: int = 0, **more: object) -> ReportDue:
-    return ReportDue(Observation(20, standing=Standing(waits, seconds, 1, 1, DETECT), **more))  # type: ignore[arg-type]
+def observed(seconds, waits=0, **more):
+    return ReportDue(Observation(20, standing=Standing(waits, seconds, 1, 1, DETECT), **more))
 
 
-def behind_of(state: NodeState, due: ReportDue) -> Behind | None:
+def behind_of(state, due):
     _, actions = step(state, due)
     (sent,) = [action.report for action in actions if isinstance(action, SendReport)]
     return sent.behind
 
 
-def test_a_report_says_what_the_exchange_lacks_only_once_it_takes_long() -> None:
+def test_a_report_says_what_the_exchange_lacks_only_once_it_takes_long():
     state = NodeState(FRESH, 1, False, ExchangeDecision(v(20)))
     for early in (0.0, DETECT):
         assert behind_of(state, observed(early, sending=v(20), target=0)) is None, "no message more than before"
@@ -116,8 +112,8 @@ def test_a_report_says_what_the_exchange_lacks_only_once_it_takes_long() -> None
     assert behind_of(state, observed(late, sending=v(20), target=0, corrupt=True)) == Behind(Lack.SNAPSHOT, 1)
 
 
-def test_a_version_that_is_announced_far_ahead_is_not_said_to_be_missing_at_the_node_that_waits_for_it() -> None:
-    def lack(announced: int) -> Behind | None:
+def test_a_version_that_is_announced_far_ahead_is_not_said_to_be_missing_at_the_node_that_waits_for_it():
+    def lack(announced):
         state = NodeState(RESTORED, 1, False, ExchangeDecision(v(announced)))
         return behind_of(state, ReportDue(Observation(200, standing=Standing(0, DETECT + 1, 1, 1, DETECT))))
 
@@ -125,14 +121,14 @@ def test_a_version_that_is_announced_far_ahead_is_not_said_to_be_missing_at_the_
     assert lack(500) == Behind(Lack.AHEAD, 1, 300)
 
 
-def test_merged_reports_name_the_first_cause() -> None:
+def test_merged_reports_name_the_first_cause():
     lacks = [None, Behind(Lack.PARTS, 0), Behind(Lack.TRANSFER, 2, 0), Behind(Lack.TRANSFER, 1, 0)]
     parts = [summarize(at, NodeReport(3, behind=behind)) for at, behind in enumerate(lacks)]
     assert merge(parts).behind == merge([merge(parts[:2]), *parts[1:]]).behind == Behind(Lack.TRANSFER, 1, 0)
     assert merge(parts[:1]).behind is None
 
 
-def test_a_standstill_is_reported_once_with_the_node_that_position_0_names_and_the_next_commit_ends_it() -> None:
+def test_a_standstill_is_reported_once_with_the_node_that_position_0_names_and_the_next_commit_ends_it():
     for position in (0, 1):
         state = NodeState(FRESH, position, False, ExchangeDecision(v(20)))
         state, _ = step(state, Announced(ExchangeDecision(v(20)), behind=Behind(Lack.SNAPSHOT, 2)))
@@ -147,7 +143,7 @@ def test_a_standstill_is_reported_once_with_the_node_that_position_0_names_and_t
         assert step(state, Committed(v(24)))[1] == ()
 
 
-def test_a_node_that_alone_does_not_commit_what_the_others_do_speaks_for_itself() -> None:
+def test_a_node_that_alone_does_not_commit_what_the_others_do_speaks_for_itself():
     state = NodeState(FRESH, 2, False, ExchangeDecision(v(24), v(20)))
     _, actions = step(state, observed(30.0, waits=11, committed=v(4)))
     (reported,) = [action for action in actions if isinstance(action, ReportStandstill)]
@@ -157,7 +153,7 @@ def test_a_node_that_alone_does_not_commit_what_the_others_do_speaks_for_itself(
 # ---- reports that cannot be ----
 
 
-def bounds(begun: int = 200, committed: Version | None = None, epoch: ExchangeEpoch = RESTORED) -> Bounds:
+def bounds(begun=200, committed=None, epoch=RESTORED):
     return Bounds.of(epoch, begun, committed)
 
 
@@ -182,18 +178,18 @@ def bounds(begun: int = 200, committed: Version | None = None, epoch: ExchangeEp
     ids=str,
 )
 def test_whatever_a_report_exceeds_none_of_its_versions_is_used_and_its_sender_lives_on(
-    wrong: dict[str, object],
-) -> None:
+    wrong,
+):
     right = Summary(6, 204, v(204), v(200), v(196), v(200), v(192), v(196), (0,), v(200))
     assert bounds().summary(1, right) == (right, "")
-    usable, reason = bounds().summary(1, replace(right, **wrong))  # type: ignore[arg-type]
+    usable, reason = bounds().summary(1, replace(right, **wrong))
     assert usable == Summary(6, lost=(0,), behind=Behind(Lack.REPORT, 1))
     assert "expected lineage 2 and at most iteration" in reason and reason.startswith(
         next(iter(wrong)).removeprefix("newest_").removeprefix("least_")
     )
 
 
-def test_what_may_be_is_used_however_far_ranks_are_apart_by_right() -> None:
+def test_what_may_be_is_used_however_far_ranks_are_apart_by_right():
     apart = Summary(2, 200 + AHEAD, v(200 + AHEAD + AHEAD // 2), newest_committed=v(100, 1))
     assert bounds().summary(1, apart)[1] == ""
     restored = Summary(2, 0, v(100, 1), None, v(100, 1), v(100, 1), v(90, 1), v(100, 1))
@@ -207,7 +203,7 @@ def test_what_may_be_is_used_however_far_ranks_are_apart_by_right() -> None:
 
 
 @pytest.mark.parametrize("wrong", [v(10**6), v(4, 3)], ids=str)
-def test_of_an_announcement_the_part_that_cannot_be_is_not_used(wrong: Version) -> None:
+def test_of_an_announcement_the_part_that_cannot_be_is_not_used(wrong):
     lost, decision = (2,), ExchangeDecision(wrong, v(196))
     usable, reason = bounds().announcement(Announcement(decision, lost))
     assert usable == Announcement(ExchangeDecision(None, v(196)), lost) and reason.startswith("exchange: ")
@@ -215,11 +211,11 @@ def test_of_an_announcement_the_part_that_cannot_be_is_not_used(wrong: Version) 
     assert usable == Announcement(ExchangeDecision(v(204), None), lost) and reason.startswith("committed: ")
 
 
-def summary(committed: int, exchange: int) -> Summary:
+def summary(committed, exchange):
     return summarize(1, NodeReport(exchange, v(exchange), encoded=v(exchange), committed=v(committed)))
 
 
-def test_one_wrong_summary_stops_no_commit_and_is_reported_once_until_the_sender_is_right_again() -> None:
+def test_one_wrong_summary_stops_no_commit_and_is_reported_once_until_the_sender_is_right_again():
     root = TreeState(ExchangeEpoch(2, None, 2, 1), 0, DETECT, 0.0)
     root.report(NodeReport(5, v(5), encoded=v(5), committed=v(4)), 0.0)
     root.hear_child(1, summary(4, 4), 0.0)
@@ -237,7 +233,7 @@ def test_one_wrong_summary_stops_no_commit_and_is_reported_once_until_the_sender
     assert "begun: iteration 1000000" in root.advance(0.4).rejected[0][1]
 
 
-def test_before_ranks_have_begun_anything_it_is_not_known_what_is_wrong_so_nothing_is_said_and_nothing_used() -> None:
+def test_before_ranks_have_begun_anything_it_is_not_known_what_is_wrong_so_nothing_is_said_and_nothing_used():
     """They continue from the framework's own checkpoint, of iteration 100,000, which no SMP knows of."""
     root = TreeState(ExchangeEpoch(2, None, 2, 1), 0, DETECT, 0.0)
     root.hear_child(1, summarize(1, NodeReport(100_001)), 0.0)
@@ -250,7 +246,7 @@ def test_before_ranks_have_begun_anything_it_is_not_known_what_is_wrong_so_nothi
     assert root.announcement.decision.exchange.iteration == 100_002, "not half as far again: nothing was committed yet"
 
 
-def test_a_parent_that_announces_what_cannot_be_is_named_and_what_is_known_stays() -> None:
+def test_a_parent_that_announces_what_cannot_be_is_named_and_what_is_known_stays():
     node = TreeState(ExchangeEpoch(2, None, 2, 1), 1, DETECT, 0.0)
     node.joined(0, 0.0)
     node.report(NodeReport(5, v(5), committed=v(4)), 0.0)

@@ -1,11 +1,6 @@
 """A node in one word: the worse one goes first."""
 
-from __future__ import annotations
-
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,16 +28,16 @@ SHAPE = Shape(nbytes=100, small_nbytes=10, buckets=1, layout=1)
         (True, None, None, Signal.HEALTHY),
     ],
 )
-def test_the_worst_is_said(trainers_work: bool, exchange: Any, committed: Any, expected: Signal) -> None:
+def test_the_worst_is_said(trainers_work, exchange, committed, expected):
     tier = {"nodes": ["n0", "n1"], "exchange": exchange, "committed": committed}
     assert signal_of([], tier, trainers_work) is expected
 
 
-def test_a_node_whose_smp_does_not_answer_is_offline(tmp_path: Path) -> None:
+def test_a_node_whose_smp_does_not_answer_is_offline(tmp_path):
     assert facts_of(tmp_path, {}, "it hangs")["signal"] == Signal.OFFLINE.value
 
 
-def test_an_smp_says_it_of_its_node(node: Any, sleeper: subprocess.Popen[bytes]) -> None:
+def test_an_smp_says_it_of_its_node(node, sleeper):
     node.start()
     token = node.fence()
     with node.client() as client:
@@ -60,13 +55,13 @@ def test_an_smp_says_it_of_its_node(node: Any, sleeper: subprocess.Popen[bytes])
 
 
 def test_a_lost_trainer_is_declared_when_there_is_room_for_it_and_one_that_moves_away_is_no_error(
-    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job, tmp_path, monkeypatch
+):
     process, room, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [False], list[list[str]]()
     process._detect_seconds = -1.0
-    process._segments = {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4))), 1: SimpleNamespace()}  # type: ignore[dict-item]
+    process._segments = {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4))), 1: SimpleNamespace()}
 
-    def declare(token: int, lost: list[str]) -> None:
+    def declare(token, lost):
         if not room[0]:
             raise OSError("no space left on device")
         declared.append(lost)
@@ -82,18 +77,16 @@ def test_a_lost_trainer_is_declared_when_there_is_room_for_it_and_one_that_moves
     assert declared == [["rank 0"]]
 
 
-def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
-    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(job, tmp_path, monkeypatch):
     """It was stopped before its SMP was, and goes on after it."""
     process, now, declared = SnapshotProcess(tmp_path, job, "n0", Events("n0")), [100.0], list[list[str]]()
-    process._detect_seconds, process._segments = 10.0, {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4)))}  # type: ignore[dict-item]
+    process._detect_seconds, process._segments = 10.0, {0: SimpleNamespace(header=SimpleNamespace(owner=(4, 4)))}
     monkeypatch.setattr(process._tier, "declare_lost", lambda token, lost: declared.append(lost))
     monkeypatch.setattr(process._transition, "drop_if_safe", lambda: None)
     monkeypatch.setattr(liveness, "is_stopped", lambda pid, began: True)
     monkeypatch.setattr(owner, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def look(seconds: float) -> None:
+    def look(seconds):
         for _ in range(round(seconds / 0.2)):
             now[0] += 0.2
             process.check_trainers()
@@ -118,9 +111,7 @@ def test_a_trainer_is_not_lost_because_its_whole_node_was_suspended(
         (6, [], None),
     ],
 )
-def test_how_far_an_incarnation_came_from_where(
-    base: int | None, segments: list[tuple[int, int]], expected: tuple[int, int] | None
-) -> None:
+def test_how_far_an_incarnation_came_from_where(base, segments, expected):
     known = [{"attached": True, "lineage_token": token, "completed": done} for token, done in segments]
     left = {"attached": False, "lineage_token": 2, "completed": 99}  # of an earlier, larger incarnation
     assert progress_of({"segments": [*known, left], "history": {"base": base}}, 7) == expected

@@ -1,9 +1,6 @@
 """The shape of the tree of SMPs: whatever is lost, the rest stays connected below one root and no node is crowded."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Collection
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +10,12 @@ from ft_plugins.smp.tree.tree import ARITY, candidates, children_of, depth_of, p
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (9, 1), (10, 2), (73, 2), (74, 3), (2048, 4)])
-def test_the_depth_grows_with_the_logarithm_of_the_job(nodes: int, depth: int) -> None:
+def test_the_depth_grows_with_the_logarithm_of_the_job(nodes, depth):
     assert max(map(depth_of, range(nodes))) == depth
 
 
 @given(st.integers(1, 5000))
-def test_every_node_but_the_root_is_the_child_of_its_parent(nodes: int) -> None:
+def test_every_node_but_the_root_is_the_child_of_its_parent(nodes):
     children = [child for position in range(nodes) for child in children_of(position, nodes)]
     assert children == list(range(1, nodes)), "each once, in order"
     for position in {0, nodes // 17, nodes // 2, nodes - 1}:
@@ -27,7 +24,7 @@ def test_every_node_but_the_root_is_the_child_of_its_parent(nodes: int) -> None:
 
 
 @given(st.integers(0, 2047))
-def test_candidates_are_all_lower_positions_once_beginning_with_the_parent(position: int) -> None:
+def test_candidates_are_all_lower_positions_once_beginning_with_the_parent(position):
     order = list(candidates(position))
     assert sorted(order) == list(range(position))
     assert order[:1] == ([parent_of(position)] if position else [])
@@ -35,12 +32,12 @@ def test_candidates_are_all_lower_positions_once_beginning_with_the_parent(posit
         assert {parent_of(one) for one in order[:ARITY]} == {parent_of(order[0])}, "first the siblings of the parent"
 
 
-def live_parent(position: int, lost: Collection[int]) -> int | None:
+def live_parent(position, lost):
     return next((one for one in candidates(position) if one not in lost), None)
 
 
 @st.composite
-def jobs(draw: st.DrawFn, most_lost: int) -> tuple[int, set[int]]:
+def jobs(draw, most_lost):
     """The number of nodes, and the lost positions: any of them, with a preference for those with children."""
     nodes = draw(st.integers(1, 2048))
     anywhere, inner = st.integers(0, nodes - 1), st.integers(0, max(0, (nodes - 2) // ARITY))
@@ -50,7 +47,7 @@ def jobs(draw: st.DrawFn, most_lost: int) -> tuple[int, set[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(jobs(most_lost=200))
-def test_whatever_is_lost_the_rest_stays_connected_below_the_lowest_live_position(job: tuple[int, set[int]]) -> None:
+def test_whatever_is_lost_the_rest_stays_connected_below_the_lowest_live_position(job):
     nodes, lost = job
     live = [position for position in range(nodes) if position not in lost]
     parents = {position: live_parent(position, lost) for position in live}
@@ -61,13 +58,13 @@ def test_whatever_is_lost_the_rest_stays_connected_below_the_lowest_live_positio
 
 @settings(max_examples=300, deadline=None)
 @given(jobs(most_lost=2))
-def test_after_two_losses_no_node_has_more_than_twice_its_children(job: tuple[int, set[int]]) -> None:
+def test_after_two_losses_no_node_has_more_than_twice_its_children(job):
     nodes, lost = job
     crowd = Counter(live_parent(position, lost) for position in range(nodes) if position not in lost)
     del crowd[None]
     assert max(crowd.values(), default=0) <= 2 * ARITY
 
 
-def test_the_children_of_a_lost_node_spread_over_its_siblings() -> None:
+def test_the_children_of_a_lost_node_spread_over_its_siblings():
     crowd = Counter(live_parent(child, {5}) for child in children_of(5, 2048))
     assert set(crowd) == set(range(1, ARITY + 1)) - {5} and max(crowd.values()) == 2

@@ -1,12 +1,9 @@
 """Nodes of the tree over real sockets: each with a thread of its own, or stepped by hand."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import cast
@@ -22,22 +19,21 @@ from ft_plugins.smp.tree.tree_messages import MESSAGE_LIMIT
 from ft_plugins.smp.tree.tree_peers import TreePeers
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
-from ft_plugins.transport.calls import Peer
-from ft_plugins.transport.channel import Channel, ClientHandshake, Party, ServerHandshake
+from ft_plugins.transport.channel import ClientHandshake, Party, ServerHandshake
 from ft_plugins.transport.loop import Loop
 
 SECRET = b"a secret of this test"
 SECONDS = 90.0
 
 
-def channels(client: int, server: int) -> tuple[Channel, Channel]:
+def channels(client, server):
     asking = ClientHandshake(SECRET, Party("smp", "job", f"n{client}"))
     answering = ServerHandshake(SECRET, Party("smp", "job", f"n{server}"))
     answer, channel = asking.answer(answering.challenge(asking.hello()))
     return channel, answering.finish(answer)
 
 
-def wait(condition: Callable[[], bool]) -> None:
+def wait(condition):
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"not within {SECONDS} s"
@@ -47,24 +43,24 @@ def wait(condition: Callable[[], bool]) -> None:
 class Node:
     """One member with its loop; `job` are all nodes by position."""
 
-    def __init__(self, job: Job, position: int) -> None:
+    def __init__(self, job, position):
         self.job = job
         self.position = position
         self.changes = 0
-        self.errors: list[tuple[str, str]] = []
+        self.errors = []
         self.ended = 0
         self.loop = Loop("smp-tree")
         self.state = TreeState(job.epoch, position, job.detect, time.monotonic())
         self.member = TreeMember(self.loop, self.state, self.connect, self.changed, self.failed)
         self.listening = True
 
-    def changed(self) -> None:
+    def changed(self):
         self.changes += 1
 
-    def failed(self, node: str, reason: str) -> None:
+    def failed(self, node, reason):
         self.errors.append((node, reason))
 
-    def connect(self, parent: int, done: Callable[[Connected | str], None]) -> None:
+    def connect(self, parent, done):
         node = self.job.nodes[parent]
         if not node.listening:
             done("refused")
@@ -74,41 +70,41 @@ class Node:
         node.member.adopt(self.position, Connected(theirs, accepted), node.end)
         done(Connected(ours, channel))
 
-    def end(self) -> None:
+    def end(self):
         self.ended += 1
 
-    def close(self) -> None:
+    def close(self):
         self.listening = False
         self.loop.stop()
         self.member.close()
         self.loop.close()
 
     @property
-    def decision(self) -> ExchangeDecision:
+    def decision(self):
         return self.member.announcement.decision
 
 
 class Job:
-    def __init__(self, nodes: int, detect: float = 2.0) -> None:
+    def __init__(self, nodes, detect=2.0):
         self.detect = detect
         self.epoch = ExchangeEpoch(1, None, nodes, 1)
         self.nodes = [Node(self, position) for position in range(nodes)]
 
-    def start(self) -> None:
+    def start(self):
         for node in self.nodes:
             node.loop.start()
             node.member.report(NodeReport(0))
 
-    def close(self) -> None:
+    def close(self):
         for node in self.nodes:
             node.close()
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
+def make():
+    made = []
 
-    def make_job(nodes: int, detect: float = 2.0) -> Job:
+    def make_job(nodes, detect=2.0):
         made.append(Job(nodes, detect))
         return made[-1]
 
@@ -117,9 +113,7 @@ def make() -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-def test_a_version_is_committed_by_messages_alone_without_waiting_for_a_heartbeat(
-    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_is_committed_by_messages_alone_without_waiting_for_a_heartbeat(make, monkeypatch):
     """20 nodes in three levels; heartbeats would come every hour."""
     monkeypatch.setattr(tree_state, "_SLOWEST_SECONDS", 3600.0)
     job = make(20, detect=5 * 3600.0)
@@ -136,14 +130,14 @@ def test_a_version_is_committed_by_messages_alone_without_waiting_for_a_heartbea
     assert threads.count("smp-tree") == 20, "one for each node"
 
 
-def test_a_node_that_was_stopped_presumes_none_lost_before_it_has_read_what_they_sent(make: Callable[..., Job]) -> None:
+def test_a_node_that_was_stopped_presumes_none_lost_before_it_has_read_what_they_sent(make):
     job = make(3, detect=1.0)
     job.start()
     wait(lambda: all(node.decision.exchange is not None for node in job.nodes))
     root = job.nodes[0]
     stopped, go_on = threading.Event(), threading.Event()
 
-    def stop() -> None:
+    def stop():
         root.loop.soon(root.member.advance)
         stopped.set()
         go_on.wait(SECONDS)
@@ -155,14 +149,14 @@ def test_a_node_that_was_stopped_presumes_none_lost_before_it_has_read_what_they
         for node in job.nodes:
             node.member.report(NodeReport(0))
         time.sleep(0.02)
-    lost: list[tuple[int, ...]] = []
+    lost = []
     root.member._changed = lambda: lost.append(root.member.announcement.lost)
     go_on.set()
     time.sleep(0.3)
     assert not any(lost) and root.member.announcement.lost == ()
 
 
-def test_a_message_that_no_child_may_send_ends_its_connection_alone(make: Callable[..., Job]) -> None:
+def test_a_message_that_no_child_may_send_ends_its_connection_alone(make):
     job = make(3)
     job.start()
     root = job.nodes[0]
@@ -173,7 +167,7 @@ def test_a_message_that_no_child_may_send_ends_its_connection_alone(make: Callab
     wait(lambda: len(root.member.links) == 2)  # it joins again
 
 
-def test_a_child_that_reads_nothing_stops_none_of_the_others(make: Callable[..., Job]) -> None:
+def test_a_child_that_reads_nothing_stops_none_of_the_others(make):
     job = make(3, detect=60.0)
     root, other = job.nodes[:2]
     job.nodes[2].listening = False
@@ -187,7 +181,7 @@ def test_a_child_that_reads_nothing_stops_none_of_the_others(make: Callable[...,
     (link,) = [each for each in root.member.links if each.position == 2]
     filled = threading.Event()
 
-    def fill() -> None:
+    def fill():
         for _ in range(10_000):
             with suppress(Exception):
                 link.send({"do": "announce", "exchange": None, "committed": None, "lost": []})
@@ -201,7 +195,7 @@ def test_a_child_that_reads_nothing_stops_none_of_the_others(make: Callable[...,
     ours.close()
 
 
-def test_an_smp_that_takes_the_place_of_another_one_takes_over_its_connection(make: Callable[..., Job]) -> None:
+def test_an_smp_that_takes_the_place_of_another_one_takes_over_its_connection(make):
     job = make(3)
     job.start()
     wait(lambda: len(job.nodes[0].member.links) == 2)
@@ -214,7 +208,7 @@ def test_an_smp_that_takes_the_place_of_another_one_takes_over_its_connection(ma
     dead.close()
 
 
-def test_a_connection_that_is_made_after_the_end_is_closed(make: Callable[..., Job]) -> None:
+def test_a_connection_that_is_made_after_the_end_is_closed(make):
     job = make(2)
     root = job.nodes[0]
     root.loop.start()
@@ -226,18 +220,16 @@ def test_a_connection_that_is_made_after_the_end_is_closed(make: Callable[..., J
     ours.close()
 
 
-def test_a_connection_that_the_system_refuses_to_watch_ends_and_the_others_go_on(
-    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_the_system_refuses_to_watch_ends_and_the_others_go_on(make, monkeypatch):
     job = make(3)
     root = job.nodes[0]
     register, refused = root.loop._selector.register, [0, 0]
 
-    def refuse(connection: socket.socket, *rest: object) -> object:
+    def refuse(connection, *rest):
         if refused:
             refused.pop()
             raise OSError(28, "no space left")
-        return register(connection, *rest)  # type: ignore[arg-type]
+        return register(connection, *rest)
 
     monkeypatch.setattr(root.loop._selector, "register", refuse)
     job.start()
@@ -246,18 +238,16 @@ def test_a_connection_that_the_system_refuses_to_watch_ends_and_the_others_go_on
     assert len(root.errors) == 2 and all("no space left" in reason for _, reason in root.errors)
 
 
-def test_a_parent_that_the_system_refuses_to_watch_is_tried_again(
-    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parent_that_the_system_refuses_to_watch_is_tried_again(make, monkeypatch):
     job = make(2)
     child = job.nodes[1]
     register, refused = child.loop._selector.register, [0]
 
-    def refuse(connection: socket.socket, *rest: object) -> object:
+    def refuse(connection, *rest):
         if refused:
             refused.pop()
             raise OSError(28, "no space left")
-        return register(connection, *rest)  # type: ignore[arg-type]
+        return register(connection, *rest)
 
     monkeypatch.setattr(child.loop._selector, "register", refuse)
     job.start()
@@ -265,13 +255,13 @@ def test_a_parent_that_the_system_refuses_to_watch_is_tried_again(
     assert not refused and child.state.parent == 0
 
 
-def test_whatever_goes_wrong_while_connecting_the_node_hears_of_it() -> None:
+def test_whatever_goes_wrong_while_connecting_the_node_hears_of_it():
     """Otherwise it would never look for a parent again."""
 
-    def connect(position: int, patience: float) -> Peer:
+    def connect(position, patience):
         raise IndexError(f"position {position}")
 
-    heard: queue.SimpleQueue[Connected | str] = queue.SimpleQueue()
+    heard = queue.SimpleQueue()
     peers = TreePeers(cast(Protection, SimpleNamespace(lineage=1, position=3)), ["n0"], connect, Events("n3"))
     peers.connect(0, heard.put)
     assert "IndexError: position 0" in str(heard.get(timeout=SECONDS))

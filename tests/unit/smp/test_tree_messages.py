@@ -1,9 +1,5 @@
 """What neighbours in the tree send each other comes back as it was packed, or is refused whole."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,18 +25,18 @@ summaries = st.builds(Summary, bitmaps, numbers, versions, versions, versions, v
 
 
 @given(summaries)
-def test_a_summary_arrives_as_it_was_and_within_the_limit(summary: Summary) -> None:
+def test_a_summary_arrives_as_it_was_and_within_the_limit(summary):
     message = frame_codec.pack(packed_summary(summary))
     assert len(message) <= MESSAGE_LIMIT
     assert from_child(frame_codec.unpack(message)) == summary
 
 
 @given(st.builds(Announcement, st.builds(ExchangeDecision, versions, versions), lost))
-def test_an_announcement_arrives_as_it_was(announcement: Announcement) -> None:
+def test_an_announcement_arrives_as_it_was(announcement):
     assert from_parent(frame_codec.unpack(frame_codec.pack(packed_announcement(announcement)))) == announcement
 
 
-def test_a_child_may_leave() -> None:
+def test_a_child_may_leave():
     assert from_child(LEAVE) is None
 
 
@@ -50,7 +46,7 @@ ANNOUNCEMENT = packed_announcement(Announcement())
 
 @pytest.mark.parametrize("name", sorted(SUMMARY.keys() - {"do"}))
 @pytest.mark.parametrize("value", [None, -1, 1.5, "1", True, [[1, -4]], {}, b"x" * 8193, [1] * 65, [None] * 5])
-def test_a_summary_with_a_field_of_another_kind_is_refused(name: str, value: Any) -> None:
+def test_a_summary_with_a_field_of_another_kind_is_refused(name, value):
     if (name, value) == ("stall", None):
         value = [1, 2, 3, 4, 5, 6, 7]  # no phase has that number, and 2 is no flag
     if (name, value) == ("behind", None):
@@ -77,12 +73,12 @@ def test_a_summary_with_a_field_of_another_kind_is_refused(name: str, value: Any
         {"do": None},
     ],
 )
-def test_an_announcement_that_is_malformed_is_refused(change: dict[str, Any]) -> None:
+def test_an_announcement_that_is_malformed_is_refused(change):
     with pytest.raises(ProtocolError):
         from_parent({**ANNOUNCEMENT, **change})
 
 
 @pytest.mark.parametrize("name", [None, "announce", "take", ["summary"], 7])
-def test_other_messages_of_a_child_are_refused_by_name(name: Any) -> None:
+def test_other_messages_of_a_child_are_refused_by_name(name):
     with pytest.raises(ProtocolError, match="unknown message of a child"):
         from_child({**SUMMARY, "do": name})

@@ -1,7 +1,5 @@
 """Nodes of the tree, with a clock and a network that are made up: all that are lost are found, and no other."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
@@ -21,19 +19,19 @@ MARGIN = 0.3  # seconds for messages of all levels
 
 
 @pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def narrow(monkeypatch):
     """A deep tree of few nodes."""
     monkeypatch.setattr(tree, "ARITY", 3)
 
 
-def settled(nodes: int, seed: int = 0) -> Network:
+def settled(nodes, seed=0):
     network = Network(nodes, seed)
     network.run(SETTLING)
     assert network.parents() == [tree.parent_of(position) for position in range(nodes)]
     return network
 
 
-def test_the_parent_hears_of_a_change_at_once_and_of_nothing_new_at_each_heartbeat() -> None:
+def test_the_parent_hears_of_a_change_at_once_and_of_nothing_new_at_each_heartbeat():
     node = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0)
     assert node.advance(0.0).connect == 0
     node.joined(0, 0.1)
@@ -52,7 +50,7 @@ def test_the_parent_hears_of_a_change_at_once_and_of_nothing_new_at_each_heartbe
     assert node.advance(outbox.wake + PERIOD).up == summarize(1, NodeReport(3)), "it is alive"
 
 
-def test_an_smp_that_takes_the_place_of_a_child_is_answered_at_once() -> None:
+def test_an_smp_that_takes_the_place_of_a_child_is_answered_at_once():
     node = TreeState(ExchangeEpoch(1, None, 2, 1), 0, DETECT, 0.0)
     node.report(NodeReport(0), 0.0)
     node.hear_child(1, Summary(2), 0.0)
@@ -66,7 +64,7 @@ def test_an_smp_that_takes_the_place_of_a_child_is_answered_at_once() -> None:
     assert node.advance(0.6).down == (1,)
 
 
-def test_a_silent_child_is_reported_as_lost_for_as_long_again_and_one_that_left_is_not() -> None:
+def test_a_silent_child_is_reported_as_lost_for_as_long_again_and_one_that_left_is_not():
     node, lost_at = TreeState(ExchangeEpoch(1, None, 40, 1), 1, DETECT, 0.0), []
     node.joined(0, 0.0)
     node.hear_child(20, Summary(1 << 20), 0.0)
@@ -83,7 +81,7 @@ def test_a_silent_child_is_reported_as_lost_for_as_long_again_and_one_that_left_
     assert (lost_at[0], lost_at[-1] + PERIOD, len(lost_at)) == (DETECT, 2 * DETECT, DETECT / PERIOD)
 
 
-def test_what_cannot_come_from_a_child_is_refused() -> None:
+def test_what_cannot_come_from_a_child_is_refused():
     node = TreeState(ExchangeEpoch(1, None, 40, 1), 2, DETECT, 0.0)
     with pytest.raises(ProtocolError, match="position 2 cannot report"):
         node.hear_child(2, Summary(), 0.0)
@@ -96,7 +94,7 @@ def test_what_cannot_come_from_a_child_is_refused() -> None:
         node.hear_child(33, Summary(1 << 33, lost=(34, 40)), 0.0)
 
 
-def test_a_lost_position_that_no_node_has_is_not_announced() -> None:
+def test_a_lost_position_that_no_node_has_is_not_announced():
     node = TreeState(ExchangeEpoch(1, None, 40, 1), 33, DETECT, 0.0)
     node.joined(4, 0.0)
     with pytest.raises(ProtocolError, match="a lost position that no node has"):
@@ -104,8 +102,8 @@ def test_a_lost_position_that_no_node_has_is_not_announced() -> None:
     assert node.announcement == Announcement()
 
 
-def test_neither_part_of_a_decision_goes_back_whoever_it_is_heard_from() -> None:
-    def v(iteration: int) -> Version:
+def test_neither_part_of_a_decision_goes_back_whoever_it_is_heard_from():
+    def v(iteration):
         return Version(1, iteration)
 
     node = TreeState(ExchangeEpoch(1, None, 40, 1), 20, DETECT, 0.0)
@@ -122,14 +120,14 @@ def test_neither_part_of_a_decision_goes_back_whoever_it_is_heard_from() -> None
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 9])
-def test_a_small_job_is_a_star(nodes: int) -> None:
+def test_a_small_job_is_a_star(nodes):
     network = settled(nodes)
     assert network.parents() == [None] + [0] * (nodes - 1)
     assert len(network.commits) > 3
 
 
 @pytest.mark.usefixtures("narrow")
-def test_versions_are_committed_within_milliseconds_after_the_last_node_has_encoded_them() -> None:
+def test_versions_are_committed_within_milliseconds_after_the_last_node_has_encoded_them():
     """40 nodes in 4 levels; a version takes up to 0.3 s."""
     network = settled(40)
     count, began = len(network.commits), network.now
@@ -140,7 +138,7 @@ def test_versions_are_committed_within_milliseconds_after_the_last_node_has_enco
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_node_without_news_costs_its_neighbours_a_message_each_way_at_each_heartbeat() -> None:
+def test_a_node_without_news_costs_its_neighbours_a_message_each_way_at_each_heartbeat():
     network = settled(40)
     network.encoding = 1e9
     network.run(1.0)
@@ -153,7 +151,7 @@ def test_a_node_without_news_costs_its_neighbours_a_message_each_way_at_each_hea
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("powered", [True, False])
 @pytest.mark.parametrize("position", [0, 1, 2, 5, 39])
-def test_one_that_is_lost_is_known_everywhere_after_the_detection_time(position: int, powered: bool) -> None:
+def test_one_that_is_lost_is_known_everywhere_after_the_detection_time(position, powered):
     """The root, inner nodes of two levels, a leaf; the process alone, or the machine without a word."""
     network = settled(40, seed=position)
     killed = network.now
@@ -167,9 +165,7 @@ def test_one_that_is_lost_is_known_everywhere_after_the_detection_time(position:
 @pytest.mark.usefixtures("narrow")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 45), st.sets(st.integers(0, 44), min_size=1, max_size=6), st.integers(0, 99), st.booleans())
-def test_of_any_that_are_lost_together_some_are_known_everywhere_and_never_one_that_lives(
-    nodes: int, lost: set[int], seed: int, powered: bool
-) -> None:
+def test_of_any_that_are_lost_together_some_are_known_everywhere_and_never_one_that_lives(nodes, lost, seed, powered):
     lost = {position % nodes for position in lost} - {Random(seed).randrange(nodes)}
     network = settled(nodes, seed)
     for position in lost:
@@ -191,7 +187,7 @@ def test_of_any_that_are_lost_together_some_are_known_everywhere_and_never_one_t
 
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("position", [0, 1, 5, 39])
-def test_a_replaced_smp_loses_nothing_and_versions_go_on(position: int) -> None:
+def test_a_replaced_smp_loses_nothing_and_versions_go_on(position):
     network = settled(40, seed=position)
     for _ in range(3):
         network.replace_smp(position)
@@ -205,9 +201,7 @@ def test_a_replaced_smp_loses_nothing_and_versions_go_on(position: int) -> None:
 @pytest.mark.usefixtures("narrow")
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 29), st.floats(0, 3)), max_size=8), st.integers(0, 99))
-def test_however_smps_are_replaced_no_version_is_committed_too_early_and_one_is_in_the_end(
-    nodes: int, replaced: list[tuple[int, float]], seed: int
-) -> None:
+def test_however_smps_are_replaced_no_version_is_committed_too_early_and_one_is_in_the_end(nodes, replaced, seed):
     """`Network` checks that no node is made to commit what it has not encoded, or to go back."""
     network = settled(nodes, seed)
     for position, pause in replaced:
@@ -222,7 +216,7 @@ def test_however_smps_are_replaced_no_version_is_committed_too_early_and_one_is_
 
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize(("child", "other"), [(5, 3), (16, 6), (2, 1)])
-def test_a_link_that_carries_nothing_any_more_costs_no_node(child: int, other: int) -> None:
+def test_a_link_that_carries_nothing_any_more_costs_no_node(child, other):
     """Both ends live: the child reports elsewhere before its parent has missed it for too long, and comes back once
     the link works again."""
     network = settled(40)
@@ -241,7 +235,7 @@ def test_a_link_that_carries_nothing_any_more_costs_no_node(child: int, other: i
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_child_that_comes_back_to_a_parent_that_reports_it_as_lost_is_not_lost() -> None:
+def test_a_child_that_comes_back_to_a_parent_that_reports_it_as_lost_is_not_lost():
     """The other parent hears at once that it has been left, and the root hears late of the new one."""
     network = settled(40)
     network.slow[1, 0] = 20 * LATENCY
@@ -253,7 +247,7 @@ def test_a_child_that_comes_back_to_a_parent_that_reports_it_as_lost_is_not_lost
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_job_that_is_suspended_and_resumed_has_lost_none() -> None:
+def test_a_job_that_is_suspended_and_resumed_has_lost_none():
     network = settled(40)
     for seconds in (0.1, 0.3, 1.0):
         network.suspend(10 * DETECT)
@@ -266,7 +260,7 @@ def test_a_job_that_is_suspended_and_resumed_has_lost_none() -> None:
 
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("position", [0, 5])
-def test_one_that_is_lost_while_the_job_is_suspended_is_found(position: int) -> None:
+def test_one_that_is_lost_while_the_job_is_suspended_is_found(position):
     network = settled(40)
     network.suspend(10 * DETECT)
     network.kill(position, powered=False)
@@ -275,7 +269,7 @@ def test_one_that_is_lost_while_the_job_is_suspended_is_found(position: int) -> 
 
 
 @pytest.mark.parametrize("first", [0, 8])
-def test_every_node_knows_of_a_lost_rack_after_the_detection_time(first: int) -> None:
+def test_every_node_knows_of_a_lost_rack_after_the_detection_time(first):
     """Eight machines without power, which have most of the children; and the root."""
     network = settled(100)
     for position in range(first, first + 8):
@@ -286,7 +280,7 @@ def test_every_node_knows_of_a_lost_rack_after_the_detection_time(first: int) ->
 
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("position", [0, 2, 39])
-def test_a_node_whose_driver_hangs_is_lost_though_its_connections_work(position: int) -> None:
+def test_a_node_whose_driver_hangs_is_lost_though_its_connections_work(position):
     network = settled(40)
     network.machines[position].hung = True
     network.run(DETECT + MARGIN)
@@ -294,7 +288,7 @@ def test_a_node_whose_driver_hangs_is_lost_though_its_connections_work(position:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_node_that_never_joins_is_lost_after_the_detection_time() -> None:
+def test_a_node_that_never_joins_is_lost_after_the_detection_time():
     network = Network(20)
     network.machines[7].alive = False
     network.run(DETECT - 0.5)
@@ -303,7 +297,7 @@ def test_a_node_that_never_joins_is_lost_after_the_detection_time() -> None:
     assert network.lost() == {(7,)}
 
 
-def test_2048_nodes_join_commit_and_find_a_lost_inner_node() -> None:
+def test_2048_nodes_join_commit_and_find_a_lost_inner_node():
     network = Network(2048, encoding=1.0)
     network.run(2.0)
     assert network.parents() == [tree.parent_of(position) for position in range(2048)]

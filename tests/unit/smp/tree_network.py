@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from ft_plugins.smp.tree.agreement import Announcement, ExchangeEpoch, NodeReport, Summary
+from ft_plugins.smp.tree.agreement import ExchangeEpoch, NodeReport
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
 
@@ -31,36 +30,36 @@ class Machine:
     encoded: Version | None = None
     committed: Version | None = None
 
-    def report(self) -> NodeReport:
+    def report(self):
         return NodeReport(self.begun, self.exchange, None, self.encoded, self.committed)
 
 
 class Network:
     """All nodes. `sent` counts messages by kind; `known` is what each node was the first to know, and when."""
 
-    def __init__(self, nodes: int, seed: int = 0, encoding: float = 0.3) -> None:
+    def __init__(self, nodes, seed=0, encoding=0.3):
         self.now = 100.0
         self.random = Random(seed)
         self.encoding = encoding  # seconds until a node has encoded a version, at most
         self.epoch = ExchangeEpoch(1, None, nodes, 1)
         self.machines = [Machine(TreeState(self.epoch, at, DETECT, self.now)) for at in range(nodes)]
-        self.links: dict[int, set[int]] = {at: set() for at in range(nodes)}  # of each child, to parents
-        self.cut: set[tuple[int, int]] = set()  # links over which nothing passes any more, by child and parent
-        self.slow: dict[tuple[int, int], float] = {}  # latency by source and target, if it is not LATENCY
-        self.up: dict[int, int] = dict.fromkeys(range(nodes), 0)
-        self.down: dict[int, int] = dict.fromkeys(range(nodes), 0)
-        self.commits: dict[Version, float] = {}  # when position 0 announced it
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self.links = {at: set() for at in range(nodes)}  # of each child, to parents
+        self.cut = set()  # links over which nothing passes any more, by child and parent
+        self.slow = {}  # latency by source and target, if it is not LATENCY
+        self.up = dict.fromkeys(range(nodes), 0)
+        self.down = dict.fromkeys(range(nodes), 0)
+        self.commits = {}  # when position 0 announced it
+        self._events = []
         self._numbers = itertools.count()
-        self._wakes: dict[int, float] = {}
-        self._arrivals: dict[tuple[int, int], float] = {}  # of the last message, by source and target
+        self._wakes = {}
+        self._arrivals = {}  # of the last message, by source and target
         for at in range(nodes):
             self.after(self.random.uniform(0, 0.2), lambda at=at: self._start(at))
 
-    def after(self, seconds: float, happens: Callable[[], None]) -> None:
+    def after(self, seconds, happens):
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), happens))
 
-    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+    def run(self, seconds, until=lambda: False):
         """Whether `until` came true within `seconds`."""
         end = self.now + seconds
         while self._events and self._events[0][0] <= end:
@@ -71,19 +70,19 @@ class Network:
         self.now = end
         return until()
 
-    def live(self) -> list[Machine]:
+    def live(self):
         return [machine for machine in self.machines if machine.alive]
 
-    def lost(self) -> set[tuple[int, ...]]:
+    def lost(self):
         """What is announced as lost, on all live nodes."""
         return {machine.state.announcement.lost for machine in self.live() if not machine.hung}
 
-    def parents(self) -> list[int | None]:
+    def parents(self):
         return [machine.state.parent for machine in self.machines]
 
     # -- what happens --
 
-    def kill(self, at: int, powered: bool = True) -> None:
+    def kill(self, at, powered=True):
         machine = self.machines[at]
         machine.alive, machine.powered = False, powered
         for child, parents in self.links.items():
@@ -96,11 +95,11 @@ class Network:
                     else:
                         self.cut.add((child, parent))
 
-    def replace_smp(self, at: int, seconds: float = 1.0) -> None:
+    def replace_smp(self, at, seconds=1.0):
         """The SMP dies, and the watcher starts another one."""
         self.kill(at)
 
-        def start() -> None:
+        def start():
             machine = self.machines[at]
             machine.state = TreeState(self.epoch, at, DETECT, self.now)
             machine.alive = True
@@ -109,18 +108,18 @@ class Network:
 
         self.after(seconds, start)
 
-    def suspend(self, seconds: float) -> None:
+    def suspend(self, seconds):
         """All processes of the job are stopped for a while, and go on as if nothing had been, but for their clocks."""
         self.now += seconds
         self._events = [(when + seconds, number, happens) for when, number, happens in self._events]
         self._wakes = {at: when + seconds for at, when in self._wakes.items()}
         self._arrivals = {link: when + seconds for link, when in self._arrivals.items()}
 
-    def train(self, at: int) -> None:
+    def train(self, at):
         self.machines[at].begun += 1
 
-    def _start(self, at: int) -> None:
-        def report() -> None:
+    def _start(self, at):
+        def report():
             machine = self.machines[at]
             if machine.alive and machine.state is state:
                 if not machine.hung:
@@ -132,7 +131,7 @@ class Network:
         state = self.machines[at].state
         report()
 
-    def _follow(self, machine: Machine) -> None:
+    def _follow(self, machine):
         decision = machine.state.announcement.decision
         if decision.committed is not None and (machine.committed is None or decision.committed > machine.committed):
             assert machine.encoded == decision.committed or not machine.exchange, "committed without its data"
@@ -141,7 +140,7 @@ class Network:
             assert machine.exchange is None or decision.exchange is not None and decision.exchange > machine.exchange
             machine.exchange = decision.exchange
 
-            def encode(version: Version | None = decision.exchange) -> None:
+            def encode(version=decision.exchange):
                 if machine.alive and not machine.hung and machine.exchange == version and version is not None:
                     machine.begun = max(machine.begun, version.iteration)
                     machine.encoded = version
@@ -151,7 +150,7 @@ class Network:
             if machine.encoded != decision.exchange:
                 self.after(self.random.uniform(0, self.encoding), encode)
 
-    def _advance(self, at: int) -> None:
+    def _advance(self, at):
         machine = self.machines[at]
         if not machine.alive:
             return
@@ -175,13 +174,13 @@ class Network:
             self._connect(at, outbox.connect)
         self._wake(at, outbox.wake)
 
-    def _announced(self, at: int, announcement: Announcement) -> None:
+    def _announced(self, at, announcement):
         version = announcement.decision.committed
         if at == 0 and version is not None and version not in self.commits:
             self.commits[version] = self.now
         self._follow(self.machines[at])
 
-    def _wake(self, at: int, when: float) -> None:
+    def _wake(self, at, when):
         when = max(when, self.now + 1e-4)
         if self._wakes.get(at, 0.0) > self.now and self._wakes[at] <= when:
             return
@@ -190,10 +189,10 @@ class Network:
 
     # -- messages --
 
-    def _send(self, source: int, target: int, arrives: Callable[[], None], linked: bool = True) -> None:
+    def _send(self, source, target, arrives, linked=True):
         link = (max(source, target), min(source, target))
 
-        def deliver() -> None:
+        def deliver():
             if self.machines[target].alive and link not in self.cut and (not linked or link[1] in self.links[link[0]]):
                 arrives()
                 self._advance(target)
@@ -202,29 +201,29 @@ class Network:
         arrival = self._arrivals[source, target] = max(arrival, self._arrivals.get((source, target), 0.0))  # in order
         self.after(arrival - self.now, deliver)
 
-    def _hear_child(self, parent: int, child: int, summary: Summary) -> None:
+    def _hear_child(self, parent, child, summary):
         self.machines[parent].state.hear_child(child, summary, self.now)
 
-    def _hear_parent(self, child: int, parent: int, news: Announcement) -> None:
+    def _hear_parent(self, child, parent, news):
         state = self.machines[child].state
         before = state.announcement
         state.hear_parent(parent, news, self.now)
         if state.announcement != before and not self.machines[child].hung:
             self._announced(child, state.announcement)
 
-    def _left(self, parent: int, child: int) -> None:
+    def _left(self, parent, child):
         self.machines[parent].state.child_left(child)
 
-    def _hung_up(self, at: int, other: int) -> None:
+    def _hung_up(self, at, other):
         if self.machines[at].alive and self.machines[at].state.parent == other:
             self.machines[at].state.failed(other, "it hung up", self.now)
             self._advance(at)
 
-    def _connect(self, at: int, parent: int) -> None:
+    def _connect(self, at, parent):
         state = self.machines[at].state
         powered = self.machines[parent].powered and (at, parent) not in self.cut
 
-        def arrive() -> None:
+        def arrive():
             if not self.machines[at].alive or self.machines[at].state is not state:
                 return
             if self.machines[parent].alive and powered:

@@ -36,16 +36,16 @@ class Rank:
     fenced: int = 0  # the last iteration whose fence was passed
     writing: int | None = None
 
-    def versions(self) -> set[Version]:
+    def versions(self):
         return {slot.version for slot in self.slots if slot.state is CLEAN and slot.version}
 
-    def change(self, index: int, **values: object) -> None:
+    def change(self, index, **values):
         before = self.slots[index]
         self.slots[index] = replace(before, **values)
         if "state" in values:
             check_transition(before.state, self.slots[index].state)
 
-    def begin(self) -> None:
+    def begin(self):
         """The version point: a capture starts."""
         self.step += 1
         if self.step % self.interval:
@@ -57,23 +57,23 @@ class Rank:
         assert not chosen.pins
         self.change(self.writing, state=DIRTY, version=version, mark=Mark.NONE)
 
-    def seal(self) -> None:
+    def seal(self):
         if self.writing is not None:
             self.change(self.writing, state=CLEAN)
             self.writing = None
 
-    def fence(self, mark: Mark) -> None:
+    def fence(self, mark):
         """Before the update of iteration `step` + 1: what was captured last is sealed, and its verdict is here."""
         self.seal()
         self.mark(Version(self.lineage, self.step), mark)
         self.fenced = self.step + 1
 
-    def mark(self, version: Version, mark: Mark) -> None:
+    def mark(self, version, mark):
         for slot in list(self.slots):
             if slot.version == version and slot.state is CLEAN:
                 self.change(slot.index, mark=mark)
 
-    def pin(self, purpose: Pin, draw: random.Random) -> None:
+    def pin(self, purpose, draw):
         """The SMP keeps another version for `purpose`, if it may, as `Segment.pin` does."""
         held = sorted(self.versions())
         found = pinnable_slot(self.slots, draw.choice(held)) if held else None
@@ -94,7 +94,7 @@ class Job:
     verdicts: dict[Version, Mark] = field(default_factory=dict)
     restored: list[tuple[Version | None, Mark]] = field(default_factory=list)
 
-    def verdict(self, version: Version) -> Mark:
+    def verdict(self, version):
         """The same for all ranks."""
         if version not in self.verdicts:
             audited = version.iteration % self.audit == 0
@@ -102,17 +102,17 @@ class Job:
             self.verdicts[version] = agreed if audited else Mark.UNAUDITED
         return self.verdicts[version]
 
-    def common(self) -> set[Version]:
+    def common(self):
         return set.intersection(*(rank.versions() for rank in self.ranks))
 
-    def marks(self) -> dict[Version, Mark]:
+    def marks(self):
         return marks_of((slot.version, slot.mark) for rank in self.ranks for slot in rank.slots)
 
-    def newest(self, mark: Mark | None = None) -> Version | None:
+    def newest(self, mark=None):
         marks = self.marks()
         return max((v for v in self.common() if mark is None or marks.get(v) is mark), default=None)
 
-    def step(self) -> None:
+    def step(self):
         rank = self.draw.choice(self.ranks)
         if self.pinned and self.draw.random() < 0.2:
             rank.pin(self.draw.choice(OTHERS), self.draw)
@@ -126,7 +126,7 @@ class Job:
         elif all(other.fenced >= rank.step for other in self.ranks):
             rank.begin()
 
-    def recover(self) -> None:
+    def recover(self):
         """All are killed wherever they stand; each opens a lineage in turn. With a chance they are killed again before
         all have, and the same version is restored."""
         for rank in self.ranks:
@@ -155,15 +155,13 @@ class Job:
             assert not [version for version in rank.versions() if base is None or version > base]
 
 
-def life(
-    seed: int, world: int, audit: int = 0, pinned: bool = False, slots: int = SLOTS, interval: int = 1
-) -> tuple[Job, list[Version]]:
+def life(seed, world, audit=0, pinned=False, slots=SLOTS, interval=1):
     """A job's history, and the versions that all ranks held and some lost before all had a newer one: the certified
     ones where replicas are compared, any of them elsewhere."""
     draw = random.Random(seed)
     ranks = [Rank([Slot(i, EMPTY, None) for i in range(slots)], interval) for _ in range(world)]
     job, kind = Job(draw, ranks, audit, pinned), Mark.CERTIFIED if audit else None
-    best: Version | None = None
+    best = None
     lost = []
     for _ in range(200):
         if draw.random() < (0.02 if audit else 0.04):

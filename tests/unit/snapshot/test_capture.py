@@ -1,16 +1,11 @@
 """Capture: what is sealed is the state at the version point, whatever training or a superseded writer does."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +18,11 @@ from ft_plugins.errors import CorruptSlotError, FencedError, InventoryError, Seg
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.copiers import CudaCopier, HostCopier, flat_bytes
-from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.capture.layout import plan_layout
 from ft_plugins.snapshot.segment.claims import CaptureOwner
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
-from ft_plugins.snapshot.segment.slots import Commit, Pin, SlotState, Version
+from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version
 from harness.late_device import LateDevice, LateEvent, LateStream
 
 BUCKET = 256
@@ -36,11 +31,11 @@ UPDATE = frozenset({IterationSpan.UPDATE})
 CPU = torch.device("cpu")
 
 
-def state(seed: int = 0) -> dict[str, torch.Tensor]:
+def state(seed=0):
     """Tensors of many kinds: two buckets and more, dense in another order, without dimensions, empty, low precision."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape):
         return torch.randn(*shape, generator=generator)
 
     return {
@@ -56,7 +51,7 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def inventory(tensors: Mapping[str, torch.Tensor]) -> Inventory:
+def inventory(tensors):
     early = {"amax": UPDATE | {IterationSpan.FORWARD}, "rng": frozenset({IterationSpan.BETWEEN})}
     return Inventory.of(
         0,
@@ -68,17 +63,17 @@ def inventory(tensors: Mapping[str, torch.Tensor]) -> Inventory:
     )  # fmt: skip
 
 
-def contents(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+def contents(tensors):
     return {name: flat_bytes(name, tensor).numpy().tobytes() for name, tensor in tensors.items()}
 
 
 class Gate(HostCopier):
     """The host's copier, which calls `hook` on the capture thread before or after each background bucket."""
 
-    def __init__(self, before: Callable[[int], None] = lambda n: None, after: Callable[[int], None] = lambda n: None):
+    def __init__(self, before=lambda n: None, after=lambda n: None):
         self._before, self._after, self._done = before, after, 0
 
-    def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, destinations, sources):
         if threading.current_thread() is threading.main_thread():
             return super().copy(destinations, sources)
         self._before(self._done)
@@ -90,32 +85,32 @@ class Gate(HostCopier):
 class Rig(CaptureOwner):
     """A segment with the capture of one rank."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.tensors = state()
-        self.layout: Layout = plan_layout(inventory(self.tensors), (), BUCKET)
+        self.layout = plan_layout(inventory(self.tensors), (), BUCKET)
         self.begin(path)
 
-    def begin(self, path: Path) -> None:
+    def begin(self, path):
         self.shape = Shape(self.layout.nbytes, 1000, len(self.layout.buckets), 1)
         create(path, self.shape, 0, {})
         self.segment = Segment(path)
         self.segment.ranges = [(bucket.offset, bucket.nbytes) for bucket in self.layout.buckets]
         self.segment.header.token = 1
-        self.commits: list[tuple[Commit, str]] = []
-        self.captures: list[Capture] = []
-        self.stopped: set[int] = set()
+        self.commits = []
+        self.captures = []
+        self.stopped = set()
 
-    def capture(self, token: int = 1, gate: HostCopier | None = None) -> Capture:
+    def capture(self, token=1, gate=None):
         made = Capture(self.segment, self.layout, lambda: self.tensors, token, self)
         if gate is not None:
             made._copiers[CPU] = gate
         self.captures.append(made)
         return made
 
-    def sealed(self, commit: Commit) -> None:
+    def sealed(self, commit):
         self.commits.append((commit, threading.current_thread().name))
 
-    def held(self, index: int) -> dict[str, bytes]:
+    def held(self, index):
         """The items as slot `index` holds them, put together from the pieces."""
         found = {name: bytearray(tensor.numel() * tensor.element_size()) for name, tensor in self.tensors.items()}
         data = self.segment.data(index)
@@ -125,7 +120,7 @@ class Rig(CaptureOwner):
                 found[piece.item][piece.item_offset : end] = data[piece.offset : piece.offset + piece.nbytes].tobytes()
         return {name: bytes(raw) for name, raw in found.items()}
 
-    def restorable(self) -> dict[Version, int]:
+    def restorable(self):
         """The versions that recovery could take, and their slots."""
         found = {}
         for slot in self.segment.slots():
@@ -137,14 +132,14 @@ class Rig(CaptureOwner):
                 found[slot.version] = slot.index
         return found
 
-    def train(self) -> None:
+    def train(self):
         """Change every element of every tensor."""
         for tensor in self.tensors.values():
             tensor.view(torch.uint8).bitwise_not_() if tensor.dtype is torch.uint8 else tensor.neg_().add_(1)
 
 
 @pytest.fixture
-def rig(segment_path: Path) -> Iterator[Rig]:
+def rig(segment_path):
     made = Rig(segment_path)
     yield made
     faults.arm("")
@@ -155,15 +150,15 @@ def rig(segment_path: Path) -> Iterator[Rig]:
         capture.close()
 
 
-def test_there_are_several_buckets_of_both_kinds(rig: Rig) -> None:
+def test_there_are_several_buckets_of_both_kinds(rig):
     """What the other tests rely on."""
     assert len(rig.layout.synchronous) == 1
     assert len(rig.layout.background) >= 6
 
 
 def test_the_sealed_version_is_the_state_at_its_version_point_and_training_goes_on_right_after_the_fence(
-    rig: Rig,
-) -> None:
+    rig,
+):
     capture = rig.capture()
     expected = {}
     for iteration in range(1, 8):
@@ -179,7 +174,7 @@ def test_the_sealed_version_is_the_state_at_its_version_point_and_training_goes_
         assert rig.segment.slot(index).token == 1
 
 
-def test_a_slot_is_claimed_once_if_a_second_update_begins_before_the_work_of_the_first_is_done(rig: Rig) -> None:
+def test_a_slot_is_claimed_once_if_a_second_update_begins_before_the_work_of_the_first_is_done(rig):
     """As with an interval of two, or where versions are taken at synchronisations alone."""
     rig.segment.path.unlink()
     create(rig.segment.path, replace(rig.shape, slots=5, first=2), 0, {})
@@ -188,12 +183,12 @@ def test_a_slot_is_claimed_once_if_a_second_update_begins_before_the_work_of_the
     first_ends, claims, updates = threading.Event(), list[str](), list[int]()
 
     class Owner(CaptureOwner):
-        def updated(self) -> None:
+        def updated(self):
             updates.append(len(updates))
             if len(updates) == 1:
                 assert_set(first_ends)
 
-        def check_room(self, nbytes: int) -> None:
+        def check_room(self, nbytes):
             claims.append(threading.current_thread().name)
             time.sleep(0.3)
 
@@ -212,7 +207,7 @@ def test_a_slot_is_claimed_once_if_a_second_update_begins_before_the_work_of_the
     assert (claims, len(updates), rig.segment.claimed) == (["ftp-capture"], 2, (0, 1, 2))
 
 
-def test_what_the_step_may_change_is_copied_before_start_returns(rig: Rig) -> None:
+def test_what_the_step_may_change_is_copied_before_start_returns(rig):
     released = threading.Event()
     capture = rig.capture(gate=Gate(before=lambda n: assert_set(released)))
     expected = contents(rig.tensors)
@@ -225,7 +220,7 @@ def test_what_the_step_may_change_is_copied_before_start_returns(rig: Rig) -> No
 
 
 @pytest.mark.parametrize("suspect", [False, True], ids=["digest of the slot", "digest of the source"])
-def test_kept_copies_are_captured_in_place_of_tensors_that_changed_since(rig: Rig, suspect: bool) -> None:
+def test_kept_copies_are_captured_in_place_of_tensors_that_changed_since(rig, suspect):
     capture = rig.capture()
     if suspect:  # as after a writer that was stopped within the bucket
         capture._suspect = {(slot.index, 0) for slot in rig.segment.slots()}
@@ -240,14 +235,14 @@ def test_kept_copies_are_captured_in_place_of_tensors_that_changed_since(rig: Ri
         assert rig.held(rig.restorable()[Version(1, iteration)]) == expected
 
 
-def assert_set(event: threading.Event) -> None:
+def assert_set(event):
     assert event.wait(SECONDS), "nobody released the capture"
 
 
-def test_the_fence_lets_nobody_through_before_the_seal(rig: Rig) -> None:
+def test_the_fence_lets_nobody_through_before_the_seal(rig):
     reached, released, passed = threading.Event(), threading.Event(), threading.Event()
 
-    def hold(bucket: int) -> None:
+    def hold(bucket):
         if bucket == 3:
             reached.set()
             assert_set(released)
@@ -256,11 +251,11 @@ def test_the_fence_lets_nobody_through_before_the_seal(rig: Rig) -> None:
     capture.start(Version(1, 1), b"")
     assert_set(reached)
 
-    def fence() -> None:
+    def fence():
         waited.append(capture.wait())
         passed.set()
 
-    waited: list[float] = []
+    waited = []
     other = threading.Thread(target=fence)
     other.start()
     assert not passed.is_set() and rig.restorable() == {}
@@ -270,7 +265,7 @@ def test_the_fence_lets_nobody_through_before_the_seal(rig: Rig) -> None:
     assert list(rig.restorable()) == [Version(1, 1)] and waited[0] >= 0
 
 
-def test_a_version_that_starts_while_the_last_one_runs_waits_for_it(rig: Rig) -> None:
+def test_a_version_that_starts_while_the_last_one_runs_waits_for_it(rig):
     capture = rig.capture()
     capture.start(Version(1, 1), b"a")
     capture.start(Version(1, 2), b"b")
@@ -278,7 +273,7 @@ def test_a_version_that_starts_while_the_last_one_runs_waits_for_it(rig: Rig) ->
     assert sorted(rig.restorable()) == [Version(1, 1), Version(1, 2)]
 
 
-def test_a_commit_tells_version_slot_and_bytes_on_the_capture_thread(rig: Rig) -> None:
+def test_a_commit_tells_version_slot_and_bytes_on_the_capture_thread(rig):
     capture = rig.capture()
     capture.start(Version(4, 2), b"")
     capture.wait()
@@ -287,7 +282,7 @@ def test_a_commit_tells_version_slot_and_bytes_on_the_capture_thread(rig: Rig) -
     assert thread == "ftp-capture" and commit.seconds > 0
 
 
-def test_a_tensor_that_was_moved_is_named_and_the_version_before_stays(rig: Rig) -> None:
+def test_a_tensor_that_was_moved_is_named_and_the_version_before_stays(rig):
     capture = rig.capture()
     capture.start(Version(1, 1), b"")
     capture.wait()
@@ -297,7 +292,7 @@ def test_a_tensor_that_was_moved_is_named_and_the_version_before_stays(rig: Rig)
     assert list(rig.restorable()) == [Version(1, 1)]
 
 
-def test_small_state_that_has_outgrown_its_room_fails_the_start_and_the_version_before_stays(rig: Rig) -> None:
+def test_small_state_that_has_outgrown_its_room_fails_the_start_and_the_version_before_stays(rig):
     capture = rig.capture()
     capture.start(Version(1, 1), b"")
     capture.wait()
@@ -308,7 +303,7 @@ def test_small_state_that_has_outgrown_its_room_fails_the_start_and_the_version_
     assert sorted(rig.restorable()) == [Version(1, 1), Version(1, 3)]
 
 
-def test_a_failure_behind_the_step_surfaces_at_the_fence_once_and_the_version_before_stays(rig: Rig) -> None:
+def test_a_failure_behind_the_step_surfaces_at_the_fence_once_and_the_version_before_stays(rig):
     capture = rig.capture()
     capture.start(Version(1, 1), b"")
     capture.wait()
@@ -324,7 +319,7 @@ def test_a_failure_behind_the_step_surfaces_at_the_fence_once_and_the_version_be
     assert sorted(rig.restorable()) == [Version(1, 1), Version(1, 3)]
 
 
-def test_a_failure_that_no_fence_has_met_surfaces_at_the_next_start(rig: Rig) -> None:
+def test_a_failure_that_no_fence_has_met_surfaces_at_the_next_start(rig):
     capture = rig.capture()
     faults.arm("capture.seal.before:raise")
     capture.start(Version(1, 1), b"")
@@ -333,7 +328,7 @@ def test_a_failure_that_no_fence_has_met_surfaces_at_the_next_start(rig: Rig) ->
     assert rig.restorable() == {}
 
 
-def test_a_superseded_incarnation_cannot_start(rig: Rig) -> None:
+def test_a_superseded_incarnation_cannot_start(rig):
     capture = rig.capture()
     rig.segment.header.token = 2
     before = rig.segment.bytes.tobytes()
@@ -342,7 +337,7 @@ def test_a_superseded_incarnation_cannot_start(rig: Rig) -> None:
     assert rig.segment.bytes.tobytes() == before
 
 
-def test_a_token_raised_in_mid_capture_stops_it_after_the_bucket_it_is_in(rig: Rig) -> None:
+def test_a_token_raised_in_mid_capture_stops_it_after_the_bucket_it_is_in(rig):
     """Given a slot full of a pattern, when the token is raised while background bucket 2 is being copied."""
     rig.segment.data(0)[:] = 0x5A
     capture = rig.capture(gate=Gate(before=lambda n: setattr(rig.segment.header, "token", 2) if n == 2 else None))
@@ -355,7 +350,7 @@ def test_a_token_raised_in_mid_capture_stops_it_after_the_bucket_it_is_in(rig: R
     assert rig.segment.cursor(0) in (len(rig.layout.synchronous) + 2, len(rig.layout.synchronous) + 3)
 
 
-def test_a_token_raised_during_the_last_bucket_prevents_the_seal(rig: Rig) -> None:
+def test_a_token_raised_during_the_last_bucket_prevents_the_seal(rig):
     last = len(rig.layout.background) - 1
     capture = rig.capture(gate=Gate(after=lambda n: setattr(rig.segment.header, "token", 2) if n == last else None))
     capture.start(Version(1, 1), b"")
@@ -374,7 +369,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("point", LEFT)
-def test_a_writer_killed_at_any_point_leaves_whole_versions_only(rig: Rig, point: str) -> None:
+def test_a_writer_killed_at_any_point_leaves_whole_versions_only(rig, point):
     """Given versions 1 to 4, when the writer is killed during version 5, in each bucket where there are several."""
     conditions = [f",bucket={n}" for n in range(len(rig.layout.buckets))] if "bucket" in point else [""]
     for lineage, condition in enumerate(conditions, start=1):
@@ -400,7 +395,7 @@ def test_a_writer_killed_at_any_point_leaves_whole_versions_only(rig: Rig, point
 # ---- superseded writers that wake up ----
 
 
-def stopped_writer(rig: Rig, place: str) -> int:
+def stopped_writer(rig, place):
     """A process of incarnation 1 that was stopped at `place` while it captured version 3; its pid."""
     pid = os.fork()
     if pid == 0:
@@ -421,14 +416,14 @@ def stopped_writer(rig: Rig, place: str) -> int:
     return pid
 
 
-def wake(rig: Rig, pid: int) -> None:
+def wake(rig, pid):
     """Let the stopped writer go on until it notices."""
     os.kill(pid, signal.SIGCONT)
     rig.stopped.remove(pid)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "it was fenced"
 
 
-def check_new(rig: Rig, expected: dict[Version, dict[str, bytes]]) -> None:
+def check_new(rig, expected):
     """Every restorable version is one of incarnation 2, whole, or an untouched one of incarnation 1."""
     for version, index in rig.restorable().items():
         small = rig.segment.small(index)
@@ -442,7 +437,7 @@ def check_new(rig: Rig, expected: dict[Version, dict[str, bytes]]) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before its digest", "after its digest", "after the seal"])
-def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig: Rig, moment: str) -> None:
+def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig, moment):
     """Given a writer of incarnation 1 stopped in mid-bucket of slot 2, which nobody could kill; incarnation 2 captures
     into the same slot. When the old one wakes up in the middle of that, its bytes are in no version that can be
     restored."""
@@ -454,7 +449,7 @@ def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig: Rig, mome
         tensor.fill_(30)
     expected = {Version(2, 3): contents(rig.tensors)}
 
-    def after(bucket: int) -> None:
+    def after(bucket):
         if moment == "before its digest" and bucket == 1 or moment == "after its digest" and bucket == 2:
             wake(rig, pid)
 
@@ -471,7 +466,7 @@ def test_a_late_write_into_the_bucket_it_was_in_is_never_restored(rig: Rig, mome
 
 
 @pytest.mark.parametrize("moment", ["during the capture", "after the seal"])
-def test_a_late_start_of_a_capture_never_relabels_what_the_new_incarnation_wrote(rig: Rig, moment: str) -> None:
+def test_a_late_start_of_a_capture_never_relabels_what_the_new_incarnation_wrote(rig, moment):
     """Given a writer stopped between choosing slot 2 and marking it; incarnation 2 writes that slot meanwhile."""
     pid = stopped_writer(rig, "capture.begin@iteration=3")
     rig.segment.header.token = 2
@@ -489,12 +484,12 @@ def test_a_late_start_of_a_capture_never_relabels_what_the_new_incarnation_wrote
     assert {Version(1, 1), Version(1, 2)} <= set(rig.restorable())
 
 
-def test_a_writer_stopped_at_a_bucket_edge_is_suspected_of_the_next_bucket(rig: Rig) -> None:
+def test_a_writer_stopped_at_a_bucket_edge_is_suspected_of_the_next_bucket(rig):
     """The cursor is moved before the token is looked at: whoever passed that check is in the cursor's bucket."""
-    seen: list[int | None] = []
+    seen = []
 
     class Watched(Capture):
-        def _check_token(self) -> None:
+        def _check_token(self):
             seen.append(self._segment.cursor(0))
             super()._check_token()
 
@@ -505,14 +500,14 @@ def test_a_writer_stopped_at_a_bucket_edge_is_suspected_of_the_next_bucket(rig: 
     assert seen[1:-1] == list(range(len(rig.layout.buckets)))  # between the one at start and the one before the seal
 
 
-def test_tensors_on_two_devices_or_missing_ones_are_refused(rig: Rig) -> None:
+def test_tensors_on_two_devices_or_missing_ones_are_refused(rig):
     with pytest.raises(KeyError):
         Capture(rig.segment, rig.layout, dict, 1)
     with pytest.raises(InventoryError, match="meta"):
         Capture(rig.segment, rig.layout, lambda: {**rig.tensors, "w": torch.empty(10, 20, device="meta")}, 1)
 
 
-def test_closing_finishes_the_running_capture(rig: Rig) -> None:
+def test_closing_finishes_the_running_capture(rig):
     capture = rig.capture()
     expected = contents(rig.tensors)
     capture.start(Version(1, 1), b"")
@@ -521,9 +516,9 @@ def test_closing_finishes_the_running_capture(rig: Rig) -> None:
     assert "ftp-capture" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_version_for_which_no_slot_is_free_is_left_out_and_said_and_nothing_waits_or_changes(rig: Rig) -> None:
-    left_out: list[Version] = []
-    rig.left_out = left_out.append  # type: ignore[method-assign]
+def test_a_version_for_which_no_slot_is_free_is_left_out_and_said_and_nothing_waits_or_changes(rig):
+    left_out = []
+    rig.left_out = left_out.append
     capture = rig.capture()
     for iteration in (1, 2, 3):
         capture.start(Version(1, iteration), b"")
@@ -541,9 +536,7 @@ def test_a_version_for_which_no_slot_is_free_is_left_out_and_said_and_nothing_wa
 
 
 @pytest.mark.parametrize("free", [0, 1, 2, 3])
-def test_what_is_exchanged_next_is_pinned_before_it_is_sealed_if_the_next_capture_might_take_its_slot(
-    tmp_path: Path, free: int
-) -> None:
+def test_what_is_exchanged_next_is_pinned_before_it_is_sealed_if_the_next_capture_might_take_its_slot(tmp_path, free):
     tensors = state()
     layout = plan_layout(inventory(tensors), (), BUCKET)
     create(tmp_path / "segment", Shape(layout.nbytes, 1000, len(layout.buckets), 1, 2 + free, free=free), 0, {})
@@ -568,13 +561,11 @@ def test_what_is_exchanged_next_is_pinned_before_it_is_sealed_if_the_next_captur
 
 @pytest.mark.parametrize("undone", [False, True], ids=["left", "undone before the fence"])
 @pytest.mark.parametrize("suspect", [False, True], ids=["slot", "slot of a superseded writer"])
-def test_weights_swapped_through_data_while_they_are_copied_are_named_and_never_sealed(
-    rig: Rig, undone: bool, suspect: bool
-) -> None:
+def test_weights_swapped_through_data_while_they_are_copied_are_named_and_never_sealed(rig, undone, suspect):
     """As averaged weights are for an evaluation between two updates: some tensors are copied before, some after."""
     swapped, copied = threading.Event(), threading.Event()
 
-    def hold(bucket: int) -> None:
+    def hold(bucket):
         if bucket == 2:
             copied.set()
             assert_set(swapped)
@@ -603,10 +594,10 @@ def test_weights_swapped_through_data_while_they_are_copied_are_named_and_never_
     assert list(found) == [Version(1, 1)] and rig.held(found[Version(1, 1)]) == before
 
 
-def test_a_tensor_that_gets_other_memory_while_it_is_copied_is_captured_as_it_was(rig: Rig) -> None:
+def test_a_tensor_that_gets_other_memory_while_it_is_copied_is_captured_as_it_was(rig):
     copied, swapped = threading.Event(), threading.Event()
 
-    def hold(bucket: int) -> None:
+    def hold(bucket):
         copied.set()
         assert_set(swapped)
 
@@ -627,7 +618,7 @@ def test_a_tensor_that_gets_other_memory_while_it_is_copied_is_captured_as_it_wa
 class FrozenRig(Rig):
     """A frozen base and a momentum encoder, next to what the update changes."""
 
-    def __init__(self, path: Path, size: int = 300) -> None:
+    def __init__(self, path, size=300):
         self.tensors = {name: torch.randn(size) for name in ("base", "encoder", "trained")}
         spans = {"base": frozenset[IterationSpan](), "encoder": frozenset[IterationSpan](), "trained": UPDATE}
         items = [
@@ -636,21 +627,21 @@ class FrozenRig(Rig):
         self.layout = plan_layout(Inventory.of(0, items), (), BUCKET)
         self.begin(path)
 
-    def start(self, capture: Capture, iteration: int) -> dict[str, bytes]:
+    def start(self, capture, iteration):
         capture.start(Version(1, iteration), b"")
         return contents(self.tensors)
 
 
-def _counted(tensor: torch.Tensor) -> None:
+def _counted(tensor):
     tensor.mul_(0.5)
 
 
-def _through_data(tensor: torch.Tensor) -> None:
+def _through_data(tensor):
     tensor.data.mul_(0.5)
 
 
 @pytest.fixture
-def frozen(segment_path: Path) -> Iterator[FrozenRig]:
+def frozen(segment_path):
     made = FrozenRig(segment_path)
     yield made
     for capture in made.captures:
@@ -659,13 +650,11 @@ def frozen(segment_path: Path) -> Iterator[FrozenRig]:
 
 @pytest.mark.parametrize("change", [_counted, _through_data])
 @pytest.mark.parametrize("first", [1, 3], ids=["from the first iteration on", "later"])
-def test_a_frozen_item_that_changes_while_it_is_copied_is_captured_as_it_was(
-    frozen: FrozenRig, first: int, change: Callable[[torch.Tensor], None]
-) -> None:
+def test_a_frozen_item_that_changes_while_it_is_copied_is_captured_as_it_was(frozen, first, change):
     """As a momentum encoder in the forward, some buckets of which are copied before, some after."""
     copied, changed = threading.Event(), threading.Event()
 
-    def hold(bucket: int) -> None:
+    def hold(bucket):
         copied.set()
         assert_set(changed)
 
@@ -685,9 +674,7 @@ def test_a_frozen_item_that_changes_while_it_is_copied_is_captured_as_it_was(
     assert all(frozen.held(index) == expected[version] for version, index in found.items())
 
 
-def test_what_stays_frozen_is_copied_at_once_in_the_first_version_only(
-    frozen: FrozenRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stays_frozen_is_copied_at_once_in_the_first_version_only(frozen, monkeypatch):
     capture, at_once = frozen.capture(), list[int]()
     early = capture._copied_early
     monkeypatch.setattr(capture, "_copied_early", lambda *slots: (made := early(*slots), at_once.append(len(made)))[0])
@@ -700,7 +687,7 @@ def test_what_stays_frozen_is_copied_at_once_in_the_first_version_only(
     assert at_once[0] > at_once[3] > 0 and at_once[1:3] == at_once[4:] * 2 == [0, 0]
 
 
-def test_a_version_that_is_damaged_gives_its_frozen_items_to_no_other(frozen: FrozenRig) -> None:
+def test_a_version_that_is_damaged_gives_its_frozen_items_to_no_other(frozen):
     capture = frozen.capture()
     frozen.start(capture, 1)
     capture.wait()
@@ -710,7 +697,7 @@ def test_a_version_that_is_damaged_gives_its_frozen_items_to_no_other(frozen: Fr
     assert frozen.held(frozen.restorable()[Version(1, 2)]) == expected
 
 
-def test_without_the_version_before_a_frozen_item_is_copied_at_once(frozen: FrozenRig) -> None:
+def test_without_the_version_before_a_frozen_item_is_copied_at_once(frozen):
     """As where a recovery, or a replica that was found wrong, has made it void."""
     capture = frozen.capture()
     frozen.start(capture, 1)
@@ -722,9 +709,7 @@ def test_without_the_version_before_a_frozen_item_is_copied_at_once(frozen: Froz
     assert frozen.held(frozen.restorable()[Version(1, 2)]) == expected
 
 
-def test_a_change_that_no_sample_shows_is_in_a_version_after_as_many_as_there_are_buckets(
-    segment_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_change_that_no_sample_shows_is_in_a_version_after_as_many_as_there_are_buckets(segment_path, request):
     frozen = FrozenRig(segment_path, size=2000)
     capture = frozen.capture()
     request.addfinalizer(capture.close)
@@ -741,8 +726,8 @@ def test_a_change_that_no_sample_shows_is_in_a_version_after_as_many_as_there_ar
 
 @pytest.mark.parametrize("change", [_counted, _through_data])
 def test_a_version_that_is_captured_later_names_a_frozen_item_that_changed_before_and_after_its_version_point(
-    frozen: FrozenRig, change: Callable[[torch.Tensor], None]
-) -> None:
+    frozen, change
+):
     capture = frozen.capture()
     for iteration in (1, 2):
         change(frozen.tensors["encoder"])
@@ -756,9 +741,7 @@ def test_a_version_that_is_captured_later_names_a_frozen_item_that_changed_befor
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_version_that_is_captured_later_has_its_frozen_items_or_names_one_that_has_changed(
-    frozen: FrozenRig, changes: bool
-) -> None:
+def test_a_version_that_is_captured_later_has_its_frozen_items_or_names_one_that_has_changed(frozen, changes):
     capture = frozen.capture()
     for iteration in (1, 2, 3):
         frozen.tensors["encoder"].add_(1)
@@ -782,23 +765,23 @@ LATE_ITERATIONS = 4
 class NoSamples:
     """Nothing is sampled in the memory of a device."""
 
-    def take(self) -> None: ...
+    def take(self): ...
 
-    def require_unchanged(self, *_: object) -> None: ...
+    def require_unchanged(self, *_): ...
 
-    def close(self) -> None: ...
+    def close(self): ...
 
 
-def captured_on(device: LateDevice, path: Path) -> tuple[dict[Version, Any], dict[Version, Any]]:
+def captured_on(device, path):
     """Train on `device`, a version per iteration. Returns what is sealed, and the state at the version points."""
     rig = Rig(path)
     capture = rig.capture()
     capture._copiers[CPU] = CudaCopier(CPU, device)
-    capture._samples = NoSamples()  # type: ignore[assignment]
+    capture._samples = NoSamples()
     for index in (*rig.segment.claimed, *rig.segment.shape.parity_indices):
         capture._use(index)
     assert sum(device.registered.values()) >= 2 * rig.layout.nbytes
-    expected: dict[Version, Any] = {}
+    expected = {}
     try:
         for iteration in range(1, LATE_ITERATIONS + 1):
             version = Version(1, iteration)
@@ -818,7 +801,7 @@ PACES = st.lists(st.integers(0, 4), min_size=1, max_size=40)
 
 @given(PACES)
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_the_delays_what_is_sealed_is_the_state_at_its_version_point(tmp_path: Path, pace: list[int]) -> None:
+def test_whatever_the_delays_what_is_sealed_is_the_state_at_its_version_point(tmp_path, pace):
     path = tmp_path / f"segment-{len(list(tmp_path.iterdir()))}"
     found, expected = captured_on(LateDevice(pace), path)
     path.unlink()
@@ -828,19 +811,19 @@ def test_whatever_the_delays_what_is_sealed_is_the_state_at_its_version_point(tm
 
 
 @pytest.mark.parametrize("missing", ["wait_event", "synchronize", "record"])
-def test_a_wait_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_a_wait_that_is_missing_is_found(tmp_path, monkeypatch, missing):
     """On a device that does nothing until it must."""
     monkeypatch.setattr(LateEvent if missing == "record" else LateStream, missing, lambda *_: None)
     monkeypatch.setattr(LateDevice, "tick", lambda self: self.streams[-1].run(9))  # the side stream is never late
     device = LateDevice([0])
     if missing == "synchronize":
         monkeypatch.setattr(LateDevice, "tick", lambda self: None)
-        device.training.synchronize = lambda: None  # type: ignore[method-assign]
+        device.training.synchronize = lambda: None
     found, expected = captured_on(device, tmp_path / "segment")
     assert any(held != expected.get(version) for version, held in found.items())
 
 
-def test_memory_that_cannot_be_registered_is_an_error_with_its_number() -> None:
+def test_memory_that_cannot_be_registered_is_an_error_with_its_number():
     device = LateDevice([0])
     device.status = 712
     with pytest.raises(InventoryError, match=r"cannot be registered as pinned memory \(CUDA error 712\)"):

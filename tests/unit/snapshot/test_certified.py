@@ -1,7 +1,5 @@
 """Which version is certified and kept: random histories of ranks that live by the fence, are compared and killed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,9 +25,7 @@ ALL = slots_for(*OTHERS, Pin.CERTIFIED)
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 5), st.booleans())
-def test_what_is_certified_on_all_ranks_is_kept_until_something_newer_is(
-    seed: int, world: int, audit: int, pinned: bool
-) -> None:
+def test_what_is_certified_on_all_ranks_is_kept_until_something_newer_is(seed, world, audit, pinned):
     """Whatever else is pinned; and `choose` always finds a slot, which is none of the two newest (see `begin`)."""
     job, lost = life(seed, world, audit, pinned, ALL if pinned else slots_for(Pin.CERTIFIED))
     assert lost == []
@@ -38,14 +34,14 @@ def test_what_is_certified_on_all_ranks_is_kept_until_something_newer_is(
         assert base is None or job.verdicts.get(base, Mark.NONE) is not Mark.MISMATCHED or mark is Mark.NONE
 
 
-def test_such_lives_do_go_back_to_certified_versions_past_newer_ones() -> None:
+def test_such_lives_do_go_back_to_certified_versions_past_newer_ones():
     """The test above would be worth nothing if its jobs never came so far."""
     restored = [found for seed in range(40) for found in life(seed, 2, 3, False, 4)[0].restored]
     assert sum(mark is Mark.CERTIFIED for _, mark in restored) > 30
 
 
-def test_with_a_slot_less_it_would_be_lost_or_capture_would_be_stuck() -> None:
-    def fails(seed: int) -> bool:
+def test_with_a_slot_less_it_would_be_lost_or_capture_would_be_stuck():
+    def fails(seed):
         try:
             return bool(life(seed, 2, 3, False, SLOTS)[1])
         except (SegmentError, AssertionError):
@@ -54,11 +50,11 @@ def test_with_a_slot_less_it_would_be_lost_or_capture_would_be_stuck() -> None:
     assert any(fails(seed) for seed in range(50))
 
 
-def held(index: int, iteration: int, mark: Mark = Mark.NONE, lineage: int = 2) -> Slot:
+def held(index, iteration, mark=Mark.NONE, lineage=2):
     return Slot(index, CLEAN, Version(lineage, iteration), 1, Pin(0), mark)
 
 
-def test_it_gives_way_only_when_every_rank_is_known_to_have_heard_of_the_next_one() -> None:
+def test_it_gives_way_only_when_every_rank_is_known_to_have_heard_of_the_next_one():
     slots = [held(0, 3, Mark.CERTIFIED), held(1, 4), held(2, 5), held(3, 6, Mark.CERTIFIED)]
     assert certified_slot(slots, Version(2, 7)) == 0, "another rank may be killed at the fence of 7, before 6 is sealed"
     assert choose(slots, Version(2, 7)) == 1
@@ -69,12 +65,12 @@ def test_it_gives_way_only_when_every_rank_is_known_to_have_heard_of_the_next_on
     assert certified_slot(slots) == 3, "and so it is when no capture runs"
 
 
-def test_what_only_drifts_or_was_not_compared_is_not_kept() -> None:
+def test_what_only_drifts_or_was_not_compared_is_not_kept():
     slots = [held(0, 3, Mark.DIVERGED), held(1, 4, Mark.UNAUDITED), held(2, 5, Mark.MISMATCHED)]
     assert certified_slot(slots) is None and choose(slots) == 0
 
 
-def test_without_marks_nothing_changes() -> None:
+def test_without_marks_nothing_changes():
     slots = [held(0, 3), held(1, 4), held(2, 5)]
     assert [choose(slots, Version(2, 6)), choose(slots)] == [0, 0]
     versions = [Version(1, 9), Version(2, 3), Version(2, 4)]
@@ -84,7 +80,7 @@ def test_without_marks_nothing_changes() -> None:
 
 
 @given(st.dictionaries(st.builds(Version, st.integers(0, 2), st.integers(1, 6)), st.sampled_from(Mark)))
-def test_where_something_is_certified_what_is_known_to_be_good_goes_first(marks: dict[Version, Mark]) -> None:
+def test_where_something_is_certified_what_is_known_to_be_good_goes_first(marks):
     order = recovery_order(marks, marks)
     assert sorted(order) == sorted(version for version in marks if marks[version] is not Mark.MISMATCHED)
     good = [version for version in order if marks[version] in (Mark.CERTIFIED, Mark.DIVERGED)]
@@ -95,7 +91,7 @@ def test_where_something_is_certified_what_is_known_to_be_good_goes_first(marks:
 
 
 @pytest.mark.parametrize("worse, better", [(Mark.MISMATCHED, Mark.CERTIFIED), (Mark.CERTIFIED, Mark.NONE)])
-def test_one_rank_that_has_heard_speaks_for_all(worse: Mark, better: Mark) -> None:
+def test_one_rank_that_has_heard_speaks_for_all(worse, better):
     version = Version(1, 3)
     assert marks_of([(version, better), (version, worse), (None, Mark.NONE)]) == {version: worse}
     assert marks_of([(version, Mark.NONE)]) == {}

@@ -1,11 +1,7 @@
 """Tensors come back whole out of the files of many ranks, whoever holds which part, and damage is never given out."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ from ft_plugins.base.files import read_digested, write_digested
 from ft_plugins.errors import StorageError
 from ft_plugins.model.inventory import Inventory, Item, Role
 from ft_plugins.snapshot.capture import codec, manifest
-from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.capture.layout import plan_layout
 from ft_plugins.snapshot.checkpoint import checkpoint, index, persist
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.checkpoint.checkpoint_reader import CheckpointReader
@@ -31,21 +27,21 @@ from ft_plugins.snapshot.segment.slots import Pin, Version, slots_for
 V, TOKEN = Version(1, 6), 3
 
 
-def replicated(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Item:
+def replicated(name, tensor, ranks):
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Item(name, dtype, tuple(tensor.shape), tensor.nbytes, Role.PARAMETER, ranks)
 
 
-def shard(name: str, tensor: torch.Tensor, rank: int, start: int, stop: int) -> Item:
+def shard(name, tensor, rank, start, stop):
     nbytes = (stop - start) * tensor.element_size()
     piece = (start, stop, tensor.numel())
     return Item(name, "float32", (stop - start,), nbytes, Role.MOMENT, (rank,), piece=piece)
 
 
 def written(
-    base: Path, tensors: dict[str, torch.Tensor], cuts: dict[str, list[int]], nodes: tuple[str, ...], bucket_bytes: int,
-    replicas: int = 1, indexed: bool = True,
-) -> Path:  # fmt: skip
+    base, tensors, cuts, nodes, bucket_bytes,
+    replicas = 1, indexed = True,
+):  # fmt: skip
     """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces.
     With several replicas each has its own of what is cut, larger by its number, and `cuts` of its own."""
     world = len(nodes)
@@ -101,7 +97,7 @@ TENSORS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return written(tmp_path, TENSORS, {"c:exp_avg": [200, 200]}, ("n0", "n1", "n0"), 1024)
 
 
@@ -114,13 +110,13 @@ def folder(tmp_path: Path) -> Path:
 )
 @settings(max_examples=25, deadline=None)
 def test_every_tensor_comes_back_whole(
-    tmp_path_factory: pytest.TempPathFactory,
-    ranks: int,
-    sizes: list[int],
-    bucket_bytes: int,
-    cache_bytes: int,
-    data: st.DataObject,
-) -> None:
+    tmp_path_factory,
+    ranks,
+    sizes,
+    bucket_bytes,
+    cache_bytes,
+    data,
+):
     tensors = {f"t{number}": torch.randn(size) for number, size in enumerate(sizes)}
     cuts = {}
     for name, tensor in tensors.items():
@@ -135,20 +131,20 @@ def test_every_tensor_comes_back_whole(
         assert torch.equal(torch.from_numpy(raw).view(torch.float32), tensor), name
 
 
-def test_small_state_and_names_are_those_of_each_rank(folder: Path) -> None:
+def test_small_state_and_names_are_those_of_each_rank(folder):
     shares = CheckpointReader(folder)
     assert [shares.small(rank) for rank in range(3)] == [{"rank": rank} for rank in range(3)]
     assert [found.names for found in shares.indices()] == [{"framework": "none", "rank": rank} for rank in range(3)]
     assert shares.whole("b", (0, 1, 2))[1] == "bfloat16"
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path, at):
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
 
 
-def test_a_flipped_byte_is_found_wherever_it_is_read(folder: Path) -> None:
+def test_a_flipped_byte_is_found_wherever_it_is_read(folder):
     path = folder / checkpoint.data_file(2)  # which holds the rest of the pieces, and a share of the others
     with safe_open(path, framework="np") as file:
         piece = file.get_tensor("c:exp_avg[200:513]").tobytes()
@@ -166,7 +162,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("what", MISSING)
-def test_a_missing_file_is_named(folder: Path, what: str) -> None:
+def test_a_missing_file_is_named(folder, what):
     name, words = MISSING[what]
     (folder / name).unlink()
     with pytest.raises(StorageError, match=words) as raised:
@@ -174,14 +170,14 @@ def test_a_missing_file_is_named(folder: Path, what: str) -> None:
     assert name in str(raised.value)
 
 
-def test_a_checkpoint_without_indices_has_its_tensors_and_no_names(tmp_path: Path) -> None:
+def test_a_checkpoint_without_indices_has_its_tensors_and_no_names(tmp_path):
     reader = CheckpointReader(written(tmp_path, TENSORS, {}, ("n0", "n1"), 1024, indexed=False))
     assert reader.whole("a", (0, 1))[0].tobytes() == TENSORS["a"].numpy().tobytes()
     with pytest.raises(StorageError, match=r"rank-00001\.safetensors: this checkpoint was written without an index"):
         reader.index(1)
 
 
-def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_is_refused(tmp_path):
     inventory = Inventory.of(0, [replicated("a", TENSORS["a"], (0,))])
     staged = index.staged_path(tmp_path, 0, 1)
     index.stage(tmp_path, index.describe(inventory, 1, None))
@@ -204,9 +200,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"rank": 1}, {"layout": 5}])
-def test_the_index_of_another_rank_or_layout_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]
-) -> None:
+def test_the_index_of_another_rank_or_layout_is_refused(tmp_path, monkeypatch, changed):
     before = index.describe
     monkeypatch.setattr(index, "describe", lambda *told: {**before(*told), **changed})
     monkeypatch.setattr(index, "staged_path", lambda *told: tmp_path / "staged")
@@ -215,7 +209,7 @@ def test_the_index_of_another_rank_or_layout_is_refused(
         reader.index(0)
 
 
-def test_an_earlier_format_is_refused_with_what_to_do(folder: Path) -> None:
+def test_an_earlier_format_is_refused_with_what_to_do(folder):
     content = read_digested(folder / "manifest.json")
     write_digested(folder / "manifest.json", {**content, "format": "ft_plugins checkpoint 1"})
     with pytest.raises(StorageError, match=f"{folder}: .*found 'ft_plugins checkpoint 1': resume or export it with"):
@@ -223,12 +217,10 @@ def test_an_earlier_format_is_refused_with_what_to_do(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("bucket", [(0, 1 << 62), (1 << 40, 64), (4000, 1000)])
-def test_a_bucket_that_is_not_in_the_data_is_refused_before_memory_is_taken_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: tuple[int, int]
-) -> None:
+def test_a_bucket_that_is_not_in_the_data_is_refused_before_memory_is_taken_for_it(tmp_path, monkeypatch, bucket):
     before = manifest.manifest_of
 
-    def wrong(layout: Layout, *told: Any) -> manifest.Manifest:
+    def wrong(layout, *told):
         made = before(layout, *told)
         return replace(made, ranges=(bucket, *made.ranges[1:]))
 
@@ -239,12 +231,10 @@ def test_a_bucket_that_is_not_in_the_data_is_refused_before_memory_is_taken_for_
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "nothing", "nn"])
-def test_a_tensor_whose_bytes_are_no_elements_of_its_dtype_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_a_tensor_whose_bytes_are_no_elements_of_its_dtype_is_refused(tmp_path, monkeypatch, dtype):
     before = manifest.manifest_of
 
-    def wrong(layout: Layout, *told: Any) -> manifest.Manifest:
+    def wrong(layout, *told):
         made = before(layout, *told)
         return replace(made, tensors=tuple(replace(one, dtype=dtype) for one in made.tensors))
 
@@ -255,7 +245,7 @@ def test_a_tensor_whose_bytes_are_no_elements_of_its_dtype_is_refused(
         CheckpointReader(folder)
 
 
-def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
+def test_a_part_that_no_file_has_is_told_of(folder):
     shares = CheckpointReader(folder)
     with pytest.raises(StorageError, match=r"bytes 800 to [0-9]+ of .* are in no file of ranks 0, 1"):
         shares.whole("c:exp_avg", (0, 1))
@@ -263,20 +253,20 @@ def test_a_part_that_no_file_has_is_told_of(folder: Path) -> None:
         shares.whole("d", (0, 1, 2))
 
 
-def test_only_the_index_of_the_newest_layout_is_kept(tmp_path: Path) -> None:
+def test_only_the_index_of_the_newest_layout_is_kept(tmp_path):
     inventory = Inventory.of(0, [replicated("a", TENSORS["a"], (0,))])
     for digest in (1, 2):
         index.stage(tmp_path, index.describe(inventory, digest, None))
     assert [path.name for path in tmp_path.iterdir()] == [index.staged_path(tmp_path, 0, 2).name]
 
 
-def test_a_tensor_without_elements_is_whole_though_no_file_has_a_part(tmp_path: Path) -> None:
+def test_a_tensor_without_elements_is_whole_though_no_file_has_a_part(tmp_path):
     reader = CheckpointReader(written(tmp_path, {**TENSORS, "empty": torch.empty(0, 3)}, {}, ("n0", "n1"), 1024))
     raw, dtype = reader.whole("empty", (0, 1))
     assert (raw.nbytes, dtype) == (0, "float32")
 
 
-def test_where_replicas_differ_the_chosen_one_is_read_alone_also_if_others_are_cut_elsewhere(tmp_path: Path) -> None:
+def test_where_replicas_differ_the_chosen_one_is_read_alone_also_if_others_are_cut_elsewhere(tmp_path):
     """Rank 3 begins before rank 0 ends: without a choice its bytes would follow those of rank 0."""
     nodes = ("n0", "n1", "n2", "n3")
     reader = CheckpointReader(written(tmp_path, TENSORS, {"c:exp_avg": [300, 200]}, nodes, 1024, replicas=2))

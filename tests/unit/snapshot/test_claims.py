@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -38,18 +36,18 @@ CLEAN, DIRTY, EMPTY, UNCLAIMED = SlotState.CLEAN, SlotState.DIRTY, SlotState.EMP
 MOST = slots_for(Pin.NODE, Pin.SOURCE)
 
 
-def v(iteration: int) -> Version:
+def v(iteration):
     return Version(1, iteration)
 
 
 NONE = Pin(0)
 
 
-def clean(index: int, iteration: int, pins: Pin = NONE) -> Slot:
+def clean(index, iteration, pins=NONE):
     return Slot(index, CLEAN, v(iteration), 1, pins)
 
 
-def unclaimed(*indices: int) -> list[Slot]:
+def unclaimed(*indices):
     return [Slot(index, UNCLAIMED, None) for index in indices]
 
 
@@ -68,13 +66,13 @@ def unclaimed(*indices: int) -> list[Slot]:
     ],
     ids=str,
 )
-def test_a_slot_is_reused_if_all_ranks_have_a_newer_version_than_it_holds(held: list[Slot], index: int | None) -> None:
+def test_a_slot_is_reused_if_all_ranks_have_a_newer_version_than_it_holds(held, index):
     slots = held + [Slot(at, EMPTY, None) for at in range(len(held), 2)]
     slots += unclaimed(*range(len(slots), MOST))
     assert slot_to_reuse(slots, v(10), SLOTS - 1, True) == index
 
 
-def test_what_checkpoints_or_verdicts_may_need_stays_although_a_newer_one_is_committed() -> None:
+def test_what_checkpoints_or_verdicts_may_need_stays_although_a_newer_one_is_committed():
     slots = [clean(0, 1), clean(1, 2, Pin.NODE), *unclaimed(2, 3, 4, 5)]
     assert slot_to_reuse(slots, v(3), 2, True) == 0 and slot_to_reuse(slots, v(3), 2, False) is None
     assert slot_to_reuse([clean(0, 1), clean(1, 2), *unclaimed(2)], v(4), 1, True) == 0, "versions further apart"
@@ -94,10 +92,10 @@ class Rank:
     chosen: int | None = None  # by a capture that has not made it DIRTY yet
     writing: int | None = None
 
-    def versions(self) -> set[Version]:
+    def versions(self):
         return {slot.version for slot in self.slots if slot.state is CLEAN and slot.version}
 
-    def choose(self) -> None:
+    def choose(self):
         """The version point: a capture chooses its slot."""
         self.step += 1
         if self.short or slot_to_claim(self.slots) is None:
@@ -113,23 +111,23 @@ class Rank:
             else:
                 self.short = True
 
-    def overwrite(self) -> None:
+    def overwrite(self):
         assert self.chosen is not None
         assert not self.slots[self.chosen].pins, "a version that was pinned is overwritten"
         self.slots[self.chosen] = Slot(self.chosen, DIRTY, v(self.step))
         self.writing, self.chosen = self.chosen, None
 
-    def seal(self) -> None:
+    def seal(self):
         assert self.writing is not None
         self.slots[self.writing] = replace(self.slots[self.writing], state=CLEAN)
         self.writing = None
 
-    def fence(self) -> None:
+    def fence(self):
         if self.writing is not None:
             self.seal()
         self.fenced = self.step + 1
 
-    def pin(self, version: Version, purpose: Pin) -> bool:
+    def pin(self, version, purpose):
         """What the SMP does, as `Segment.pin`."""
         lacking = len([slot for slot in self.slots if slot.state is UNCLAIMED])
         index = pinnable_slot(self.slots, version, SLOTS - (lacking if self.short else 0))
@@ -137,28 +135,28 @@ class Rank:
             self.slots[index] = replace(self.slots[index], pins=self.slots[index].pins | purpose)
         return index is not None
 
-    def unpin(self, purpose: Pin, but: Version | None) -> None:
+    def unpin(self, purpose, but):
         self.slots = [slot if slot.version == but else replace(slot, pins=slot.pins & ~purpose) for slot in self.slots]
 
 
 class Job:
     """Ranks that train, and their SMPs, which exchange one version at a time: any step may come next."""
 
-    def __init__(self, world: int, seed: int, exchange: float, limit: int = MOST) -> None:
+    def __init__(self, world, seed, exchange, limit=MOST):
         """`exchange`: how often a step is one of the SMPs."""
         self.draw = random.Random(seed)
         self.ranks = [Rank(limit=limit if rank == 0 else MOST) for rank in range(world)]
         self.exchange = exchange
-        self.sent: Version | None = None
-        self.pinned: set[int] = set()
-        self.committed: Version | None = None
-        self.lost: list[Version] = []
+        self.sent = None
+        self.pinned = set()
+        self.committed = None
+        self.lost = []
 
-    def common(self) -> Version | None:
+    def common(self):
         return max(set.intersection(*(rank.versions() for rank in self.ranks)), default=None)
 
-    def run(self, steps: int) -> None:
-        best: Version | None = None
+    def run(self, steps):
+        best = None
         for _ in range(steps):
             self.smp() if self.draw.random() < self.exchange else self.train()
             found = self.common()
@@ -166,7 +164,7 @@ class Job:
                 self.lost.append(best)
             best = found
 
-    def train(self) -> None:
+    def train(self):
         rank = self.draw.choice(self.ranks)
         if rank.chosen is not None:
             rank.overwrite()
@@ -177,7 +175,7 @@ class Job:
         elif all(other.fenced >= rank.step for other in self.ranks):
             rank.choose()
 
-    def smp(self) -> None:
+    def smp(self):
         """Name a version to send, pin it on a rank, let it count on all that have it pinned, or give it up."""
         if self.sent is None:
             found = self.common()
@@ -203,9 +201,7 @@ class Job:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 2**32), st.sampled_from([0.02, 0.2, 0.5]))
-def test_the_newest_version_that_all_ranks_have_stays_while_slots_are_claimed(
-    world: int, seed: int, exchange: float
-) -> None:
+def test_the_newest_version_that_all_ranks_have_stays_while_slots_are_claimed(world, seed, exchange):
     job = Job(world, seed, exchange)
     job.run(250)
     assert job.lost == []
@@ -213,9 +209,7 @@ def test_the_newest_version_that_all_ranks_have_stays_while_slots_are_claimed(
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 2**32), st.integers(FIRST, MOST - 1), st.sampled_from([0.05, 0.3]))
-def test_where_memory_is_lacking_what_counts_and_what_is_sent_stay(
-    world: int, seed: int, limit: int, exchange: float
-) -> None:
+def test_where_memory_is_lacking_what_counts_and_what_is_sent_stay(world, seed, limit, exchange):
     job = Job(world, seed, exchange, limit)
     for _ in range(50):
         job.run(5)
@@ -223,11 +217,11 @@ def test_where_memory_is_lacking_what_counts_and_what_is_sent_stay(
         assert all(job.sent in job.ranks[index].versions() for index in job.pinned if job.sent)
 
 
-def test_without_the_versions_that_are_spared_one_would_be_lost() -> None:
+def test_without_the_versions_that_are_spared_one_would_be_lost():
     """The model finds what breaks the rule: the newest one of a rank may not be on all of them yet."""
 
     class Careless(Rank):
-        def choose(self) -> None:
+        def choose(self):
             self.step += 1
             self.chosen = slot_to_reuse(self.slots, v(self.step), 1, True)
             another = slot_to_claim(self.slots)
@@ -235,7 +229,7 @@ def test_without_the_versions_that_are_spared_one_would_be_lost() -> None:
                 self.slots[another] = Slot(another, EMPTY, None)
                 self.chosen = another
 
-    def loses(seed: int) -> bool:
+    def loses(seed):
         job = Job(3, seed, 0.2)
         job.ranks = [Careless() for _ in job.ranks]
         try:
@@ -248,7 +242,7 @@ def test_without_the_versions_that_are_spared_one_would_be_lost() -> None:
 
 
 @pytest.mark.parametrize(("exchange", "slots"), [(0.5, 2), (1.5, 4), (2.5, 4), (7.5, 5)])
-def test_as_many_slots_are_claimed_as_the_exchange_takes_iterations(exchange: float, slots: int) -> None:
+def test_as_many_slots_are_claimed_as_the_exchange_takes_iterations(exchange, slots):
     """One rank; a version is sealed at once, sent at once if none is, and counts `exchange` iterations later."""
     rank, sent, counts_at = Rank(), 0, 0.0
     for iteration in range(1, 60):
@@ -266,7 +260,7 @@ def test_as_many_slots_are_claimed_as_the_exchange_takes_iterations(exchange: fl
     assert len([slot for slot in rank.slots if slot.state is not UNCLAIMED]) == slots
 
 
-def test_a_version_that_is_late_once_takes_one_slot_more() -> None:
+def test_a_version_that_is_late_once_takes_one_slot_more():
     rank = Rank()
     for iteration in range(1, 40):
         rank.choose()
@@ -284,7 +278,7 @@ SHAPE = Shape(3 * PAGE, 100, 1, 7, MOST, free=SLOTS, first=FIRST)
 
 
 @pytest.fixture
-def segment(segment_path: Path) -> Iterator[Segment]:
+def segment(segment_path):
     create(segment_path, SHAPE, 0, {})
     made = Segment(segment_path, populate=True)
     made.ranges = [(0, SHAPE.nbytes)]
@@ -292,13 +286,13 @@ def segment(segment_path: Path) -> Iterator[Segment]:
     made.close()
 
 
-def write(segment: Segment, index: int, iteration: int) -> None:
+def write(segment, index, iteration):
     segment.dirty(index, v(iteration), 1)
     segment.data(index)[:] = iteration
     segment.seal(index, v(iteration), 1, b"", segment.digests(index).copy())
 
 
-def test_of_slots_that_are_not_claimed_only_the_headers_take_memory(segment: Segment) -> None:
+def test_of_slots_that_are_not_claimed_only_the_headers_take_memory(segment):
     assert SHAPE.total - SHAPE.first_total == (MOST - FIRST) * (SHAPE.slot_room - PAGE)
     assert segment.resident_bytes == segment.claimed_bytes == SHAPE.first_total
     assert segment.claimed == (0, 1) and [slot.state for slot in segment.slots()][2:] == [UNCLAIMED] * 3
@@ -315,9 +309,7 @@ def test_of_slots_that_are_not_claimed_only_the_headers_take_memory(segment: Seg
     assert segment.resident_bytes == SHAPE.bytes_with(3), "given back and claimed again: no more than before"
 
 
-def test_whoever_dies_while_a_slot_is_claimed_leaves_it_as_it_was_or_empty(
-    segment: Segment, dies_at: Callable[[int, Callable[[], object]], bool]
-) -> None:
+def test_whoever_dies_while_a_slot_is_claimed_leaves_it_as_it_was_or_empty(segment, dies_at):
     deaths = 0
     for at in itertools.count():
         died = dies_at(at, lambda: segment.claim_slot(2))
@@ -331,7 +323,7 @@ def test_whoever_dies_while_a_slot_is_claimed_leaves_it_as_it_was_or_empty(
     assert deaths > 5 and segment.slot(2).state is EMPTY and segment.claimed_bytes == SHAPE.bytes_with(3)
 
 
-def test_pages_are_mapped_in_pieces_so_that_training_does_not_wait_for_all_of_them(segment_path: Path) -> None:
+def test_pages_are_mapped_in_pieces_so_that_training_does_not_wait_for_all_of_them(segment_path):
     """A thread that trains gets the interpreter between any two of them."""
     piece = segment_file._PIECE
     shape = replace(SHAPE, nbytes=3 * piece)
@@ -339,13 +331,13 @@ def test_pages_are_mapped_in_pieces_so_that_training_does_not_wait_for_all_of_th
     made, calls = Segment(segment_path), list[tuple[int, int]]()
 
     class Map:
-        def madvise(self, option: int, start: int, nbytes: int) -> None:
+        def madvise(self, option, start, nbytes):
             assert option == segment_file._POPULATE_WRITE and start % PAGE == nbytes % PAGE == 0
             calls.append((start, nbytes))
 
-        def close(self) -> None: ...
+        def close(self): ...
 
-    made._map = Map()  # type: ignore[assignment]
+    made._map = Map()
     made.claim_slot(2)
     start, ends = slot_start(shape, 2), [at + nbytes for at, nbytes in calls]
     assert [at for at, _ in calls] == [start, *ends[:-1]] and ends[-1] == start + shape.slot_room
@@ -353,30 +345,30 @@ def test_pages_are_mapped_in_pieces_so_that_training_does_not_wait_for_all_of_th
 
 
 class Told(CaptureOwner):
-    def __init__(self) -> None:
-        self.told: list[BudgetError | None] = []
+    def __init__(self):
+        self.told = []
         self.lacking = False
 
-    def check_room(self, nbytes: int) -> None:
+    def check_room(self, nbytes):
         assert nbytes == SHAPE.slot_room
         if self.lacking:
             raise BudgetError("no room")
 
-    def slot_claimed(self, refused: BudgetError | None) -> None:
+    def slot_claimed(self, refused):
         self.told.append(refused)
 
 
 @pytest.mark.parametrize("lacking", [False, True])
-def test_who_was_superseded_while_memory_was_allocated_says_nothing_about_it(segment: Segment, lacking: bool) -> None:
+def test_who_was_superseded_while_memory_was_allocated_says_nothing_about_it(segment, lacking):
     """The incarnation that took over decides by what the segment says, and may be using that slot by now."""
 
     class Owner(CaptureOwner):
-        def check_room(self, nbytes: int) -> None:
+        def check_room(self, nbytes):
             segment.header.token = 2
             if lacking:
                 raise BudgetError("no room")
 
-    def permitted() -> None:
+    def permitted():
         if segment.header.token != 1:
             raise FencedError("superseded")
 
@@ -389,7 +381,7 @@ def test_who_was_superseded_while_memory_was_allocated_says_nothing_about_it(seg
     assert not segment.header.short and segment.slot(2).state is UNCLAIMED
 
 
-def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment: Segment) -> None:
+def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segment):
     """By a rank that does not know yet that the job has started again without it, maybe with another layout."""
     create(segment.path, replace(SHAPE, slots=FIRST, nbytes=PAGE), 0, {})
     new = Segment(segment.path)
@@ -401,7 +393,7 @@ def test_no_memory_is_claimed_in_a_segment_that_took_the_place_of_this_one(segme
         segment.claim_slot(4)
 
 
-def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(segment: Segment) -> None:
+def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(segment):
     owner, used = Told(), list[int]()
     told = owner.told
     slots = SlotClaims(segment, owner, used.append)
@@ -422,8 +414,8 @@ def test_capture_claims_a_slot_before_it_would_overwrite_what_a_rank_may_need(se
 
 
 def test_where_memory_is_lacking_a_version_is_left_out_and_then_slots_are_overwritten_as_with_fewer(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    segment, monkeypatch
+):
     owner = Told()
     owner.lacking, told = True, owner.told
     now = [1000.0]
@@ -448,7 +440,7 @@ def test_where_memory_is_lacking_a_version_is_left_out_and_then_slots_are_overwr
     assert slots.slot_for(v(5)) == 2 and segment.free == SLOTS
 
 
-def test_the_version_that_first_lacks_memory_is_left_out_whenever_that_is_found(segment: Segment) -> None:
+def test_the_version_that_first_lacks_memory_is_left_out_whenever_that_is_found(segment):
     """The SMP may be about to pin what capture overwrites from now on: it has an iteration to read that it may not."""
 
     owner = Told()
@@ -460,9 +452,7 @@ def test_the_version_that_first_lacks_memory_is_left_out_whenever_that_is_found(
     assert segment.header.short and [slots.slot_for(v(iteration)) for iteration in (3, 4)] == [None, 0]
 
 
-def test_what_other_ranks_of_a_node_have_claimed_already_they_lack_no_longer(
-    segment: Segment, segment_path: Path, tmp_path: Path
-) -> None:
+def test_what_other_ranks_of_a_node_have_claimed_already_they_lack_no_longer(segment, segment_path, tmp_path):
     """All ranks of a node claim a slot at about the same time. The last one needs room for its own alone."""
     another = SHAPE.slot_room - PAGE  # its header has memory
     paths = [segment_path, *(segment_path.with_name(f"{segment_path.name}{rank}") for rank in (1, 2))]
@@ -484,9 +474,7 @@ def test_what_other_ranks_of_a_node_have_claimed_already_they_lack_no_longer(
             path.unlink(missing_ok=True)
 
 
-def test_a_version_that_others_have_is_restored_without_overwriting_one_that_is_here(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_others_have_is_restored_without_overwriting_one_that_is_here(segment, monkeypatch):
     assert slot_to_rebuild(segment) == 0
     write(segment, 0, 1)
     assert slot_to_rebuild(segment) == 1 and segment.claimed == (0, 1)
@@ -494,16 +482,14 @@ def test_a_version_that_others_have_is_restored_without_overwriting_one_that_is_
     assert slot_to_rebuild(segment) == 2 and segment.claimed == (0, 1, 2), "another one is claimed"
     write(segment, 2, 3)
 
-    def refuse(*args: object) -> None:
+    def refuse(*args):
         raise BudgetError("no room")
 
     monkeypatch.setattr("ft_plugins.snapshot.segment.claims.check_room", refuse)
     assert slot_to_rebuild(segment) == 0 and segment.claimed == (0, 1, 2), "the oldest has to go"
 
 
-def test_ranks_that_restore_a_version_together_claim_a_slot_each_or_overwrite_one(
-    segment: Segment, segment_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_restore_a_version_together_claim_a_slot_each_or_overwrite_one(segment, segment_path, monkeypatch):
     """Each of them alone would find room for one: a control group that is exceeded ends the job."""
     other = segment_path.with_name(f"{segment_path.name.rpartition('-r')[0]}-r1")
     create(other, SHAPE, 1, {})

@@ -1,9 +1,6 @@
 """Which items of a sealed slot differ from the live ones, in how many elements and by how much."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +15,14 @@ from ft_plugins.snapshot.segment.slots import SlotState, Version
 
 
 class Heard(CaptureOwner):
-    def __init__(self) -> None:
-        self.found: list[dict[str, tuple[int, float]]] = []
+    def __init__(self):
+        self.found = []
 
-    def compared(self, found: object) -> None:
-        self.found.append(dict(found))  # type: ignore[call-overload]
+    def compared(self, found):
+        self.found.append(dict(found))
 
 
-def test_each_item_that_differs_is_named_with_how_many_elements_and_by_how_much(tmp_path: Path) -> None:
+def test_each_item_that_differs_is_named_with_how_many_elements_and_by_how_much(tmp_path):
     live = {
         "weights": torch.arange(5000, dtype=torch.float32),
         "half": torch.ones(33, dtype=torch.bfloat16),

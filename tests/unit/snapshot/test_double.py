@@ -3,12 +3,7 @@
 All ranks of a job are here in one process, each with its segment and its capture.
 """
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +15,12 @@ from hypothesis import strategies as st
 from ft_plugins.base import faults
 from ft_plugins.errors import FencedError, InventoryError, StateChangedError
 from ft_plugins.model.inventory import Inventory, Item, IterationSpan, Role
-from ft_plugins.redundancy.exchange_plan import ExchangePlan, plan_exchange
+from ft_plugins.redundancy.exchange_plan import plan_exchange
 from ft_plugins.redundancy.sections import Encoding, Extent
 from ft_plugins.snapshot.capture import manifest
 from ft_plugins.snapshot.capture.capture import Capture
 from ft_plugins.snapshot.capture.double import replica_extents, replica_shares, with_parity
-from ft_plugins.snapshot.capture.layout import Layout, plan_layout
+from ft_plugins.snapshot.capture.layout import plan_layout
 from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.snapshot.checkpoint.checkpoint import Origin
 from ft_plugins.snapshot.checkpoint.persist import read_rank, write_rank
@@ -36,10 +31,9 @@ from ft_plugins.snapshot.segment.slots import Pin, SlotState, Version, voided_sl
 
 BUCKET = 1024
 LATE, EARLY = frozenset({IterationSpan.UPDATE}), frozenset({IterationSpan.UPDATE, IterationSpan.FORWARD})
-Sets = dict[str, tuple[tuple[int, ...], frozenset[IterationSpan], int]]  # by item: replicas, what changes it, bytes
 
 
-def inventories(world: int, sets: Sets) -> list[Inventory]:
+def inventories(world, sets):
     return [
         Inventory.of(
             rank,
@@ -53,12 +47,12 @@ def inventories(world: int, sets: Sets) -> list[Inventory]:
     ]
 
 
-def layouts_of(nodes: str, groups: list[tuple[int, ...]], sets: Sets, losses: int = 1) -> list[Layout]:
+def layouts_of(nodes, groups, sets, losses=1):
     found = [plan_layout(inventory, tuple(nodes), BUCKET) for inventory in inventories(len(nodes), sets)]
     return [with_parity(layout, tuple(nodes), groups, losses, BUCKET) for layout in found]
 
 
-def plan_of(nodes: str, groups: list[tuple[int, ...]], layouts: list[Layout]) -> ExchangePlan:
+def plan_of(nodes, groups, layouts):
     """As the SMPs compute it from what ranks have told."""
     replicated = replica_extents([replica_shares(layout) for layout in layouts])
     return plan_exchange(tuple(nodes), groups, [layout.nbytes for layout in layouts], 1, replicated)
@@ -66,7 +60,7 @@ def plan_of(nodes: str, groups: list[tuple[int, ...]], layouts: list[Layout]) ->
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_trainers_and_smps_find_the_same_parity_made_of_the_same_bytes(data: st.DataObject) -> None:
+def test_trainers_and_smps_find_the_same_parity_made_of_the_same_bytes(data):
     world = data.draw(st.integers(2, 6))
     nodes = "".join(data.draw(st.lists(st.sampled_from("abc"), min_size=world, max_size=world)))
     if len(set(nodes)) < 2:
@@ -104,14 +98,14 @@ def test_trainers_and_smps_find_the_same_parity_made_of_the_same_bytes(data: st.
     assert not made_from & synchronous
 
 
-def small_of(layout: Layout) -> bytes:
+def small_of(layout):
     return manifest.join(manifest.write(manifest.manifest_of(layout, 1, (0, 0))), b"small")
 
 
 class World:
     """The ranks of a job, each with a segment; replicas of an item hold equal bytes."""
 
-    def __init__(self, folder: Path, job: str, nodes: str, groups: list[tuple[int, ...]], sets: Sets) -> None:
+    def __init__(self, folder, job, nodes, groups, sets):
         self.nodes, self.job, self.folder = nodes, job, folder
         self.layouts = layouts_of(nodes, groups, sets)
         self.plan = plan_of(nodes, groups, self.layouts)
@@ -120,7 +114,7 @@ class World:
             {item.name: torch.zeros(item.nbytes, dtype=torch.uint8) for item in inventory.items}
             for inventory in self.inventories
         ]
-        self.segments: list[Segment] = []
+        self.segments = []
         for rank, layout in enumerate(self.layouts):
             path = path_of(job, nodes[rank], rank)
             shape = Shape(
@@ -138,10 +132,10 @@ class World:
             self.segments[rank].header.token = 1
         self.captures = [self._capture(rank) for rank in range(len(nodes))]
 
-    def _capture(self, rank: int) -> Capture:
+    def _capture(self, rank):
         return Capture(self.segments[rank], self.layouts[rank], lambda: self.tensors[rank], 1)
 
-    def train(self, iteration: int) -> None:
+    def train(self, iteration):
         """Equal bytes in all replicas, others than before."""
         for inventory, tensors in zip(self.inventories, self.tensors, strict=True):
             for item in inventory.items:
@@ -149,7 +143,7 @@ class World:
                 drawn = np.random.default_rng(seed).integers(0, 256, item.nbytes, dtype=np.uint8)
                 tensors[item.name].copy_(torch.from_numpy(drawn))
 
-    def capture(self, iteration: int, awaited: bool = True) -> None:
+    def capture(self, iteration, awaited=True):
         """All ranks capture an iteration; `awaited`: their SMPs have said that it is exchanged next."""
         for capture, segment, layout in zip(self.captures, self.segments, self.layouts, strict=True):
             if awaited:
@@ -158,7 +152,7 @@ class World:
         for capture in self.captures:
             capture.wait()
 
-    def slot(self, rank: int, iteration: int) -> int:
+    def slot(self, rank, iteration):
         (found,) = [
             slot.index
             for slot in self.segments[rank].slots()
@@ -166,16 +160,16 @@ class World:
         ]
         return found
 
-    def data(self, rank: int, iteration: int) -> np.ndarray:
+    def data(self, rank, iteration):
         return self.segments[rank].data(self.slot(rank, iteration))
 
-    def parity(self, rank: int, iteration: int) -> int:
+    def parity(self, rank, iteration):
         """The parity slot of an iteration."""
         found = self.segments[rank].parity_of(Version(1, iteration))
         assert found is not None
         return found
 
-    def parity_is_right(self, rank: int, iteration: int) -> None:
+    def parity_is_right(self, rank, iteration):
         """The parity is the XOR of what the others have captured."""
         parity, start = self.segments[rank].data(self.parity(rank, iteration)), self.layouts[rank].nbytes
         for part in self.plan.parts[rank]:
@@ -185,7 +179,7 @@ class World:
             found = parity[part.offset - start : part.offset - start + part.stop - part.start]
             assert (found == expected).all()
 
-    def mismatched(self, iteration: int) -> list[tuple[int, int, int]]:
+    def mismatched(self, iteration):
         """(keeper, bucket, rank) of the checks that find other bytes."""
         found = []
         for rank, segment in enumerate(self.segments):
@@ -197,7 +191,7 @@ class World:
                     found.append((check.keeper, check.bucket, source.rank))
         return found
 
-    def end(self) -> None:
+    def end(self):
         for capture in self.captures:
             capture.close()
         for segment in self.segments:
@@ -206,10 +200,10 @@ class World:
             remove(self.job, node)
 
 
-def everyone(world: int) -> Sets:
+def everyone(world):
     """Odd sizes, so that items straddle shares, blocks, buckets; some state of one rank alone, some changed early."""
     ranks = tuple(range(world))
-    sets: Sets = {f"w{number}": (ranks, LATE, 700 * number + 13) for number in range(1, 8)}
+    sets = {f"w{number}": (ranks, LATE, 700 * number + 13) for number in range(1, 8)}
     sets |= {f"own{rank}": ((rank,), LATE, 500 + rank) for rank in ranks}
     return sets | {"amax": (ranks, EARLY, 333), "even": (ranks[::2], LATE, 5001)}
 
@@ -218,10 +212,10 @@ NODES = {"2 nodes": "ab", "3 nodes": "abc", "2+1+1": "aabc", "4 nodes, 2 groups"
 
 
 @pytest.fixture
-def world(tmp_path: Path, job: str) -> Iterator[Callable[[str], World]]:
-    made: list[World] = []
+def world(tmp_path, job):
+    made = []
 
-    def make(name: str) -> World:
+    def make(name):
         nodes = NODES[name]
         groups = [tuple(range(len(nodes)))] if "groups" not in name else [(0, 1, 2, 3), (4, 5, 6, 7)]
         made.append(World(tmp_path, job, nodes, groups, everyone(len(nodes))))
@@ -233,9 +227,7 @@ def world(tmp_path: Path, job: str) -> Iterator[Callable[[str], World]]:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equal(
-    world: Callable[[str], World], name: str
-) -> None:
+def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equal(world, name):
     job = world(name)
     assert all(layout.parity and layout.source_digest_count for layout in job.layouts)
     for iteration in (1, 2, 3, 4, 5):  # slots are used again: nothing of the version before is left in them
@@ -250,8 +242,8 @@ def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equ
 
 
 def test_parity_is_computed_of_what_is_exchanged_next_alone_and_never_over_what_is_committed(
-    world: Callable[[str], World],
-) -> None:
+    world,
+):
     job = world("3 nodes")
     for iteration in range(1, 10):
         job.train(iteration)
@@ -271,8 +263,8 @@ def test_parity_is_computed_of_what_is_exchanged_next_alone_and_never_over_what_
 
 
 def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awaited(
-    world: Callable[[str], World],
-) -> None:
+    world,
+):
     job = world("2 nodes")
     job.train(3)
     for segment in job.segments:
@@ -282,7 +274,7 @@ def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awa
     assert all(not segment.has_parity(Version(1, 3)) for segment in job.segments)
 
 
-def test_with_both_parity_slots_pinned_a_version_is_captured_without_parity(world: Callable[[str], World]) -> None:
+def test_with_both_parity_slots_pinned_a_version_is_captured_without_parity(world):
     job = world("2 nodes")
     for iteration in (1, 2):
         job.train(iteration)
@@ -297,7 +289,7 @@ def test_with_both_parity_slots_pinned_a_version_is_captured_without_parity(worl
         assert {slot.version for slot in segment.parity_slots()} == {Version(1, 1), Version(1, 2)}
 
 
-def test_a_new_lineage_voids_the_parity_of_newer_versions_than_its_base(world: Callable[[str], World]) -> None:
+def test_a_new_lineage_voids_the_parity_of_newer_versions_than_its_base(world):
     job = world("2 nodes")
     for iteration in (1, 2):
         job.train(iteration)
@@ -307,7 +299,7 @@ def test_a_new_lineage_voids_the_parity_of_newer_versions_than_its_base(world: C
         assert segment.has_parity(Version(1, 1)) and not segment.has_parity(Version(1, 2))
 
 
-def test_parity_takes_its_part_of_the_nodes_share(world: Callable[[str], World]) -> None:
+def test_parity_takes_its_part_of_the_nodes_share(world):
     job = world("3 nodes")
     (section, *_) = job.plan.encoded(Encoding.LOCAL)
     share = max(section.placement.sizes)
@@ -315,9 +307,7 @@ def test_parity_takes_its_part_of_the_nodes_share(world: Callable[[str], World])
 
 
 @pytest.mark.parametrize("where", ["captured", "made into parity", "neither"])
-def test_a_flipped_bit_in_one_replica_is_found_with_the_ranks_and_the_bucket(
-    world: Callable[[str], World], where: str
-) -> None:
+def test_a_flipped_bit_in_one_replica_is_found_with_the_ranks_and_the_bucket(world, where):
     """Of three replicas of a byte two are read, one by each of two nodes: in the third one a flip changes nothing."""
     job = world("3 nodes")
     job.train(1)
@@ -334,7 +324,7 @@ def test_a_flipped_bit_in_one_replica_is_found_with_the_ranks_and_the_bucket(
     assert job.mismatched(2) == found
 
 
-def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world: Callable[[str], World]) -> None:
+def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world):
     job = world("2 nodes")
     job.train(1)
     job.capture(1)
@@ -350,16 +340,16 @@ def test_a_version_whose_parity_is_not_written_to_its_end_is_never_sealed(world:
     assert [s.version for s in both if s.state is SlotState.CLEAN] == [Version(1, 1), Version(1, 1)]
 
 
-def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callable[[str], World]) -> None:
+def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world):
     job = world("2 nodes")
     job.train(1)
     real = job.captures[0]._encoder.encode
 
-    def encode(index: int, number: int, private: bool = False) -> tuple[int, list[int]]:
+    def encode(index, number, private=False):
         job.segments[0].header.token = 2
         return real(index, number, private)
 
-    job.captures[0]._encoder.encode = encode  # type: ignore[method-assign]
+    job.captures[0]._encoder.encode = encode
     job.segments[0].header.await_version(Version(1, 1))
     job.captures[0].start(Version(1, 1), b"small")
     with pytest.raises(FencedError):
@@ -368,7 +358,7 @@ def test_a_superseded_writer_stops_at_the_edge_of_a_parity_bucket(world: Callabl
     assert all(slot.state is not SlotState.CLEAN for slot in both)
 
 
-def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Callable[[str], World]) -> None:
+def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world):
     """A writer was stopped in a parity bucket and wakes while the next incarnation computes that one again."""
     job = world("2 nodes")
     job.train(1)
@@ -381,13 +371,13 @@ def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Cal
     job.captures[0] = capture = job._capture(0)
     bucket, bring = job.layouts[0].parity[0], capture._encoder._copy
 
-    def late(copies: Any, source: Any, part: np.ndarray) -> None:
+    def late(copies, source, part):
         bring(copies, source, part)
         if segment.cursor(index) == number:
             start = bucket.offset - job.layouts[0].nbytes
             segment.data(index)[start : start + bucket.nbytes] = 0xEE
 
-    capture._encoder._copy = late  # type: ignore[method-assign]
+    capture._encoder._copy = late
     assert capture._suspect == {(index, number)}
     job.capture(1)
     assert job.parity(0, 1) == index
@@ -396,8 +386,8 @@ def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world: Cal
 
 
 def test_parity_of_what_is_restored_is_computed_once_tensors_are_loaded_and_its_slot_stays_as_it_is(
-    world: Callable[[str], World],
-) -> None:
+    world,
+):
     """Also where damage is found in the parity that is here: from that nothing could be decoded."""
     job = world("3 nodes")
     job.train(1)
@@ -423,10 +413,8 @@ def test_parity_of_what_is_restored_is_computed_once_tensors_are_loaded_and_its_
     assert job.mismatched(1) == []
 
 
-def test_parity_of_a_frozen_item_that_was_changed_meanwhile_is_not_sealed(
-    tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sets: Sets = {"frozen": ((0, 1, 2), frozenset(), 5000), "w": ((0, 1, 2), LATE, 5000)}
+def test_parity_of_a_frozen_item_that_was_changed_meanwhile_is_not_sealed(tmp_path, job, monkeypatch):
+    sets = {"frozen": ((0, 1, 2), frozenset(), 5000), "w": ((0, 1, 2), LATE, 5000)}
     made = World(tmp_path, job, "abc", [(0, 1, 2)], sets)
     try:
         made.capture(1)
@@ -444,15 +432,15 @@ def test_parity_of_a_frozen_item_that_was_changed_meanwhile_is_not_sealed(
         made.end()
 
 
-def test_against_two_losses_and_without_other_nodes_nothing_is_added() -> None:
+def test_against_two_losses_and_without_other_nodes_nothing_is_added():
     for nodes, losses in (("abcd", 2), ("aaaa", 1), ("abcd", 0)):
         layouts = layouts_of(nodes, [(0, 1, 2, 3)], everyone(4), losses)
         assert not any(layout.parity for layout in layouts)
 
 
-def replica_extents_by_lists(layouts: list[Layout]) -> tuple[tuple[Extent, ...], ...]:
+def replica_extents_by_lists(layouts):
     """The reference: each rank names all ranks of its sets."""
-    sets: dict[tuple[int, ...], list[tuple[int, int, Extent]]] = {}
+    sets = {}
     for layout in layouts:
         for stream in layout.streams:
             if stream.background and len(stream.replicas) > 1:
@@ -468,9 +456,7 @@ def replica_extents_by_lists(layouts: list[Layout]) -> tuple[tuple[Extent, ...],
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(2, 12))
-def test_sets_that_are_named_by_digests_are_those_that_are_named_by_their_ranks(
-    data: st.DataObject, world: int
-) -> None:
+def test_sets_that_are_named_by_digests_are_those_that_are_named_by_their_ranks(data, world):
     ranks = st.sets(st.integers(0, world - 1), min_size=1).map(lambda found: tuple(sorted(found)))
     kinds = st.tuples(ranks, st.sampled_from([LATE, EARLY]), st.integers(0, 5000))
     sets = {f"i{number}": kind for number, kind in enumerate(data.draw(st.lists(kinds, max_size=8)))}
@@ -478,7 +464,7 @@ def test_sets_that_are_named_by_digests_are_those_that_are_named_by_their_ranks(
     assert replica_extents([replica_shares(layout) for layout in layouts]) == replica_extents_by_lists(layouts)
 
 
-def test_a_set_that_one_of_its_ranks_does_not_name_is_refused() -> None:
+def test_a_set_that_one_of_its_ranks_does_not_name_is_refused():
     layouts = [plan_layout(one, tuple("abc"), BUCKET) for one in inventories(3, {"x": ((0, 1, 2), LATE, 300)})]
     shares = [replica_shares(layout) for layout in layouts]
     for altered in ([shares[0], shares[1], []], [shares[0], [], shares[2]]):

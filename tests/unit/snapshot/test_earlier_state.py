@@ -1,9 +1,5 @@
 """Every byte of a checkpoint that an earlier version wrote is read, wherever the tests run: nothing is computed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ft_plugins.snapshot.checkpoint import checkpoint
@@ -11,9 +7,7 @@ from harness import earlier_state
 
 
 @pytest.mark.parametrize("framework", earlier_state.FRAMEWORKS)
-def test_a_checkpoint_of_an_earlier_version_is_listed_and_its_tensors_have_the_bytes_they_had(
-    tmp_path: Path, framework: str
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_listed_and_its_tensors_have_the_bytes_they_had(tmp_path, framework):
     state = earlier_state.unpack(framework, tmp_path / "archive")
     (listed,) = checkpoint.listing(state.checkpoint.parent)
     assert listed.complete and not listed.problem

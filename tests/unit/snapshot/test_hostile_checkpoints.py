@@ -1,17 +1,12 @@
 """Whatever lies in a folder of checkpoints, and whatever small state is made of: its readers take it or say so in the
 project's own errors, and what is restored is what was written."""
 
-from __future__ import annotations
-
 import json
 import os
-import random
 import shutil
 import stat
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -24,7 +19,6 @@ from ft_plugins.base import intake
 from ft_plugins.base.files import write_digested
 from ft_plugins.collective import Collective
 from ft_plugins.errors import FtError, InventoryError, ProtocolError, SegmentError, StorageError
-from ft_plugins.events.declaration import EventType
 from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.storage import StorageTier
 from ft_plugins.smp.storage.notices import Notices
@@ -48,19 +42,19 @@ MANY = settings(derandomize=True, max_examples=150)
 RANDOM = st.randoms(use_true_random=False)
 
 
-def segment(path: Path, rank: int) -> Segment:
+def segment(path, rank):
     segments.create(path, SHAPE, rank, dict(ORIGIN.fingerprint))
     found = Segment(path)
     found.ranges, found.header.token = [(0, 2000), (2000, 1000)], TOKEN
     return found
 
 
-def data(rank: int) -> np.ndarray:
+def data(rank):
     return np.random.default_rng(rank).integers(0, 256, NBYTES, dtype=np.uint8)
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     """A job's folder with one complete checkpoint of two ranks, and notices of a node."""
     base = tmp_path_factory.mktemp("storage") / "job"
     for rank in range(2):
@@ -87,12 +81,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Alone(Collective):
     """A job of two ranks of which only rank 0 takes part."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.world_size = 2
 
 
-def read_everything(base: Path, folder: Path) -> None:
+def read_everything(base, folder):
     """Each way in which a checkpoint is read. Raises what is none of the project's own errors."""
     checkpoint.listing(base)
     retention.surplus(checkpoint.listing(base), 1, ORIGIN.fingerprint_digest)
@@ -116,13 +110,11 @@ def read_everything(base: Path, folder: Path) -> None:
         if rank == 0:
             nothing = RecoveryPlan(None, "none", 1, 0, 0, "no version was captured before")
             with suppress(FtError):
-                StorageTier(base.parent, "job", Alone(), lambda *event: None).recover(  # type: ignore[arg-type]
-                    nothing, "auto", 0, target, TOKEN
-                )
+                StorageTier(base.parent, "job", Alone(), lambda *event: None).recover(nothing, "auto", 0, target, TOKEN)
         target.close()
 
 
-def damage(base: Path, source: random.Random) -> None:
+def damage(base, source):
     path = source.choice(sorted(path for path in base.rglob("*") if path.is_file()))
     content = path.read_bytes()
     if path.suffix == ".json" and source.random() < 0.6:  # as if it had been written so: the digest fits
@@ -138,9 +130,7 @@ def damage(base: Path, source: random.Random) -> None:
 
 @given(RANDOM)
 @MANY
-def test_damage_of_a_checkpoint_is_found_in_our_own_words(
-    original: Path, tmp_path_factory: pytest.TempPathFactory, source: random.Random
-) -> None:
+def test_damage_of_a_checkpoint_is_found_in_our_own_words(original, tmp_path_factory, source):
     base = tmp_path_factory.mktemp("damaged") / "job"
     shutil.copytree(original, base)
     damage(base, source)
@@ -151,16 +141,16 @@ def test_damage_of_a_checkpoint_is_found_in_our_own_words(
 @pytest.mark.parametrize(
     "name", ["v99999999999999999999999-1", "v1-99999999999999999999999", "v٣-1", "v007-3", "v9-9", "v1-²", "v\udcff-1"]
 )
-def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original, tmp_path, name):
     base = tmp_path / "job"
     shutil.copytree(original, base)
     if name == "v9-9":
         (base / name).write_text("a file")
     else:
         (base / name).mkdir()
-    alarms: list[tuple[EventType, str]] = []
+    alarms = []
     target = segment(tmp_path / "target", 0)
-    tier = StorageTier(tmp_path, "job", Alone(), lambda *alarm: alarms.append(alarm))  # type: ignore[arg-type]
+    tier = StorageTier(tmp_path, "job", Alone(), lambda *alarm: alarms.append(alarm))
     plan = tier.recover(RecoveryPlan(None, "none", 1, 0, 0, "no version"), "auto", 0, target, TOKEN)
     assert (plan.version, plan.tier, plan.lineage) == (V, "storage", V.lineage + 1)
     assert [event.name for event, _ in alarms] == ["checkpoint.ignored"]
@@ -170,14 +160,14 @@ def test_a_name_that_is_no_versions_is_passed_over_with_a_line(original: Path, t
     assert retention_left == () and (base / name).exists()
 
 
-def test_files_are_for_their_owner_alone(original: Path) -> None:
+def test_files_are_for_their_owner_alone(original):
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in original.rglob("*")}
     folders = {"v2-300": 0o700}
     assert modes == {name: folders.get(name, 0o600) for name in modes} and len(modes) == 8
     assert stat.S_IMODE(original.stat().st_mode) == 0o700
 
 
-def test_what_was_begun_before_is_removed_as_nobody_else_writes_there(original: Path, tmp_path: Path) -> None:
+def test_what_was_begun_before_is_removed_as_nobody_else_writes_there(original, tmp_path):
     """Given a job that holds the folder's lease, and what two others of its name had begun before."""
     base = tmp_path / "job"
     shutil.copytree(original, base)
@@ -200,7 +190,7 @@ def test_what_was_begun_before_is_removed_as_nobody_else_writes_there(original: 
     assert [each.name for each in found] == ["v1-100.partial", "v1-200.partial"]
 
 
-def test_a_checkpoint_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(original: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(original, tmp_path):
     shutil.copytree(original / "v2-300", tmp_path / "archive")
     (tmp_path / "v2-300").symlink_to(tmp_path / "archive")
     checkpoint.remove(tmp_path / "v2-300")
@@ -208,7 +198,7 @@ def test_a_checkpoint_that_is_a_link_is_unlinked_and_what_it_leads_to_stays(orig
 
 
 @pytest.mark.parametrize("name", [checkpoint.data_file(0), checkpoint.record_file(0)])
-def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original, tmp_path, name):
     base = tmp_path / "job"
     shutil.copytree(original, base)
     folder = checkpoint.folder_of(base, V)
@@ -229,7 +219,7 @@ def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(original: Path, t
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "nowhere"])
-def test_whatever_is_called_keep_keeps_a_checkpoint(original: Path, tmp_path: Path, kind: str) -> None:
+def test_whatever_is_called_keep_keeps_a_checkpoint(original, tmp_path, kind):
     base = tmp_path / "job"
     shutil.copytree(original, base)
     mark = checkpoint.folder_of(base, V) / "keep"
@@ -238,7 +228,7 @@ def test_whatever_is_called_keep_keeps_a_checkpoint(original: Path, tmp_path: Pa
     assert [each.kept for each in checkpoint.listing(base)] == [True] and not (tmp_path / "nowhere").exists()
 
 
-def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(original: Path, tmp_path: Path) -> None:
+def test_small_state_that_has_no_room_is_passed_over_before_a_slot_is_given_up(original, tmp_path):
     segments.create(tmp_path / "narrow", replace(SHAPE, small_nbytes=8), 0, dict(ORIGIN.fingerprint))
     target = Segment(tmp_path / "narrow")
     target.ranges, target.header.token = [(0, 2000), (2000, 1000)], TOKEN
@@ -258,7 +248,7 @@ MANIFEST = Manifest(1, 2, (0, 0), ((0, 100),), (HELD,))
 
 @given(RANDOM)
 @MANY
-def test_damaged_small_state_is_decoded_or_refused(source: random.Random) -> None:
+def test_damaged_small_state_is_decoded_or_refused(source):
     with suppress(ProtocolError):
         codec.decode(damaged(codec.encode(STATE), source))
     small = manifest.join(manifest.write(MANIFEST), b"state")
@@ -270,7 +260,7 @@ def test_damaged_small_state_is_decoded_or_refused(source: random.Random) -> Non
 
 @given(RANDOM)
 @MANY
-def test_a_manifest_that_is_read_has_the_types_that_it_promises(source: random.Random) -> None:
+def test_a_manifest_that_is_read_has_the_types_that_it_promises(source):
     import zlib
 
     plain = msgpack.unpackb(zlib.decompress(manifest.write(MANIFEST)))
@@ -284,7 +274,7 @@ def test_a_manifest_that_is_read_has_the_types_that_it_promises(source: random.R
         assert type(found.rank) is int and all(type(size) is int for _, size in found.ranges)
 
 
-def test_a_manifest_that_would_take_gigabytes_to_read_is_refused_and_none_is_written() -> None:
+def test_a_manifest_that_would_take_gigabytes_to_read_is_refused_and_none_is_written():
     import zlib
 
     small = zlib.compress(bytes(9 << 20))  # of zeros: a few kilobytes
@@ -297,14 +287,14 @@ def test_a_manifest_that_would_take_gigabytes_to_read_is_refused_and_none_is_wri
 
 
 @pytest.mark.parametrize("parts", [[b"", 5], [10**12, b""], 1, {"a": b"b", "c": b"d"}, [b"a"], "ab", None])
-def test_what_is_no_pair_of_bytes_is_no_small_state(parts: Any) -> None:
+def test_what_is_no_pair_of_bytes_is_no_small_state(parts):
     with pytest.raises(SegmentError, match="two byte strings"):
         manifest.split(msgpack.packb(parts))
 
 
 @pytest.mark.parametrize("wrap", [tuple, list, lambda parts: {"a": parts[0]}])
-def test_nesting_is_bounded_before_it_costs_the_stack(wrap: Any) -> None:
-    state: Any = 2**70
+def test_nesting_is_bounded_before_it_costs_the_stack(wrap):
+    state = 2**70
     for _ in range(codec.DEPTH):
         state = wrap([state])
     assert codec.decode(codec.encode(state)) == state
@@ -312,7 +302,7 @@ def test_nesting_is_bounded_before_it_costs_the_stack(wrap: Any) -> None:
         codec.encode(wrap([state]))
 
 
-def test_an_encoding_that_is_nested_deeper_than_any_of_ours_is_refused() -> None:
+def test_an_encoding_that_is_nested_deeper_than_any_of_ours_is_refused():
     """Two hundred tuples in each other ended the process."""
     encoded = msgpack.packb([])
     for _ in range(200):
@@ -322,12 +312,12 @@ def test_an_encoding_that_is_nested_deeper_than_any_of_ours_is_refused() -> None
 
 
 @pytest.mark.parametrize("state", [{"a": 1 << 100_000}, {"a": "\ud800"}])
-def test_state_that_could_not_be_read_back_is_refused_when_it_is_captured(state: Any) -> None:
+def test_state_that_could_not_be_read_back_is_refused_when_it_is_captured(state):
     with pytest.raises(InventoryError):
         codec.encode(state)
 
 
-def test_a_manifest_that_is_no_object_is_a_damaged_checkpoint_by_name(original: Path, tmp_path: Path) -> None:
+def test_a_manifest_that_is_no_object_is_a_damaged_checkpoint_by_name(original, tmp_path):
     base = tmp_path / "job"
     shutil.copytree(original, base)
     (base / "v2-300" / "manifest.json").write_text("[]")

@@ -1,7 +1,5 @@
 """The lease on a folder of checkpoints: what a start does about it, what it is to a run that trains, and its file."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import replace
@@ -52,8 +50,8 @@ LONG = HOLD_SECONDS
     ],
 )
 def test_a_start_takes_what_is_its_own_or_does_not_change_and_refuses_what_does(
-    memory: tuple[str, int], first: Lease | None, now: Lease | None, unchanged: float, gone: bool, expected: Claim
-) -> None:
+    memory, first, now, unchanged, gone, expected
+):
     assert at_start(*memory, first, now, unchanged, gone) is expected
 
 
@@ -72,13 +70,11 @@ def test_a_start_takes_what_is_its_own_or_does_not_change_and_refuses_what_does(
         ((A, 4), False, HELD, WAIT),  # a start has taken the next lineage, and not opened it yet
     ],
 )
-def test_a_run_that_trains_keeps_its_lease_until_another_one_has_taken_a_later_lineage(
-    mine: tuple[str, int], opened: bool, now: Lease | None, expected: Claim
-) -> None:
+def test_a_run_that_trains_keeps_its_lease_until_another_one_has_taken_a_later_lineage(mine, opened, now, expected):
     assert in_training(*mine, opened, now, now, 0.0) is expected
 
 
-def test_while_training_the_lease_of_another_run_is_taken_if_it_does_not_change() -> None:
+def test_while_training_the_lease_of_another_run_is_taken_if_it_does_not_change():
     other = replace(HELD, run=B)
     assert in_training(A, 6, True, other, other, LONG) is TAKE
     assert in_training(A, 6, True, other, replace(RENEWED, run=B), 0.0) is REFUSE
@@ -86,7 +82,7 @@ def test_while_training_the_lease_of_another_run_is_taken_if_it_does_not_change(
         assert in_training(A, lineage, True, other, other, LONG) is REFUSE
 
 
-def test_a_lineage_is_taken_once_and_the_leases_before_it_are_removed(tmp_path: Path) -> None:
+def test_a_lineage_is_taken_once_and_the_leases_before_it_are_removed(tmp_path):
     assert lease.newest(tmp_path) is None and lease.newest(tmp_path / "absent") is None
     lease.take(tmp_path, HELD, None)
     assert lease.newest(tmp_path) == HELD
@@ -101,7 +97,7 @@ def test_a_lineage_is_taken_once_and_the_leases_before_it_are_removed(tmp_path: 
     assert stat.S_IMODE((tmp_path / "lease-6.json").stat().st_mode) == 0o600
 
 
-def test_a_lease_that_is_renewed_differs_and_one_that_is_damaged_is_of_nobody(tmp_path: Path) -> None:
+def test_a_lease_that_is_renewed_differs_and_one_that_is_damaged_is_of_nobody(tmp_path):
     lease.take(tmp_path, HELD, None)
     lease.renew(tmp_path, RENEWED)
     assert lease.newest(tmp_path) == RENEWED and os.listdir(tmp_path) == ["lease-5.json"]
@@ -112,13 +108,13 @@ def test_a_lease_that_is_renewed_differs_and_one_that_is_damaged_is_of_nobody(tm
     assert lease.newest(tmp_path) == UNREADABLE
 
 
-def test_a_lease_that_is_not_listed_yet_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_is_not_listed_yet_is_found_by_its_name(tmp_path, monkeypatch):
     lease.take(tmp_path, HELD, None)
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
     assert lease.newest(tmp_path) is None and lease.newest(tmp_path, 5) == HELD
 
 
-def test_people_are_told_whose_it_is_and_since_when() -> None:
+def test_people_are_told_whose_it_is_and_since_when():
     assert str(HELD).startswith("run aaaaaaaa on x, y, since 2027-01-1")
     assert "last renewed at 2027-01-1" in str(HELD) and "ended in order at" in str(replace(HELD, released=True))
     assert str(UNREADABLE).startswith("run unknown on unknown nodes")

@@ -1,7 +1,5 @@
 """The ledger: what is recorded of each iteration comes back bit for bit, or is not known."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -15,7 +13,7 @@ DIGESTS = [part for part in LedgerPart if not part.is_number]
 NUMBERS = [part for part in LedgerPart if part.is_number]
 
 
-def fresh() -> tuple[np.ndarray, Ledger]:
+def fresh():
     words = np.zeros(LEDGER_ROOM // 8, dtype=np.uint64)
     return words, Ledger(words)
 
@@ -25,9 +23,7 @@ def fresh() -> tuple[np.ndarray, Ledger]:
     st.dictionaries(st.sampled_from(DIGESTS), st.integers(0, (1 << 64) - 1)),
     st.dictionaries(st.sampled_from(NUMBERS), st.floats()),
 )
-def test_an_entry_comes_back_with_the_low_half_of_its_digests_and_all_bits_of_its_numbers(
-    iteration: int, digests: dict[LedgerPart, int], numbers: dict[LedgerPart, float]
-) -> None:
+def test_an_entry_comes_back_with_the_low_half_of_its_digests_and_all_bits_of_its_numbers(iteration, digests, numbers):
     _, ledger = fresh()
     for part, value in {**digests, **numbers}.items():
         ledger.record(iteration, part, value)
@@ -38,7 +34,7 @@ def test_an_entry_comes_back_with_the_low_half_of_its_digests_and_all_bits_of_it
     assert {one.iteration for one in ledger.entries().values()} == ({iteration} if digests or numbers else set())
 
 
-def test_the_first_iterations_and_the_newest_ones_stay() -> None:
+def test_the_first_iterations_and_the_newest_ones_stay():
     _, ledger = fresh()
     last = 1000
     for iteration in range(1, last + 1):
@@ -48,7 +44,7 @@ def test_the_first_iterations_and_the_newest_ones_stay() -> None:
     assert all(entry.digests == {LedgerPart.INPUT: iteration} for iteration, entry in ledger.entries().items())
 
 
-def test_an_iteration_that_takes_the_entry_of_another_one_inherits_nothing() -> None:
+def test_an_iteration_that_takes_the_entry_of_another_one_inherits_nothing():
     _, ledger = fresh()
     ledger.record(FIRST_KEPT + 1, LedgerPart.INPUT, 5)
     ledger.record(FIRST_KEPT + 1, LedgerPart.LOSS, 2.5)
@@ -58,7 +54,7 @@ def test_an_iteration_that_takes_the_entry_of_another_one_inherits_nothing() -> 
     assert entry is not None and entry.digests == {LedgerPart.GENERATORS: 7} and entry.numbers == {}
 
 
-def test_a_flipped_bit_makes_one_word_unknown_and_no_other() -> None:
+def test_a_flipped_bit_makes_one_word_unknown_and_no_other():
     words, ledger = fresh()
     for part in DIGESTS:
         ledger.record(3, part, 17 + part)
@@ -70,7 +66,7 @@ def test_a_flipped_bit_makes_one_word_unknown_and_no_other() -> None:
     assert ledger.entries().get(3) is None and not ledger.entries()
 
 
-def test_parts_that_only_one_of_two_entries_knows_do_not_differ_and_a_nan_equals_itself() -> None:
+def test_parts_that_only_one_of_two_entries_knows_do_not_differ_and_a_nan_equals_itself():
     one = LedgerEntry(2, {LedgerPart.INPUT: 1}, {LedgerPart.LOSS: math.nan, LedgerPart.RATE: 0.5})
     other = LedgerEntry(2, {LedgerPart.STATE: 9}, {LedgerPart.LOSS: math.nan, LedgerPart.RATE: 0.25})
     assert one.differing(other) == (LedgerPart.RATE,)
@@ -79,7 +75,7 @@ def test_parts_that_only_one_of_two_entries_knows_do_not_differ_and_a_nan_equals
     )
 
 
-def test_what_is_cleared_is_not_known() -> None:
+def test_what_is_cleared_is_not_known():
     _, ledger = fresh()
     ledger.record(1, LedgerPart.INPUT, 5)
     ledger.clear()

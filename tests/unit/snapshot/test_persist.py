@@ -1,14 +1,11 @@
 """Checkpoints on disk: what was captured comes back bit for bit, and whatever is wrong with a file is found."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,11 +37,11 @@ TOKEN = 9
 
 
 @pytest.fixture
-def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Segment]:
+def make(tmp_path_factory):
     """Segments by rank, on any node name; in files, for which nobody sweeps."""
     folder = tmp_path_factory.mktemp("segments")
 
-    def segment(rank: int, node: str = "n", shape: Shape = SHAPE) -> Segment:
+    def segment(rank, node="n", shape=SHAPE):
         path = folder / f"{node}-r{rank}"
         segments.create(path, shape, rank, dict(ORIGIN.fingerprint))
         found = Segment(path)
@@ -55,14 +52,14 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Segment]:
     return segment
 
 
-def small_of(segment: Segment, state: bytes) -> bytes:
+def small_of(segment, state):
     """Small state whose manifest has a tensor in each bucket."""
     held = [TensorRange(f"t{at}", "int16", "parameter", "own", n, 0, n, at, (2, n // 4)) for at, n in segment.ranges]
     described = Manifest(segment.rank, 2, (0, 0), tuple(segment.ranges), tuple(held))
     return manifest.join(manifest.write(described), state)
 
 
-def capture(segment: Segment, version: Version, seed: int, index: int = 0) -> None:
+def capture(segment, version, seed, index=0):
     """Put a version into a slot as a trainer does: random bytes, rubbish in the gaps."""
     segment.dirty(index, version, TOKEN)
     small = small_of(segment, f"small state of rank {segment.rank}, {version}".encode())
@@ -75,7 +72,7 @@ def capture(segment: Segment, version: Version, seed: int, index: int = 0) -> No
     segment.seal(index, version, TOKEN, small, digests)
 
 
-def written(make: Callable[..., Segment], base: Path, version: Version = V) -> tuple[Path, list[Segment]]:
+def written(make, base, version=V):
     """A complete checkpoint of two ranks, and the segments that it was written from."""
     sources = []
     for rank in range(ORIGIN.world_size):
@@ -86,7 +83,7 @@ def written(make: Callable[..., Segment], base: Path, version: Version = V) -> t
     return checkpoint.commit(base, version, ORIGIN), sources
 
 
-def bytes_of(segment: Segment, index: int) -> list[bytes]:
+def bytes_of(segment, index):
     """What counts of a slot: the buckets, not the gaps."""
     data = segment.data(index)
     return [data[offset : offset + nbytes].tobytes() for offset, nbytes in segment.ranges]
@@ -95,7 +92,7 @@ def bytes_of(segment: Segment, index: int) -> list[bytes]:
 # ---- there and back ----
 
 
-def test_what_was_captured_comes_back_bit_for_bit_and_sealed(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_what_was_captured_comes_back_bit_for_bit_and_sealed(make, tmp_path):
     folder, sources = written(make, tmp_path)
     assert folder == tmp_path / "v2-300" and sorted(os.listdir(tmp_path)) == ["v2-300"]
     for source in sources:
@@ -108,7 +105,7 @@ def test_what_was_captured_comes_back_bit_for_bit_and_sealed(make: Callable[...,
         target.verify(index)
 
 
-def test_anyones_reader_of_safetensors_finds_the_tensors_by_name(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_anyones_reader_of_safetensors_finds_the_tensors_by_name(make, tmp_path):
     folder, (source, _) = written(make, tmp_path)
     with safe_open(folder / "rank-00000.safetensors", framework="np") as file:
         gaps = ["ft_plugins.gap.4000", "ft_plugins.gap.7032"]
@@ -125,7 +122,7 @@ def test_anyones_reader_of_safetensors_finds_the_tensors_by_name(make: Callable[
         assert not any(file.get_tensor(gap).any() for gap in gaps), "what belongs to no item stays in memory"
 
 
-ITEMS: dict[str, tuple[TensorRange, str, torch.Tensor | None]] = {
+ITEMS = {
     "a whole tensor": (TensorRange("w", "bfloat16", "", "", 24, 0, 24, 64, (3, 4)), "w", torch.arange(12).view(3, 4)),
     "a scalar": (TensorRange("w", "float64", "", "", 8, 0, 8, 64), "w", torch.tensor(0.0)),
     "a part": (TensorRange("w", "float32", "", "", 400, 128, 192, 64, (10, 10)), "w[32:48]", torch.arange(16)),
@@ -135,7 +132,7 @@ ITEMS: dict[str, tuple[TensorRange, str, torch.Tensor | None]] = {
 
 
 @pytest.mark.parametrize("what", ITEMS)
-def test_an_item_is_stored_as_what_it_is(make: Callable[..., Segment], tmp_path: Path, what: str) -> None:
+def test_an_item_is_stored_as_what_it_is(make, tmp_path, what):
     held, name, expected = ITEMS[what]
     size = held.stop - held.start
     source = make(0, "from", Shape(320, 1000, 1, 1, SHAPE.slots))
@@ -170,9 +167,7 @@ def test_an_item_is_stored_as_what_it_is(make: Callable[..., Segment], tmp_path:
         ([("a", 0, 8064)], "up to byte 8064 of 8000"),
     ],
 )
-def test_a_manifest_that_does_not_describe_the_slot_gets_no_file(
-    make: Callable[..., Segment], tmp_path: Path, held: list[tuple[str, int, int]], why: str
-) -> None:
+def test_a_manifest_that_does_not_describe_the_slot_gets_no_file(make, tmp_path, held, why):
     source = make(0)
     capture(source, V, 1)
     tensors = tuple(TensorRange(name, "uint8", "", "", n, 0, n, at, (n,)) for name, at, n in held)
@@ -186,9 +181,7 @@ def test_a_manifest_that_does_not_describe_the_slot_gets_no_file(
 
 
 @pytest.mark.parametrize("piece", [1000, 4000, 4001])
-def test_buckets_larger_than_the_buffer_are_written_in_pieces(
-    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
-) -> None:
+def test_buckets_larger_than_the_buffer_are_written_in_pieces(make, tmp_path, monkeypatch, piece):
     monkeypatch.setattr(persist, "COPY_BYTES", piece)
     monkeypatch.setattr(persist, "SYNC_BYTES", 3000)
     folder, (source, _) = written(make, tmp_path)
@@ -196,7 +189,7 @@ def test_buckets_larger_than_the_buffer_are_written_in_pieces(
     assert bytes_of(target, persist.read_rank(folder, target, V, TOKEN)) == bytes_of(source, 0)
 
 
-def test_a_rank_without_a_share_has_a_file_all_the_same(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_a_rank_without_a_share_has_a_file_all_the_same(make, tmp_path):
     nothing = Shape(0, 1000, 0, 1, SHAPE.slots)
     source, target = make(0, "from", nothing), make(0, "to", nothing)
     capture(source, V, 0)
@@ -207,9 +200,7 @@ def test_a_rank_without_a_share_has_a_file_all_the_same(make: Callable[..., Segm
     assert target.slot(index).version == V and target.small(index) == source.small(0)
 
 
-def test_reading_takes_the_slot_that_a_capture_would_take_or_the_one_that_holds_the_version(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_reading_takes_the_slot_that_a_capture_would_take_or_the_one_that_holds_the_version(make, tmp_path):
     folder, _ = written(make, tmp_path)
     target = make(0, "to")
     for index, iteration in enumerate((1, 2, 3)):
@@ -222,9 +213,7 @@ def test_reading_takes_the_slot_that_a_capture_would_take_or_the_one_that_holds_
 
 
 @pytest.mark.parametrize("lacking", [False, True])
-def test_a_checkpoint_is_read_although_all_slots_that_have_memory_are_pinned(
-    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: bool
-) -> None:
+def test_a_checkpoint_is_read_although_all_slots_that_have_memory_are_pinned(make, tmp_path, monkeypatch, lacking):
     """More nodes are lost than others can replace: here are the version that they kept, and the one being sent."""
     folder, (source, _) = written(make, tmp_path)
     shape = replace(SHAPE, slots=slots_for(Pin.NODE, Pin.SOURCE, Pin.STORAGE), first=2)
@@ -234,7 +223,7 @@ def test_a_checkpoint_is_read_although_all_slots_that_have_memory_are_pinned(
         assert target.pin(Version(1, 1 + index), pin, idle=True) == index
     if lacking:
 
-        def refuse(*args: object) -> None:
+        def refuse(*args):
             raise BudgetError("no room")
 
         monkeypatch.setattr("ft_plugins.snapshot.segment.claims.check_room", refuse)
@@ -246,7 +235,7 @@ def test_a_checkpoint_is_read_although_all_slots_that_have_memory_are_pinned(
 # ---- what is wrong ----
 
 
-def test_a_slot_that_does_not_match_its_digests_is_not_written(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_a_slot_that_does_not_match_its_digests_is_not_written(make, tmp_path):
     source = make(0)
     capture(source, V, 1)
     source.data(0)[7999] ^= 1
@@ -255,9 +244,7 @@ def test_a_slot_that_does_not_match_its_digests_is_not_written(make: Callable[..
     assert os.listdir(tmp_path / "v2-300.partial") == []
 
 
-def test_a_version_that_is_given_up_while_it_is_written_gets_no_file(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_a_version_that_is_given_up_while_it_is_written_gets_no_file(make, tmp_path):
     source = make(0)
     capture(source, V, 1)
     with pytest.raises(CorruptSlotError, match="no slot holds version 300"):
@@ -265,7 +252,7 @@ def test_a_version_that_is_given_up_while_it_is_written_gets_no_file(
     capture(source, V, 1)
     pieces = iter(range(9))
 
-    def elsewhere(nbytes: int) -> None:
+    def elsewhere(nbytes):
         if next(pieces) == 4:  # the last one: every bucket has been read
             source.dirty(0, None, TOKEN)
             capture(source, V, 1, index=1)
@@ -282,9 +269,7 @@ PARTS = {"length": 3, "header": 40, "digest table": -(NBYTES + 8), "data": -5000
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_flipped_bit_anywhere_in_a_file_is_found_and_the_slot_is_not_restorable(
-    make: Callable[..., Segment], tmp_path: Path, part: str
-) -> None:
+def test_a_flipped_bit_anywhere_in_a_file_is_found_and_the_slot_is_not_restorable(make, tmp_path, part):
     folder, (source, _) = written(make, tmp_path)
     path = folder / "rank-00000.safetensors"
     content = bytearray(path.read_bytes())
@@ -299,7 +284,7 @@ def test_a_flipped_bit_anywhere_in_a_file_is_found_and_the_slot_is_not_restorabl
 
 
 @pytest.mark.parametrize("left", [0, 5, 500, NBYTES // 2, -1])
-def test_a_truncated_file_is_found(make: Callable[..., Segment], tmp_path: Path, left: int) -> None:
+def test_a_truncated_file_is_found(make, tmp_path, left):
     folder, _ = written(make, tmp_path)
     path = folder / "rank-00001.safetensors"
     size = path.stat().st_size
@@ -309,14 +294,14 @@ def test_a_truncated_file_is_found(make: Callable[..., Segment], tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.json"])
-def test_a_file_that_is_missing_is_named(make: Callable[..., Segment], tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_missing_is_named(make, tmp_path, name):
     folder, _ = written(make, tmp_path)
     (folder / name).unlink()
     with pytest.raises(StorageError, match=name):
         persist.read_rank(folder, make(0, "to"), V, TOKEN)
 
 
-def test_the_files_of_two_ranks_exchanged_are_found(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_the_files_of_two_ranks_exchanged_are_found(make, tmp_path):
     folder, _ = written(make, tmp_path)
     for name in (checkpoint.data_file, checkpoint.record_file):
         os.rename(folder / name(0), folder / "x")
@@ -327,9 +312,7 @@ def test_the_files_of_two_ranks_exchanged_are_found(make: Callable[..., Segment]
 
 
 @pytest.mark.parametrize("changed", [{"layout": 7}, {"nbytes": NBYTES + 64}, {"buckets": 2}])
-def test_another_layout_is_refused_by_name_and_nothing_is_touched(
-    make: Callable[..., Segment], tmp_path: Path, changed: dict[str, int]
-) -> None:
+def test_another_layout_is_refused_by_name_and_nothing_is_touched(make, tmp_path, changed):
     folder, _ = written(make, tmp_path)
     target = make(0, "to", replace(SHAPE, **changed))
     before = target.bytes.copy()
@@ -338,7 +321,7 @@ def test_another_layout_is_refused_by_name_and_nothing_is_touched(
     assert np.array_equal(target.bytes, before)
 
 
-def test_a_superseded_incarnation_reads_nothing_into_a_slot(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_a_superseded_incarnation_reads_nothing_into_a_slot(make, tmp_path):
     folder, _ = written(make, tmp_path)
     target = make(0, "to")
     with pytest.raises(FencedError, match=f"token {TOKEN - 1} was superseded by {TOKEN}"):
@@ -346,7 +329,7 @@ def test_a_superseded_incarnation_reads_nothing_into_a_slot(make: Callable[..., 
     assert not any(slot.state is SlotState.CLEAN for slot in target.slots())
 
 
-def test_a_full_disk_leaves_no_file(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_file(make, tmp_path):
     source = make(0)
     capture(source, V, 1)
     faults.arm("persist.write@rank=0:enospc")
@@ -359,7 +342,7 @@ def test_a_full_disk_leaves_no_file(make: Callable[..., Segment], tmp_path: Path
 
 
 @pytest.mark.parametrize("point", ["persist.file", "persist.rename"])
-def test_a_file_has_no_name_before_it_is_durable(make: Callable[..., Segment], tmp_path: Path, point: str) -> None:
+def test_a_file_has_no_name_before_it_is_durable(make, tmp_path, point):
     source = make(0)
     capture(source, V, 1)
     faults.arm(f"{point}:raise")
@@ -368,9 +351,7 @@ def test_a_file_has_no_name_before_it_is_durable(make: Callable[..., Segment], t
     assert os.listdir(tmp_path / "p") == []
 
 
-def test_a_file_that_is_there_is_not_written_twice_and_one_of_another_content_is_replaced(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_a_file_that_is_there_is_not_written_twice_and_one_of_another_content_is_replaced(make, tmp_path):
     source = make(0)
     capture(source, V, 1)
     first = persist.write_rank(tmp_path / "p", source, V, ORIGIN)
@@ -384,9 +365,7 @@ def test_a_file_that_is_there_is_not_written_twice_and_one_of_another_content_is
     assert path.stat().st_size == first.nbytes
 
 
-def test_a_rank_counts_when_its_file_is_there_and_is_of_this_version_and_job(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_a_rank_counts_when_its_file_is_there_and_is_of_this_version_and_job(make, tmp_path):
     folder = checkpoint.partial_of(tmp_path, V)
     for rank in (1, 0):
         source = make(rank)
@@ -400,15 +379,13 @@ def test_a_rank_counts_when_its_file_is_there_and_is_of_this_version_and_job(
     assert checkpoint.unusable(folder, ORIGIN, V) == [1]
 
 
-def test_no_record_vouches_for_data_that_another_attempt_has_replaced(
-    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_record_vouches_for_data_that_another_attempt_has_replaced(make, tmp_path, monkeypatch):
     alone, folder, source = replace(ORIGIN, world_size=1), checkpoint.partial_of(tmp_path, V), make(0)
     capture(source, V, 1)
     persist.write_rank(folder, source, V, alone)
     capture(source, V, 2)
 
-    def full(path: Path, content: object, **_: bool) -> None:
+    def full(path, content, **_):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(persist, "write_digested", full)
@@ -417,13 +394,11 @@ def test_no_record_vouches_for_data_that_another_attempt_has_replaced(
     assert checkpoint.unusable(folder, alone, V) == [0]
 
 
-def test_a_checkpoint_whose_files_were_withdrawn_before_its_manifest_is_not_complete(
-    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_whose_files_were_withdrawn_before_its_manifest_is_not_complete(make, tmp_path, monkeypatch):
     """A node gives up while rank 0 completes it."""
     building, write = checkpoint.partial_of(tmp_path, V), checkpoint.write_digested
 
-    def late(path: Path, content: dict[str, object], **_: bool) -> None:
+    def late(path, content, **_):
         checkpoint.withdraw(building, [1])
         write(path, content)
 
@@ -437,9 +412,7 @@ def test_a_checkpoint_whose_files_were_withdrawn_before_its_manifest_is_not_comp
 
 
 @pytest.mark.parametrize("point", ["before", "after"])
-def test_the_manifest_makes_it_complete_whether_or_not_the_folder_was_renamed(
-    make: Callable[..., Segment], tmp_path: Path, point: str
-) -> None:
+def test_the_manifest_makes_it_complete_whether_or_not_the_folder_was_renamed(make, tmp_path, point):
     faults.arm(f"persist.manifest.{point}:raise")
     with pytest.raises(RuntimeError):
         written(make, tmp_path)
@@ -454,9 +427,7 @@ def test_the_manifest_makes_it_complete_whether_or_not_the_folder_was_renamed(
     assert checkpoint.is_complete(tmp_path / "v2-300", ORIGIN)
 
 
-def test_the_listing_tells_complete_unfinished_and_damaged_ones_and_nothing_else(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_the_listing_tells_complete_unfinished_and_damaged_ones_and_nothing_else(make, tmp_path):
     assert checkpoint.listing(tmp_path / "nothing") == ()
     written(make, tmp_path)
     shutil.copytree(tmp_path / "v2-300", tmp_path / "v2-400")
@@ -474,9 +445,7 @@ def test_the_listing_tells_complete_unfinished_and_damaged_ones_and_nothing_else
 
 
 @pytest.mark.parametrize("damaged", ["v2-300", "v2-300.partial"])
-def test_of_two_folders_of_a_version_the_one_that_can_be_used_is_listed_whichever_it_is(
-    make: Callable[..., Segment], tmp_path: Path, damaged: str
-) -> None:
+def test_of_two_folders_of_a_version_the_one_that_can_be_used_is_listed_whichever_it_is(make, tmp_path, damaged):
     """A writer that died before it renamed its folder, or a copy made by hand, may leave both."""
     written(make, tmp_path)
     shutil.copytree(tmp_path / "v2-300", tmp_path / "v2-300.partial")
@@ -485,14 +454,14 @@ def test_of_two_folders_of_a_version_the_one_that_can_be_used_is_listed_whicheve
     assert (found.complete, found.problem) == (True, "") and found.name != damaged
 
 
-def test_what_is_there_of_another_job_is_not_taken_for_ours(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_what_is_there_of_another_job_is_not_taken_for_ours(make, tmp_path):
     folder, _ = written(make, tmp_path)
     with pytest.raises(StorageError, match="is a checkpoint of another job"):
         checkpoint.is_complete(folder, replace(ORIGIN, fingerprint={"layers": 5}))
     assert not checkpoint.is_complete(tmp_path / "v9-9", ORIGIN)
 
 
-def test_what_is_withdrawn_leaves_the_files_of_other_nodes(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_what_is_withdrawn_leaves_the_files_of_other_nodes(make, tmp_path):
     folder = checkpoint.partial_of(tmp_path, V)
     for rank in range(2):
         source = make(rank)
@@ -507,12 +476,10 @@ def test_what_is_withdrawn_leaves_the_files_of_other_nodes(make: Callable[..., S
     checkpoint.withdraw(folder, [1])
 
 
-def test_removing_is_done_whole_or_leaves_something_incomplete(
-    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removing_is_done_whole_or_leaves_something_incomplete(make, tmp_path, monkeypatch):
     folder, _ = written(make, tmp_path)
 
-    def dies(path: Path) -> None:
+    def dies(path):
         raise OSError(errno.EIO, "it died")
 
     with monkeypatch.context() as patch:
@@ -525,9 +492,7 @@ def test_removing_is_done_whole_or_leaves_something_incomplete(
 
 
 @pytest.mark.parametrize("copy", [persist.COPY_BYTES, 128 << 20], ids=["as it is", "all at once"])
-def test_the_memory_that_writing_takes_is_bounded(
-    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: int
-) -> None:
+def test_the_memory_that_writing_takes_is_bounded(make, tmp_path, monkeypatch, copy):
     """128 MiB are written with less than 32 MiB more in memory, the mapped segment itself not counted; were they copied
     all at once, it would show."""
     monkeypatch.setattr(persist, "COPY_BYTES", copy)
@@ -540,7 +505,7 @@ def test_the_memory_that_writing_takes_is_bounded(
     before = _anonymous_kib()
     peak = 0
 
-    def look(piece: int) -> None:
+    def look(piece):
         nonlocal peak
         peak = max(peak, _anonymous_kib() - before)
 
@@ -551,15 +516,13 @@ def test_the_memory_that_writing_takes_is_bounded(
     source.path.unlink()
 
 
-def _anonymous_kib() -> int:
+def _anonymous_kib():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.parametrize("heard", [(), (0,), (1,), (0, 1)])
-def test_the_manifest_says_whether_any_rank_had_heard_that_the_replicas_agreed(
-    make: Callable[..., Segment], tmp_path: Path, heard: tuple[int, ...]
-) -> None:
+def test_the_manifest_says_whether_any_rank_had_heard_that_the_replicas_agreed(make, tmp_path, heard):
     for rank in range(ORIGIN.world_size):
         source = make(rank)
         capture(source, V, 5)
@@ -585,8 +548,8 @@ def test_the_manifest_says_whether_any_rank_had_heard_that_the_replicas_agreed(
     ],
 )
 def test_a_checkpoint_is_called_uncertified_only_where_its_replicas_were_to_be_compared(
-    make: Callable[..., Segment], tmp_path: Path, mark: Mark, heard: Mark, audited: bool, expected: bool | None
-) -> None:
+    make, tmp_path, mark, heard, audited, expected
+):
     for rank in range(ORIGIN.world_size):
         source = make(rank)
         capture(source, V, 5)
@@ -597,9 +560,7 @@ def test_a_checkpoint_is_called_uncertified_only_where_its_replicas_were_to_be_c
 
 
 @pytest.mark.parametrize("told", ["record", "heard"])
-def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_not_read(
-    make: Callable[..., Segment], tmp_path: Path, told: str
-) -> None:
+def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_not_read(make, tmp_path, told):
     building = checkpoint.partial_of(tmp_path, V)
     for rank in range(ORIGIN.world_size):
         source = make(rank)
@@ -618,9 +579,7 @@ def test_a_version_whose_replicas_differed_on_any_rank_gets_no_manifest_and_is_n
 
 
 @pytest.mark.parametrize("mark", [Mark.CERTIFIED, Mark.DIVERGED, Mark.UNAUDITED])
-def test_what_is_known_to_be_good_is_known_of_the_restored_slot_too(
-    make: Callable[..., Segment], tmp_path: Path, mark: Mark
-) -> None:
+def test_what_is_known_to_be_good_is_known_of_the_restored_slot_too(make, tmp_path, mark):
     source, target = make(0), make(0, "to")
     capture(source, V, 5)
     source.mark(V, mark)
@@ -635,15 +594,13 @@ def test_what_is_known_to_be_good_is_known_of_the_restored_slot_too(
 OURS, THEIRS = replace(ORIGIN, run="a" * 32), replace(ORIGIN, run="b" * 32)
 
 
-def share(make: Callable[..., Segment], base: Path, rank: int, origin: Origin) -> None:
+def share(make, base, rank, origin):
     source = make(rank, f"from-{origin.run[:1]}-{rank}")
     capture(source, V, seed=rank)
     persist.write_rank(checkpoint.partial_of(base, V), source, V, origin)
 
 
-def test_a_record_of_another_run_is_neither_counted_nor_overwritten_nor_removed(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_a_record_of_another_run_is_neither_counted_nor_overwritten_nor_removed(make, tmp_path):
     """Two jobs of one name, whose SMPs write into one folder: one with rank 0 there, the other one with rank 1."""
     building = checkpoint.partial_of(tmp_path, V)
     share(make, tmp_path, 0, OURS)
@@ -655,9 +612,7 @@ def test_a_record_of_another_run_is_neither_counted_nor_overwritten_nor_removed(
     assert checkpoint.read_record(building, 1).run == THEIRS.run and not (building / "rank-00000.json").exists()
 
 
-def test_a_record_that_is_replaced_after_the_manifest_makes_the_checkpoint_incomplete_by_name(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_a_record_that_is_replaced_after_the_manifest_makes_the_checkpoint_incomplete_by_name(make, tmp_path):
     for rank in range(ORIGIN.world_size):
         share(make, tmp_path, rank, OURS)
     folder = checkpoint.commit(tmp_path, V, OURS)
@@ -672,14 +627,12 @@ def test_a_record_that_is_replaced_after_the_manifest_makes_the_checkpoint_incom
     persist.read_rank(folder, make(1, "to"), V, TOKEN)
 
 
-def test_a_record_that_is_replaced_while_it_is_completed_is_noticed(
-    make: Callable[..., Segment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_is_replaced_while_it_is_completed_is_noticed(make, tmp_path, monkeypatch):
     for rank in range(ORIGIN.world_size):
         share(make, tmp_path, rank, OURS)
     before = checkpoint.publish
 
-    def publish(building: Path, final: Path) -> Path:
+    def publish(building, final):
         record = building / "rank-00001.json"
         write_digested(record, read_digested(record) | {"run": THEIRS.run})
         return before(building, final)
@@ -690,9 +643,7 @@ def test_a_record_that_is_replaced_while_it_is_completed_is_noticed(
     assert not any(each.complete for each in checkpoint.listing(tmp_path))
 
 
-def test_a_checkpoint_of_the_build_before_has_no_run_and_is_read_and_counted_all_the_same(
-    make: Callable[..., Segment], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_the_build_before_has_no_run_and_is_read_and_counted_all_the_same(make, tmp_path):
     folder, _ = written(make, tmp_path)
     for name, left_out in ("manifest.json", ("run", "records")), ("rank-00000.json", ("run",)):
         content = read_digested(folder / name)
@@ -703,7 +654,7 @@ def test_a_checkpoint_of_the_build_before_has_no_run_and_is_read_and_counted_all
     assert OURS.own(stored) == list(stored) and stored[0].run == ""
 
 
-def test_checkpoints_of_other_runs_are_not_this_ones(make: Callable[..., Segment], tmp_path: Path) -> None:
+def test_checkpoints_of_other_runs_are_not_this_ones(make, tmp_path):
     for rank in range(ORIGIN.world_size):
         share(make, tmp_path, rank, THEIRS)
     checkpoint.commit(tmp_path, V, THEIRS)

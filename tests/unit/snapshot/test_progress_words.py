@@ -1,10 +1,5 @@
 """The progress words of a rank in the header page of its segment."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,7 +7,7 @@ from ft_plugins.bubbles.gate.gate import GATE_BYTES
 from ft_plugins.model.progress import LONG, ProgressEdges, WorkPhase
 from ft_plugins.model.timeline import Kind
 from ft_plugins.snapshot.segment import header, progress_words
-from ft_plugins.snapshot.segment.progress_words import KEPT, NoProgress, ProgressFacts, ProgressWriter, RankProgress
+from ft_plugins.snapshot.segment.progress_words import KEPT, NoProgress, ProgressFacts, ProgressWriter
 from ft_plugins.snapshot.segment.segment import Segment, create
 from ft_plugins.snapshot.segment.shape import Shape
 
@@ -23,54 +18,54 @@ SECOND = 10**9
 class Clock:
     """The time, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def monotonic_ns(self) -> int:
+    def monotonic_ns(self):
         return round(self.now * SECOND)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(progress_words, "time", clock)
     return clock
 
 
 @pytest.fixture
-def segment(tmp_path: Path) -> Iterator[Segment]:
+def segment(tmp_path):
     create(tmp_path / "segment", Shape(1 << 12, 1 << 10, 1, 5, 3, 0, 0), 4, {"some": "job"})
     segment = Segment(tmp_path / "segment")
     yield segment
     segment.close()
 
 
-def words(segment: Segment, token: int = 3) -> RankProgress | None:
+def words(segment, token=3):
     return progress_words.read(segment.rank, token, segment.bytes)
 
 
-def known(segment: Segment) -> RankProgress:
+def known(segment):
     found = words(segment)
     assert found is not None
     return found
 
 
-def test_the_words_lie_between_gate_and_fingerprint() -> None:
+def test_the_words_lie_between_gate_and_fingerprint():
     assert header.GATE + GATE_BYTES <= header.PROGRESS and header.PROGRESS % 8 == 0
     assert header.PROGRESS + 8 * progress_words.WORDS <= header._FINGERPRINT
 
 
-def test_a_segment_without_words_has_none(segment: Segment) -> None:
+def test_a_segment_without_words_has_none(segment):
     assert words(segment) is None
 
 
-def test_words_of_another_incarnation_are_none(segment: Segment) -> None:
+def test_words_of_another_incarnation_are_none(segment):
     ProgressWriter(segment.path, FACTS)
     assert known(segment).done == 0
     assert words(segment, token=4) is None
 
 
-def test_words_damage_nothing_in_the_header(segment: Segment) -> None:
+def test_words_damage_nothing_in_the_header(segment):
     segment.header.token, segment.header.owner, segment.header.completed = 3, (7, 8), 9
     writer = ProgressWriter(segment.path, FACTS)
     for step in range(1, 40):
@@ -83,7 +78,7 @@ def test_words_damage_nothing_in_the_header(segment: Segment) -> None:
     assert not segment.gate.any()
 
 
-def test_what_a_rank_does_is_read_at_every_edge(segment: Segment, clock: Clock) -> None:
+def test_what_a_rank_does_is_read_at_every_edge(segment, clock):
     writer = ProgressWriter(segment.path, FACTS)
     found = known(segment)
     assert (found.phase, found.stage, found.ranks, found.ranks_of_node) == (WorkPhase.STARTING, 2, 16, 8)
@@ -115,14 +110,12 @@ def test_what_a_rank_does_is_read_at_every_edge(segment: Segment, clock: Clock) 
 
 
 @pytest.mark.parametrize(("seconds", "limit"), [(None, None), (0.0, 0.0), (2.5, 2.5), (1e30, 18446744073.709553)])
-def test_the_limit_of_the_job_is_in_the_words(segment: Segment, seconds: float | None, limit: float | None) -> None:
+def test_the_limit_of_the_job_is_in_the_words(segment, seconds, limit):
     ProgressWriter(segment.path, ProgressFacts(3, seconds, 0, 2, 2))
     assert known(segment).limit_seconds == limit
 
 
-def test_the_last_iterations_after_the_first_are_kept_with_what_was_computed_in_them(
-    segment: Segment, clock: Clock
-) -> None:
+def test_the_last_iterations_after_the_first_are_kept_with_what_was_computed_in_them(segment, clock):
     writer = ProgressWriter(segment.path, FACTS)
     for step in range(1, KEPT + 5):
         writer.begin(step)
@@ -142,9 +135,7 @@ def test_the_last_iterations_after_the_first_are_kept_with_what_was_computed_in_
 
 
 @pytest.mark.parametrize("phase", [WorkPhase.EVALUATION, WorkPhase.SAVING])
-def test_long_phases_are_left_out_and_are_progress_when_they_end(
-    segment: Segment, clock: Clock, phase: WorkPhase
-) -> None:
+def test_long_phases_are_left_out_and_are_progress_when_they_end(segment, clock, phase):
     writer = ProgressWriter(segment.path, FACTS)
     for step in (1, 2):
         writer.begin(step)
@@ -161,9 +152,7 @@ def test_long_phases_are_left_out_and_are_progress_when_they_end(
 @pytest.mark.parametrize(
     "only", [(WorkPhase.SAVING, WorkPhase.AFTER_UPDATE), (WorkPhase.EVALUATION, WorkPhase.EVALUATION)]
 )
-def test_what_one_rank_alone_saves_or_evaluates_does_not_put_it_ahead_of_the_others(
-    segment: Segment, only: tuple[WorkPhase, ...]
-) -> None:
+def test_what_one_rank_alone_saves_or_evaluates_does_not_put_it_ahead_of_the_others(segment, only):
     """Ranks of a stage are compared by their edges: rank 0 alone saves, then all go on."""
     writer = ProgressWriter(segment.path, FACTS)
     writer.begin(4)
@@ -174,7 +163,7 @@ def test_what_one_rank_alone_saves_or_evaluates_does_not_put_it_ahead_of_the_oth
     assert known(segment).edges == 2, "those of a rank that did nothing else"
 
 
-def test_an_iteration_of_hours_still_fits(segment: Segment, clock: Clock) -> None:
+def test_an_iteration_of_hours_still_fits(segment, clock):
     writer = ProgressWriter(segment.path, FACTS)
     for step in (1, 2):
         writer.begin(step)
@@ -187,7 +176,7 @@ def test_an_iteration_of_hours_still_fits(segment: Segment, clock: Clock) -> Non
     assert known(segment).longest == 20_000.0
 
 
-def test_spans_are_phases(segment: Segment) -> None:
+def test_spans_are_phases(segment):
     writer = ProgressWriter(segment.path, FACTS)
     edges = ProgressEdges(writer)
     for kind in Kind:
@@ -197,18 +186,18 @@ def test_spans_are_phases(segment: Segment) -> None:
         assert known(segment).phase is WorkPhase.SCHEDULE
 
 
-def test_an_unknown_phase_is_of_another_version(segment: Segment) -> None:
+def test_an_unknown_phase_is_of_another_version(segment):
     ProgressWriter(segment.path, FACTS)
     segment.bytes[header.PROGRESS : header.PROGRESS + 8].view(np.uint64)[0] = 200
     assert words(segment) is None
 
 
-def test_every_phase_has_words_and_long_ones_have_large_numbers() -> None:
+def test_every_phase_has_words_and_long_ones_have_large_numbers():
     assert all(phase.words and phase.long == (phase >= LONG) for phase in WorkPhase)
     assert {phase for phase in WorkPhase if phase.long} == {WorkPhase.EVALUATION, WorkPhase.SAVING, WorkPhase.ENDED}
 
 
-def test_without_a_segment_edges_go_nowhere() -> None:
+def test_without_a_segment_edges_go_nowhere():
     silent = NoProgress()
     silent.begin(1)
     silent.edge(WorkPhase.FORWARD)

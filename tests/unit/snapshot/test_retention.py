@@ -1,7 +1,5 @@
 """Which version is written and what is removed: nodes that decide alone decide alike, and nothing that counts goes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,7 +23,7 @@ from ft_plugins.snapshot.segment.slots import Mark, Version
 STORAGE = Storage("/ck", interval=100, every=1, keep=2, world_size=4)
 
 
-def v(iteration: int, lineage: int = 1) -> Version:
+def v(iteration, lineage=1):
     return Version(lineage, iteration)
 
 
@@ -42,14 +40,12 @@ def v(iteration: int, lineage: int = 1) -> Version:
         ([99, 100], 101, True, None),
     ],
 )
-def test_a_multiple_of_the_interval_is_due_once(
-    held: list[int], last: int | None, alone: bool, expected: int | None
-) -> None:
+def test_a_multiple_of_the_interval_is_due_once(held, last, alone, expected):
     found = due([v(i) for i in held], STORAGE, v(last) if last else None, None, alone)
     assert found == (v(expected) if expected else None)
 
 
-def test_without_an_interval_nothing_is_due_but_what_was_named() -> None:
+def test_without_an_interval_nothing_is_due_but_what_was_named():
     quiet = replace(STORAGE, interval=0)
     assert due([v(100), v(200)], quiet, None, None, True) is None
     assert due([v(100), v(200)], quiet, None, v(200), True) == v(200)
@@ -68,15 +64,15 @@ def test_without_an_interval_nothing_is_due_but_what_was_named() -> None:
     ],
 )
 def test_where_replicas_are_compared_a_turn_is_that_of_a_version_whose_verdict_is_good(
-    good: list[int], held: list[int], last: int | None, alone: bool, expected: int | None
-) -> None:
+    good, held, last, alone, expected
+):
     audited = replace(STORAGE, audits=10)
     found = due([v(i) for i in held], audited, v(last) if last else None, None, alone, {v(i) for i in good})
     assert found == (v(expected) if expected else None)
     assert next_turn(101, replace(audited, interval=5), None) == 110
 
 
-def test_nodes_at_rest_write_the_newest_that_is_certified_and_never_one_that_differs() -> None:
+def test_nodes_at_rest_write_the_newest_that_is_certified_and_never_one_that_differs():
     held = (v(6), v(7), v(8))
     first = NodeOffer((0, 1), held, {v(6): Mark.CERTIFIED, v(7): Mark.UNAUDITED})
     assert newest_held_by_all([first, NodeOffer((2, 3), held)], 4) == v(6), "one node that has heard it speaks for all"
@@ -84,14 +80,14 @@ def test_nodes_at_rest_write_the_newest_that_is_certified_and_never_one_that_dif
     assert newest_held_by_all([NodeOffer((0, 1), held), NodeOffer((2, 3), held, {v(8): Mark.MISMATCHED})], 4) == v(7)
 
 
-def test_a_restored_version_that_lies_in_storage_is_not_due_again_and_the_next_turn_of_its_lineage_is() -> None:
+def test_a_restored_version_that_lies_in_storage_is_not_due_again_and_the_next_turn_of_its_lineage_is():
     assert due([v(100), v(101, 2)], STORAGE, v(100), None, True) is None
     assert due([v(101, 2), v(200, 2)], STORAGE, v(100), None, True) == v(200, 2)
     assert due([v(100, 2)], STORAGE, v(100), None, True) == v(100, 2), "captured anew after an older one was restored"
 
 
 @given(st.integers(1, 50), st.integers(1, 9), st.integers(0, 300))
-def test_every_multiple_has_one_snapshot_and_next_turn_announces_it(interval: int, every: int, completed: int) -> None:
+def test_every_multiple_has_one_snapshot_and_next_turn_announces_it(interval, every, completed):
     storage = replace(STORAGE, interval=interval, every=every)
     turns = [i for i in range(every, 1000, every) if due([v(i)], storage, None, None, False)]
     assert set(turns) == {i for m in range(interval, 1000, interval) if (i := -(-m // every) * every) < 1000}
@@ -102,12 +98,10 @@ some_intervals = st.builds(Intervals, st.integers(1, 9), st.integers(1, 50))
 
 
 @given(st.integers(1, 300), some_intervals, some_intervals)
-def test_where_intervals_change_every_version_is_judged_by_those_of_its_own_iteration(
-    since: int, before: Intervals, now: Intervals
-) -> None:
+def test_where_intervals_change_every_version_is_judged_by_those_of_its_own_iteration(since, before, now):
     chosen = replace(STORAGE, chosen=ChosenSchedule(since, now, before, 0))
 
-    def turns(storage: Storage, every: int, within: range) -> list[int]:
+    def turns(storage, every, within):
         return [i for i in within if i % every == 0 and due([v(i)], storage, None, None, False)]
 
     old = replace(STORAGE, interval=before.stored, every=before.captured)
@@ -119,21 +113,21 @@ def test_where_intervals_change_every_version_is_judged_by_those_of_its_own_iter
 
 
 @given(st.integers(0, 10**6), st.integers(1, 50), st.floats(0, 1000))
-def test_a_name_is_of_a_snapshot_that_nobody_has_begun(completed: int, every: int, rate: float) -> None:
+def test_a_name_is_of_a_snapshot_that_nobody_has_begun(completed, every, rate):
     named = to_announce(3, completed, every, rate)
     assert named.lineage == 3 and named.iteration % every == 0
     assert named.iteration > completed + every, "the next one may be begun already"
     assert named.iteration >= completed + 3 * rate - 1e-6, "seconds ahead, for all to have heard of it"
 
 
-def test_nodes_at_rest_write_the_newest_that_all_of_them_offer() -> None:
+def test_nodes_at_rest_write_the_newest_that_all_of_them_offer():
     first, second = NodeOffer((0, 1), (v(7), v(8))), NodeOffer((2, 3), (v(6), v(7)))
     assert newest_held_by_all([first, second], 4) == v(7)
     assert newest_held_by_all([first], 4) is None, "two ranks have not said"
     assert newest_held_by_all([first, NodeOffer((2, 3), (v(8, 2),))], 4) is None, "another lineage is another version"
 
 
-def test_what_a_lost_node_had_offered_gives_way_to_the_offer_of_its_substitute() -> None:
+def test_what_a_lost_node_had_offered_gives_way_to_the_offer_of_its_substitute():
     first, lost = NodeOffer((0, 1), (v(5), v(9, 2))), NodeOffer((2, 3), (v(5), v(8)))
     substitute = NodeOffer((2, 3), (v(9, 2),))
     assert newest_held_by_all([first, lost], 4) == v(5)
@@ -141,12 +135,12 @@ def test_what_a_lost_node_had_offered_gives_way_to_the_offer_of_its_substitute()
     assert newest_held_by_all([substitute, first, lost], 4) == v(9, 2)
 
 
-def stored(version: Version, complete: bool = True, fingerprint: str = "f") -> StoredCheckpoint:
+def stored(version, complete=True, fingerprint="f"):
     name = f"v{version.lineage}-{version.iteration}"
     return StoredCheckpoint(version, name, complete, fingerprint if complete else "")
 
 
-def test_the_newest_are_kept_and_what_was_never_finished_before_them_goes() -> None:
+def test_the_newest_are_kept_and_what_was_never_finished_before_them_goes():
     found = [
         stored(v(100)),
         stored(v(200)),
@@ -162,7 +156,7 @@ def test_the_newest_are_kept_and_what_was_never_finished_before_them_goes() -> N
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.booleans()), unique_by=lambda t: t[:2]))
-def test_pruning_leaves_the_newest_complete_ones(entries: list[tuple[int, int, bool]]) -> None:
+def test_pruning_leaves_the_newest_complete_ones(entries):
     found = [stored(Version(lineage, iteration), complete) for lineage, iteration, complete in entries]
     left = [each for each in found if each not in surplus(found, 2, "f")]
     complete = sorted((each.version for each in found if each.complete), reverse=True)
@@ -170,7 +164,7 @@ def test_pruning_leaves_the_newest_complete_ones(entries: list[tuple[int, int, b
     assert [each.version for each in candidates(left, "f")] == complete[:2]
 
 
-def test_a_checkpoint_that_is_kept_is_never_pruned_nor_counted_among_the_newest() -> None:
+def test_a_checkpoint_that_is_kept_is_never_pruned_nor_counted_among_the_newest():
     found = [replace(stored(v(100)), kept=True), stored(v(200)), stored(v(300)), replace(stored(v(400)), kept=True)]
     assert surplus(found, 2, "f") == ()
     assert [each.version for each in surplus([*found, stored(v(500))], 2, "f")] == [v(200)]
@@ -178,17 +172,17 @@ def test_a_checkpoint_that_is_kept_is_never_pruned_nor_counted_among_the_newest(
     assert surplus([found[0], found[3]], 1, "f") == ()
 
 
-def certified(version: Version, known: bool | None = True) -> StoredCheckpoint:
+def certified(version, known=True):
     return replace(stored(version), certified=known)
 
 
-def test_the_newest_certified_checkpoint_is_never_pruned() -> None:
+def test_the_newest_certified_checkpoint_is_never_pruned():
     found = [certified(v(100)), certified(v(200)), certified(v(300), False), certified(v(400), False)]
     assert [each.version for each in surplus(found, 2, "f")] == [v(100)]
     assert [each.version for each in surplus([*found, certified(v(500))], 2, "f")] == [v(100), v(200), v(300)]
 
 
-def test_where_any_is_certified_those_of_which_it_is_not_known_go_last() -> None:
+def test_where_any_is_certified_those_of_which_it_is_not_known_go_last():
     good, unknown, drifting = certified(v(200)), certified(v(300), False), certified(v(400), None)
     older = certified(v(100), False)
     assert candidates([older, good, unknown], "f") == (good, unknown, older)
@@ -198,7 +192,7 @@ def test_where_any_is_certified_those_of_which_it_is_not_known_go_last() -> None
     assert candidates([older, another, unknown], "f") == (unknown, older)
 
 
-def test_candidates_are_those_of_the_job_and_those_that_cannot_say_whose_they_are() -> None:
+def test_candidates_are_those_of_the_job_and_those_that_cannot_say_whose_they_are():
     damaged = StoredCheckpoint(v(300), "v1-300", True, "", "its manifest is damaged")
     found = [stored(v(100)), stored(v(200), fingerprint="another"), stored(v(400), complete=False), damaged]
     assert candidates(found, "f") == (damaged, stored(v(100)))

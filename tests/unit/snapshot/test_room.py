@@ -3,13 +3,10 @@
 The kernel's files are written down here as versions 1 and 2 have them, whole machines and containers.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +18,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kernel(tmp_path, monkeypatch):
     """What stands for /sys/fs/cgroup; beside it `own`, for /proc/self/cgroup."""
     monkeypatch.setattr(paths, "CGROUPS", tmp_path / "fs")
     monkeypatch.setattr(paths, "OWN_CGROUPS", tmp_path / "own")
@@ -29,11 +26,11 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "fs"
 
 
-def own(kernel: Path, text: str) -> None:
+def own(kernel, text):
     (kernel.parent / "own").write_text(text)
 
 
-def v2(group: Path, limit: str, current: int, files: int) -> None:
+def v2(group, limit, current, files):
     group.mkdir(parents=True)
     (group / "memory.max").write_text(f"{limit}\n")
     (group / "memory.current").write_text(f"{current}\n")
@@ -41,7 +38,7 @@ def v2(group: Path, limit: str, current: int, files: int) -> None:
     (group / "memory.stat").write_text(f"anon 77\nactive_file {half}\ninactive_file {files - half}\nshmem 5\n")
 
 
-def v1(group: Path, limit: int, usage: int, files: int) -> None:
+def v1(group, limit, usage, files):
     group.mkdir(parents=True)
     (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (group / "memory.usage_in_bytes").write_text(f"{usage}\n")
@@ -49,7 +46,7 @@ def v1(group: Path, limit: int, usage: int, files: int) -> None:
     (group / "memory.stat").write_text(f"{own_lines}total_active_file {files}\ntotal_inactive_file 0\n")
 
 
-def refused(nbytes: int, file: Path, limit: int, used: int) -> None:
+def refused(nbytes, file, limit, used):
     with pytest.raises(BudgetError) as error:
         check_room(nbytes, "rank 3: protection", smaller="--reft-redundancy none")
     message = str(error.value)
@@ -62,7 +59,7 @@ def refused(nbytes: int, file: Path, limit: int, used: int) -> None:
     check_room(limit - used, "what is left")
 
 
-def test_who_holds_memory_of_files_that_were_removed_is_named(tmp_path: Path) -> None:
+def test_who_holds_memory_of_files_that_were_removed_is_named(tmp_path):
     file = tmp_path / "ftp-big@n@0-r0"
     file.write_bytes(bytes(4096))
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 4096, prot=mmap.PROT_READ):
@@ -75,19 +72,19 @@ def test_who_holds_memory_of_files_that_were_removed_is_named(tmp_path: Path) ->
             assert (holder in str(error.value) and "'ft-plugins end big'" in str(error.value)) == removed
 
 
-def test_a_limit_of_version_2_is_named_with_what_is_left_of_it(kernel: Path) -> None:
+def test_a_limit_of_version_2_is_named_with_what_is_left_of_it(kernel):
     own(kernel, "0::/job/step\n")
     v2(kernel / "job" / "step", str(4 * MIB), MIB, 0)
     refused(3 * MIB + 1, kernel / "job" / "step" / "memory.max", 4 * MIB, MIB)
 
 
-def test_pages_of_files_are_given_back_by_the_kernel_and_do_not_count(kernel: Path) -> None:
+def test_pages_of_files_are_given_back_by_the_kernel_and_do_not_count(kernel):
     own(kernel, "0::/\n")
     v2(kernel, str(4 * MIB), 4 * MIB, 3 * MIB)
     refused(3 * MIB + 1, kernel / "memory.max", 4 * MIB, MIB)
 
 
-def test_the_limit_of_a_group_around_counts_too(kernel: Path) -> None:
+def test_the_limit_of_a_group_around_counts_too(kernel):
     own(kernel, "0::/slice/job\n")
     v2(kernel / "slice" / "job", "max", MIB, 0)
     (kernel / "slice" / "memory.max").write_text(str(2 * MIB))
@@ -96,14 +93,14 @@ def test_the_limit_of_a_group_around_counts_too(kernel: Path) -> None:
     refused(MIB + 1, kernel / "slice" / "memory.max", 2 * MIB, MIB)
 
 
-def test_a_limit_of_version_1_is_named_also_in_a_container_that_sees_the_path_of_its_host(kernel: Path) -> None:
+def test_a_limit_of_version_1_is_named_also_in_a_container_that_sees_the_path_of_its_host(kernel):
     own(kernel, "9:name=systemd:/x\n4:cpuset,memory:/docker/0123abc\n3:cpu:/\n0::/\n")
     v1(kernel / "memory", 4 * MIB, 3 * MIB, MIB)
     refused(2 * MIB + 1, kernel / "memory" / "memory.limit_in_bytes", 4 * MIB, 2 * MIB)
 
 
 @pytest.mark.parametrize("text", ["", "0::/\n", "4:memory:/\n", "4:memory:/job\n0::/job\n"])
-def test_where_nothing_is_limited_the_mount_alone_counts(kernel: Path, text: str) -> None:
+def test_where_nothing_is_limited_the_mount_alone_counts(kernel, text):
     own(kernel, text)
     v2(kernel / "job", "max", 1, 0)
     v1(kernel / "memory" / "job", 9223372036854771712, 1, 0)
@@ -112,19 +109,19 @@ def test_where_nothing_is_limited_the_mount_alone_counts(kernel: Path, text: str
         check_room(1 << 50, "much")
 
 
-def test_a_machine_without_control_groups_has_no_such_limit(kernel: Path) -> None:
+def test_a_machine_without_control_groups_has_no_such_limit(kernel):
     check_room(1, "little")
 
 
 # ------------------------------------------------------------------------------------------------ the machine
 
 
-def meminfo(kernel: Path, total: int, available: int) -> None:
+def meminfo(kernel, total, available):
     sizes = f"MemTotal:       {total >> 10} kB\nMemFree:        3 kB\nMemAvailable:   {available >> 10} kB\n"
     (kernel.parent / "meminfo").write_text(sizes + "HugePages_Total: 0\n")
 
 
-def test_what_the_machine_has_left_is_the_limit_even_if_the_mount_is_larger(kernel: Path) -> None:
+def test_what_the_machine_has_left_is_the_limit_even_if_the_mount_is_larger(kernel):
     """By default a tmpfs may take half of the memory, whoever uses the other half."""
     meminfo(kernel, 64 * MIB, 8 * MIB)
     check_room(8 * MIB, "all of it")
@@ -136,18 +133,18 @@ def test_what_the_machine_has_left_is_the_limit_even_if_the_mount_is_larger(kern
 @pytest.mark.parametrize(
     "text", ["", "MemTotal: 5 kB\n", "MemTotal: 5 kB\nMemAvailable: none\n", "MemTotal:\nMemAvailable:\n"]
 )
-def test_a_kernel_that_does_not_say_what_is_available_sets_no_limit(kernel: Path, text: str) -> None:
+def test_a_kernel_that_does_not_say_what_is_available_sets_no_limit(kernel, text):
     (kernel.parent / "meminfo").write_text(text)
     check_room(1, "little")
 
 
-def test_this_machine_says_what_it_has() -> None:
+def test_this_machine_says_what_it_has():
     limits = {limit.where: limit for limit in paths.memory_limits()}
     assert 0 < limits["this machine"].free <= limits["this machine"].nbytes < 1 << 50
     assert 0 < limits["/dev/shm"].free <= limits["/dev/shm"].nbytes
 
 
-def test_what_must_be_left_for_others_is_left_of_the_machine_and_of_each_control_group(kernel: Path) -> None:
+def test_what_must_be_left_for_others_is_left_of_the_machine_and_of_each_control_group(kernel):
     """Of the mount nothing must be left: it may be as small as the claims that it is for."""
     meminfo(kernel, 64 * MIB, 8 * MIB)
     check_room(6 * MIB, "a slot", spare=2 * MIB)
@@ -169,11 +166,11 @@ def test_what_must_be_left_for_others_is_left_of_the_machine_and_of_each_control
         ((7 << 30, 7 << 30), ("7.0 GiB", "7.0 GiB")),
     ],
 )
-def test_sizes_are_told_apart(sizes: tuple[int, ...], texts: tuple[str, ...]) -> None:
+def test_sizes_are_told_apart(sizes, texts):
     assert sizes_text(*sizes) == texts
 
 
-def test_a_real_mount_is_measured_with_what_others_have_taken_of_it(kernel: Path, tmp_path: Path) -> None:
+def test_a_real_mount_is_measured_with_what_others_have_taken_of_it(kernel, tmp_path):
     libc, mount = ctypes.CDLL(None, use_errno=True), tmp_path / "mount"
     mount.mkdir()
     if libc.mount(b"tmpfs", bytes(mount), b"tmpfs", 0, b"size=8m") != 0:

@@ -1,7 +1,5 @@
 """Samples of bytes that are copied in the background."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from ft_plugins.snapshot.capture.samples import digest_of, sample_of
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 255, 1023, 1024, 1025, 1279, 4096, 1_000_003])
-def test_a_sample_lies_within_the_bytes_and_reaches_from_end_to_end(nbytes: int) -> None:
+def test_a_sample_lies_within_the_bytes_and_reaches_from_end_to_end(nbytes):
     data = np.zeros(nbytes, dtype=np.uint8)
     sample = sample_of(data)
     assert sample.nbytes == min(nbytes, 1024)
@@ -21,7 +19,7 @@ def test_a_sample_lies_within_the_bytes_and_reaches_from_end_to_end(nbytes: int)
     assert digest_of(sample) == before
 
 
-def test_a_change_of_any_third_of_the_bytes_is_seen() -> None:
+def test_a_change_of_any_third_of_the_bytes_is_seen():
     data = np.zeros(100_000, dtype=np.uint8)
     sample = sample_of(data)
     before = digest_of(sample)

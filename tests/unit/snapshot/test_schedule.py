@@ -1,7 +1,5 @@
 """One schedule: whatever is done with versions is done at iterations at which they are captured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,7 @@ CHOSEN = st.builds(
 
 
 @given(INTERVALS, st.integers(1, 5), st.integers(0, 30))
-def test_what_is_exchanged_or_compared_is_captured(interval: int, exchange_interval: int, audits: int) -> None:
+def test_what_is_exchanged_or_compared_is_captured(interval, exchange_interval, audits):
     schedule = SnapshotSchedule.of(interval, exchange_interval, audits)
     captured = [iteration for iteration in range(5 * schedule.exchanged) if schedule.captures(iteration)]
     assert captured == list(range(interval, 5 * schedule.exchanged, interval)), "the start is no version"
@@ -28,21 +26,19 @@ def test_what_is_exchanged_or_compared_is_captured(interval: int, exchange_inter
         assert schedule.exchanged % schedule.compared == schedule.compared % audits == 0, "an audit certifies it"
 
 
-def test_no_iteration_is_left_out_that_serves_all() -> None:
+def test_no_iteration_is_left_out_that_serves_all():
     assert SnapshotSchedule.of(4, 3, 0) == SnapshotSchedule(4, 12, 0)
     assert SnapshotSchedule.of(4, 3, 6) == SnapshotSchedule(4, 12, 12)
     assert SnapshotSchedule.of(2, 1, 3) == SnapshotSchedule(2, 6, 6)
 
 
 @pytest.mark.parametrize(("at", "following", "from_there"), [(0, 4, 0), (1, 4, 4), (3, 4, 4), (4, 8, 4), (5, 8, 8)])
-def test_what_is_due_next_is_later_and_what_is_due_from_somewhere_may_be_there(
-    at: int, following: int, from_there: int
-) -> None:
+def test_what_is_due_next_is_later_and_what_is_due_from_somewhere_may_be_there(at, following, from_there):
     assert (next_due(at, 4), due_from(at, 4)) == (following, from_there)
 
 
 @given(INTERVALS, INTERVALS)
-def test_each_multiple_of_the_interval_has_one_turn(interval: int, step: int) -> None:
+def test_each_multiple_of_the_interval_has_one_turn(interval, step):
     versions = range(step, 20 * interval * step, step)
     turns = [iteration for iteration in versions if is_turn(iteration, interval, step)]
     expected = {due_from(at, step) for at in range(0, 20 * interval * step, interval)} - {0}
@@ -50,9 +46,7 @@ def test_each_multiple_of_the_interval_has_one_turn(interval: int, step: int) ->
 
 
 @given(CHOSEN, st.integers(0, 300), st.integers(1, 4))
-def test_what_is_due_is_captured_by_the_intervals_that_hold_then(
-    chosen: ChosenSchedule, after: int, every: int
-) -> None:
+def test_what_is_due_is_captured_by_the_intervals_that_hold_then(chosen, after, every):
     schedule = replace(SnapshotSchedule.of(every, 1, 0), chosen=chosen)
     due = chosen.due(after, every)
     assert due > after and schedule.captures(due)
@@ -61,7 +55,7 @@ def test_what_is_due_is_captured_by_the_intervals_that_hold_then(
 
 
 @given(CHOSEN, st.integers(0, 100), st.builds(Intervals, INTERVALS, INTERVALS))
-def test_a_change_leaves_what_is_past_as_it_was(chosen: ChosenSchedule, later: int, now: Intervals) -> None:
+def test_a_change_leaves_what_is_past_as_it_was(chosen, later, now):
     since = chosen.since + later
     changed = replace(SnapshotSchedule.of(1, 1, 0), chosen=chosen.changed(since, now))
     before = replace(changed, chosen=chosen)

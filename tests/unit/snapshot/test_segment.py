@@ -1,17 +1,13 @@
 """Segments: claimed whole or not at all, private, and readable as a version only when every byte of it is right."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +29,7 @@ FINGERPRINT = {"layers": 2, "lr": 0.1, "order": ["tp", "dp"], "data": {"path": "
 SMALL = b"small state"
 
 
-def fill(segment: Segment, index: int, version: Version, seed: int = 1, token: int = 5) -> np.ndarray:
+def fill(segment, index, version, seed=1, token=5):
     """Write a version as capture does; its data."""
     data = np.random.default_rng(seed).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
     digests = [xxhash.xxh3_64_intdigest(data[start : start + size].tobytes()) for start, size in BUCKETS]
@@ -47,14 +43,14 @@ def fill(segment: Segment, index: int, version: Version, seed: int = 1, token: i
 
 
 @pytest.fixture
-def segment(segment_path: Path) -> Segment:
+def segment(segment_path):
     create(segment_path, SHAPE, 0, FINGERPRINT)
     segment = Segment(segment_path)
     segment.ranges = BUCKETS
     return segment
 
 
-def test_a_new_segment_is_private_resident_and_empty(segment_path: Path) -> None:
+def test_a_new_segment_is_private_resident_and_empty(segment_path):
     create(segment_path, SHAPE, 7, FINGERPRINT)
     found = segment_path.stat()
     assert stat.S_IMODE(found.st_mode) == 0o600
@@ -69,13 +65,13 @@ def test_a_new_segment_is_private_resident_and_empty(segment_path: Path) -> None
     assert not segment_path.with_name(segment_path.name + ".new").exists()
 
 
-def test_a_core_of_its_process_leaves_a_mapped_segment_out(segment: Segment) -> None:
+def test_a_core_of_its_process_leaves_a_mapped_segment_out(segment):
     entry = Path("/proc/self/smaps").read_text().split(str(segment.path), 1)[1]
     flags = next(line.split() for line in entry.splitlines() if line.startswith("VmFlags:"))
     assert "dd" in flags, "MADV_DONTDUMP"
 
 
-def test_the_file_is_private_even_where_someone_left_a_half_made_one_open_to_all(segment_path: Path) -> None:
+def test_the_file_is_private_even_where_someone_left_a_half_made_one_open_to_all(segment_path):
     building = segment_path.with_name(segment_path.name + ".new")
     building.write_bytes(b"theirs")
     building.chmod(0o666)
@@ -88,9 +84,7 @@ def test_the_file_is_private_even_where_someone_left_a_half_made_one_open_to_all
         os.close(held)
 
 
-def test_a_mount_that_is_too_small_is_an_error_that_names_it_and_the_bytes(
-    segment_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_that_is_too_small_is_an_error_that_names_it_and_the_bytes(segment_path, monkeypatch):
     real = os.statvfs(segment_path.parent)
     sizes = list(real)[:10]
     sizes[4] = 5  # f_bavail
@@ -104,7 +98,7 @@ def test_a_mount_that_is_too_small_is_an_error_that_names_it_and_the_bytes(
 
 
 @pytest.fixture
-def small_mount(tmp_path: Path) -> Iterator[Path]:
+def small_mount(tmp_path):
     """A tmpfs of eight pages."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", bytes(tmp_path), b"tmpfs", 0, f"size={8 * PAGE}".encode()) != 0:
@@ -113,16 +107,14 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
     assert libc.umount(bytes(tmp_path)) == 0
 
 
-def test_a_real_mount_that_is_too_small_leaves_nothing_behind(small_mount: Path) -> None:
+def test_a_real_mount_that_is_too_small_leaves_nothing_behind(small_mount):
     said = f"{SHAPE.total / 2**20:.1f} MiB of host memory, but {small_mount} has only 0.0 MiB free, of 0.0"
     with pytest.raises(BudgetError, match=said):
         create(small_mount / "ftp-j-n-r0", SHAPE, 0, FINGERPRINT)
     assert list(small_mount.iterdir()) == []
 
 
-def test_memory_that_goes_to_someone_else_meanwhile_is_the_same_error(
-    small_mount: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_goes_to_someone_else_meanwhile_is_the_same_error(small_mount, monkeypatch):
     """Given that the figure of free bytes was right a moment ago; the kernel refuses the pages."""
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(os, "statvfs", lambda path: free)
@@ -131,13 +123,13 @@ def test_memory_that_goes_to_someone_else_meanwhile_is_the_same_error(
     assert list(small_mount.iterdir()) == []
 
 
-def test_a_fingerprint_that_does_not_fit_leaves_nothing_behind(segment_path: Path) -> None:
+def test_a_fingerprint_that_does_not_fit_leaves_nothing_behind(segment_path):
     with pytest.raises(SegmentError, match="fingerprint has 5\\d\\d\\d bytes"):
         create(segment_path, SHAPE, 0, {"text": "x" * 5000})
     assert not list(segment_path.parent.glob(segment_path.name + "*"))
 
 
-def test_what_one_process_writes_another_reads(segment: Segment) -> None:
+def test_what_one_process_writes_another_reads(segment):
     data = fill(segment, 1, Version(2, 9))
     segment.header.token, segment.header.completed, segment.header.owner = 4, 9, (123, 456)
     child = os.fork()
@@ -157,13 +149,13 @@ def test_what_one_process_writes_another_reads(segment: Segment) -> None:
 class Stores:
     """The words of a slot's header; after every store `observe` looks at shared memory as it stands then."""
 
-    def __init__(self, words: Any, observe: Callable[[], None]) -> None:
+    def __init__(self, words, observe):
         self._words, self._observe = words, observe
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         return self._words[key]
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key, value):
         self._words[key] = value
         self._observe()
 
@@ -171,27 +163,27 @@ class Stores:
 class StoredByWord:
     """One copy of a record, which is stored word by word; `observe` looks after each."""
 
-    def __init__(self, words: np.ndarray, observe: Callable[[], None]) -> None:
+    def __init__(self, words, observe):
         self.words, self._observe = words, observe
 
-    def copy(self) -> np.ndarray:
+    def copy(self):
         return self.words.copy()
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key, value):
         places = range(len(self.words))[key]
         for at, word in zip([places] if isinstance(places, int) else places, np.atleast_1d(value), strict=True):
             self.words[at] = word
             self._observe()
 
 
-def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_whole(segment: Segment) -> None:
+def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_whole(segment):
     """A writer may die at any instruction. Given version 1 in the slot, when version 2 overwrites it."""
     old = fill(segment, 0, Version(1, 1), seed=1)
     reader = Segment(segment.path)
-    seen: list[int | None] = []
-    states: list[int] = []
+    seen = []
+    states = []
 
-    def observe() -> None:
+    def observe():
         states.append(STATES[int(reader._slots[0]._words[0])])
         slot = reader.slot(0)
         if slot.state is not SlotState.CLEAN:
@@ -213,7 +205,7 @@ def test_after_every_store_a_reader_sees_the_old_version_none_or_the_new_one_who
     )
 
 
-def restorable(segment: Segment, index: int) -> bool:
+def restorable(segment, index):
     if segment.slot(index).state is not SlotState.CLEAN:
         return False
     try:
@@ -223,7 +215,7 @@ def restorable(segment: Segment, index: int) -> bool:
     return True
 
 
-def test_a_flip_of_any_byte_of_a_version_makes_it_unrestorable(segment: Segment) -> None:
+def test_a_flip_of_any_byte_of_a_version_makes_it_unrestorable(segment):
     fill(segment, 1, Version(3, 14))
     assert restorable(segment, 1)
     start = SHAPE.slots_start + SHAPE.slot_room
@@ -246,7 +238,7 @@ def test_a_flip_of_any_byte_of_a_version_makes_it_unrestorable(segment: Segment)
     assert restorable(segment, 1)
 
 
-def test_a_mismatch_names_rank_bucket_slot_and_version(segment: Segment) -> None:
+def test_a_mismatch_names_rank_bucket_slot_and_version(segment):
     fill(segment, 2, Version(3, 14))
     segment.data(2)[130] ^= 1
     with pytest.raises(CorruptSlotError, match=r"rank 0: bucket 1 of slot 2 \(14 \(lineage 3\)\)"):
@@ -254,8 +246,8 @@ def test_a_mismatch_names_rank_bucket_slot_and_version(segment: Segment) -> None
 
 
 def test_a_flip_in_the_constants_of_the_header_loses_the_segment_and_nothing_else_is_made_of_it(
-    segment: Segment,
-) -> None:
+    segment,
+):
     """They decide whether the segment is this job's, whose it is and where its parts lie."""
     length = int.from_bytes(segment.bytes[1024:1032].tobytes(), "little")
     for at in [*range(11 * 8), *range(1024, 1032 + length)]:
@@ -271,14 +263,14 @@ def test_a_flip_in_the_constants_of_the_header_loses_the_segment_and_nothing_els
     assert Segment(segment.path).fingerprint == FINGERPRINT
 
 
-def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: Segment) -> None:
+def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment):
     """Each lies there twice. Given both copies damaged, neither is believed, and that is said."""
     segment.header.token, segment.header.owner, segment.header.attached = 7, (123, 456), True
     segment.open_lineage(5, None, ())
     segment.header.completed = 3
     before = segment.bytes.copy()
 
-    def said() -> tuple[object, ...]:
+    def said():
         header = segment.header
         return header.token, header.owner, header.attached, header.opened
 
@@ -306,7 +298,7 @@ def test_a_flip_of_any_byte_of_a_record_of_the_header_changes_nothing(segment: S
     assert segment.damaged == () and segment.ranges == BUCKETS
 
 
-def test_the_intervals_that_a_job_chose_are_read_as_they_were_written_or_not_at_all(segment: Segment) -> None:
+def test_the_intervals_that_a_job_chose_are_read_as_they_were_written_or_not_at_all(segment):
     header, reader = segment.header, Segment(segment.path).header
     assert (reader.chosen, reader.exchanged_ms, reader.stored_ms) == (None, 0, 0)
     assert newest([reader.chosen]) is None and segment.damaged == ()
@@ -334,16 +326,16 @@ def test_the_intervals_that_a_job_chose_are_read_as_they_were_written_or_not_at_
     assert reader.exchanged_ms == 0 and reader.stored_ms == 2**32 - 1
 
 
-def test_after_every_store_of_a_record_a_reader_sees_the_old_values_or_the_new_ones(segment: Segment) -> None:
+def test_after_every_store_of_a_record_a_reader_sees_the_old_values_or_the_new_ones(segment):
     """A writer may die at any instruction, and write again."""
     reader = Segment(segment.path)
     for lineage in (4, 5, 6):
         segment.header.token = 10 * lineage
         old = (reader.header.opened.lineage, reader.header.opened.token)
-        seen: list[tuple[int, int]] = []
+        seen = []
         record = segment.header._opened
 
-        def observe(seen: list[tuple[int, int]] = seen) -> None:
+        def observe(seen=seen):
             seen.append((reader.header.opened.lineage, reader.header.opened.token))
 
         for place, copy in enumerate(record._copies):
@@ -357,7 +349,7 @@ def test_after_every_store_of_a_record_a_reader_sees_the_old_values_or_the_new_o
 USED = [SlotState.EMPTY, SlotState.DIRTY, SlotState.CLEAN]
 
 
-def reach(segment: Segment, index: int, state: SlotState) -> None:
+def reach(segment, index, state):
     """Bring a slot into `state`."""
     if state is not SlotState.EMPTY:
         fill(segment, index, Version(3, 14))
@@ -366,9 +358,7 @@ def reach(segment: Segment, index: int, state: SlotState) -> None:
 
 
 @pytest.mark.parametrize("state", USED)
-def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
-    segment: Segment, state: SlotState
-) -> None:
+def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(segment, state):
     reach(segment, 0, state)
     assert segment.slot(0).state is state and not segment.slot(0).damaged
     start = SHAPE.slots_start
@@ -384,7 +374,7 @@ def test_a_flip_in_the_header_of_a_slot_is_damage_and_what_a_writer_left_is_not(
 
 
 @pytest.mark.parametrize("state", USED)
-def test_a_slot_whose_header_page_is_all_zeros_is_damaged(segment: Segment, state: SlotState) -> None:
+def test_a_slot_whose_header_page_is_all_zeros_is_damaged(segment, state):
     """A page that was lost reads as zeros: that is never taken for a slot that was not used yet."""
     reach(segment, 1, state)
     start = SHAPE.slots_start + SHAPE.slot_room
@@ -395,9 +385,7 @@ def test_a_slot_whose_header_page_is_all_zeros_is_damaged(segment: Segment, stat
     assert restorable(segment, 1)
 
 
-def test_a_slot_whose_memory_was_given_back_is_not_damaged(
-    segment: Segment, dies_at: Callable[[int, Callable[[], object]], bool]
-) -> None:
+def test_a_slot_whose_memory_was_given_back_is_not_damaged(segment, dies_at):
     """Nor at any line of giving it back, nor when it has its memory again."""
     fill(segment, 0, Version(1, 1))
     fill(segment, 1, Version(1, 2))
@@ -423,7 +411,7 @@ def test_a_slot_whose_memory_was_given_back_is_not_damaged(
     assert restorable(again, 1)
 
 
-def test_a_seal_over_other_values_than_those_in_memory_is_no_seal(segment: Segment) -> None:
+def test_a_seal_over_other_values_than_those_in_memory_is_no_seal(segment):
     """What a superseded writer puts into the slot while it is being sealed does not become part of the version."""
     digests = np.array([1, 2, 3], dtype=np.uint64)
     for change in ("version", "digests", "small"):
@@ -441,7 +429,7 @@ def test_a_seal_over_other_values_than_those_in_memory_is_no_seal(segment: Segme
         assert segment.slot(0).state is SlotState.DIRTY, change
 
 
-def test_small_state_that_outgrew_its_room_is_refused_with_both_sizes(segment: Segment) -> None:
+def test_small_state_that_outgrew_its_room_is_refused_with_both_sizes(segment):
     segment.dirty(0, Version(1, 1), 0)
     segment.write_small(0, b"x" * 100)
     assert segment.small(0) == b"x" * 100
@@ -452,7 +440,7 @@ def test_small_state_that_outgrew_its_room_is_refused_with_both_sizes(segment: S
     assert segment.small(0) == b"y"
 
 
-def test_a_new_lineage_voids_then_says_so(segment: Segment) -> None:
+def test_a_new_lineage_voids_then_says_so(segment):
     for index, iteration in enumerate((4, 5, 6)):
         fill(segment, index, Version(1, iteration), seed=iteration)
     segment.header.completed = 6
@@ -465,7 +453,7 @@ def test_a_new_lineage_voids_then_says_so(segment: Segment) -> None:
     assert (segment.header.opened.lineage, segment.header.completed) == (3, 0)
 
 
-def test_the_cursor_tells_the_bucket_being_written(segment: Segment) -> None:
+def test_the_cursor_tells_the_bucket_being_written(segment):
     segment.set_cursor(1, 0)
     assert segment.cursor(1) == 0
     segment.set_cursor(1, 2)
@@ -474,7 +462,7 @@ def test_the_cursor_tells_the_bucket_being_written(segment: Segment) -> None:
     assert segment.cursor(1) is None
 
 
-def test_closing_leaves_the_file_and_whatever_view_is_still_held(segment: Segment) -> None:
+def test_closing_leaves_the_file_and_whatever_view_is_still_held(segment):
     data = fill(segment, 0, Version(1, 1))
     view = segment.data(0)
     segment.close()
@@ -483,7 +471,7 @@ def test_closing_leaves_the_file_and_whatever_view_is_still_held(segment: Segmen
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "short", "magic", "truncated", "longer", "link", "directory"])
-def test_what_is_no_segment_is_refused_by_path(segment_path: Path, tmp_path: Path, damage: str) -> None:
+def test_what_is_no_segment_is_refused_by_path(segment_path, tmp_path, damage):
     create(segment_path, SHAPE, 0, FINGERPRINT)
     match damage:
         case "missing":
@@ -514,7 +502,7 @@ def test_what_is_no_segment_is_refused_by_path(segment_path: Path, tmp_path: Pat
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_a_segment_of_another_user_is_refused(segment_path: Path) -> None:
+def test_a_segment_of_another_user_is_refused(segment_path):
     """Anyone may create files in /dev/shm under names that he can guess."""
     create(segment_path, SHAPE, 0, FINGERPRINT)
     os.chown(segment_path, 65534, 65534)
@@ -522,7 +510,7 @@ def test_a_segment_of_another_user_is_refused(segment_path: Path) -> None:
         Segment(segment_path)
 
 
-def test_segments_are_found_by_job_and_node_and_ordered_by_rank(job: str) -> None:
+def test_segments_are_found_by_job_and_node_and_ordered_by_rank(job):
     names = ["n", "n-r1", "n2"]
     for name in names:
         for rank in (10, 9, 0):
@@ -540,7 +528,7 @@ def test_segments_are_found_by_job_and_node_and_ordered_by_rank(job: str) -> Non
     assert remove(job, "n") == 0
 
 
-def test_a_shape_of_nothing_is_a_segment_all_the_same(segment_path: Path) -> None:
+def test_a_shape_of_nothing_is_a_segment_all_the_same(segment_path):
     """A rank may have an empty share."""
     create(segment_path, Shape(0, 10, 0, 0), 0, {})
     segment = Segment(segment_path)
@@ -551,14 +539,14 @@ def test_a_shape_of_nothing_is_a_segment_all_the_same(segment_path: Path) -> Non
     segment.verify(0)
 
 
-def test_room_is_counted_in_whole_pages() -> None:
+def test_room_is_counted_in_whole_pages():
     shape = Shape(nbytes=PAGE + 1, small_nbytes=1, buckets=513, layout=0)
     assert (shape.table_room, shape.small_room, shape.slot_room) == (2 * PAGE, PAGE, PAGE + 2 * PAGE + PAGE + 2 * PAGE)
     assert shape.ranges_room == 3 * PAGE
     assert shape.total == shape.slots_start + SLOTS * shape.slot_room
 
 
-def test_a_pin_keeps_a_slot_until_it_is_taken_back_and_ends_with_its_lineage(segment_path: Path) -> None:
+def test_a_pin_keeps_a_slot_until_it_is_taken_back_and_ends_with_its_lineage(segment_path):
     shape = replace(SHAPE, slots=slots_for(Pin.NODE))
     create(segment_path, shape, 3, {})
     segment = Segment(segment_path)
@@ -588,8 +576,8 @@ def test_a_pin_keeps_a_slot_until_it_is_taken_back_and_ends_with_its_lineage(seg
     ],
 )
 def test_what_one_thread_stores_of_pins_is_not_undone_by_another(
-    segment_path: Path, monkeypatch: pytest.MonkeyPatch, before: Pin, ours: Any, theirs: Any, after: Pin
-) -> None:
+    segment_path, monkeypatch, before, ours, theirs, after
+):
     """Each has a mapping of its own; the other one comes when the first one has read the pins, and is about to store
     them."""
     create(segment_path, replace(SHAPE, slots=slots_for(Pin.NODE, Pin.SOURCE, Pin.STORAGE)), 0, {})
@@ -599,25 +587,25 @@ def test_what_one_thread_stores_of_pins_is_not_undone_by_another(
     first._slots[0].pins = before
     come = threading.Event()  # the other one has done it, or waits until the first one has
 
-    def change(segment: Segment, name: str, purpose: Pin) -> None:
+    def change(segment, name, purpose):
         getattr(segment, name)(Version(1, 1) if name == "pin" else 0, purpose)
 
-    def other() -> None:
+    def other():
         change(second, *theirs)
         come.set()
 
     thread, pins, lock = threading.Thread(target=other), SlotHeader.pins, threading.RLock()
 
     class Lock:
-        def __enter__(self) -> None:
+        def __enter__(self):
             if threading.current_thread() is thread:
                 come.set()
             lock.acquire()
 
-        def __exit__(self, *error: object) -> None:
+        def __exit__(self, *error):
             lock.release()
 
-    def store(header: SlotHeader, value: Pin) -> None:
+    def store(header, value):
         if threading.current_thread() is not thread and not come.is_set():
             thread.start()
             assert come.wait(60.0)
@@ -631,7 +619,7 @@ def test_what_one_thread_stores_of_pins_is_not_undone_by_another(
 
 
 @pytest.mark.parametrize("mark", list(Mark))
-def test_what_is_said_of_a_version_stays_with_it_and_is_said_of_no_other(segment: Segment, mark: Mark) -> None:
+def test_what_is_said_of_a_version_stays_with_it_and_is_said_of_no_other(segment, mark):
     fill(segment, 1, Version(1, 3))
     assert segment.slot(1).mark is Mark.NONE
     assert segment.mark(Version(1, 3), mark) and not segment.mark(Version(1, 4), mark)
@@ -646,7 +634,7 @@ def test_what_is_said_of_a_version_stays_with_it_and_is_said_of_no_other(segment
     assert segment.slot(1).mark is Mark.NONE and not segment.mark(Version(1, 3), mark)
 
 
-def test_a_flipped_bit_of_a_mark_says_nothing(segment: Segment) -> None:
+def test_a_flipped_bit_of_a_mark_says_nothing(segment):
     fill(segment, 0, Version(1, 3))
     before = segment.bytes.copy()
     segment.mark(Version(1, 3), Mark.UNAUDITED)

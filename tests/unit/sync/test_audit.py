@@ -1,7 +1,5 @@
 """What digests say: who is wrong and where, when nobody can be named, and what is done about each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -16,18 +14,18 @@ from ft_plugins.sync.buckets import ItemPiece, ReplicaBucket
 REPAIR, AVERAGE, ROLLBACK = OnCorruption
 
 
-def buckets(count: int, replicas: tuple[int, ...] = (0, 2, 4, 6), dtype: str = "float32") -> list[ReplicaBucket]:
+def buckets(count, replicas=(0, 2, 4, 6), dtype="float32"):
     return [
         ReplicaBucket(n, replicas, n // 2, Role.PARAMETER, dtype, True, (ItemPiece(f"h.{n}.weight", 0, 9),), 36)
         for n in range(count)
     ]
 
 
-def digests(replicas: int, count: int) -> np.ndarray:
+def digests(replicas, count):
     return np.tile(np.arange(count, dtype=np.uint64) * np.uint64(1 << 60), (replicas, 1))
 
 
-def test_replicas_that_are_alike_agree_and_nothing_is_done() -> None:
+def test_replicas_that_are_alike_agree_and_nothing_is_done():
     found = judge(7, (0, 2, 4, 6), buckets(3), digests(4, 3))
     assert found == Audit(7, (0, 2, 4, 6), 3, ()) and found.agreed
     for chosen in OnCorruption:
@@ -35,7 +33,7 @@ def test_replicas_that_are_alike_agree_and_nothing_is_done() -> None:
         assert not done.changes and not done.rollback
 
 
-def test_a_minority_is_named_with_rank_layer_and_bucket_and_repaired_from_the_first_of_the_majority() -> None:
+def test_a_minority_is_named_with_rank_layer_and_bucket_and_repaired_from_the_first_of_the_majority():
     table = digests(4, 6)
     table[0, 5] ^= np.uint64(1)
     found = judge(7, (0, 2, 4, 6), buckets(6), table)
@@ -48,7 +46,7 @@ def test_a_minority_is_named_with_rank_layer_and_bucket_and_repaired_from_the_fi
     assert remedy(found, ROLLBACK).rollback and not remedy(found, ROLLBACK).changes
 
 
-def test_two_that_differ_are_one_of_these_two_and_averaged() -> None:
+def test_two_that_differ_are_one_of_these_two_and_averaged():
     table = digests(2, 2)
     table[1, 0] ^= np.uint64(1)
     found = judge(3, (1, 3), buckets(2, (1, 3)), table)
@@ -59,13 +57,13 @@ def test_two_that_differ_are_one_of_these_two_and_averaged() -> None:
 
 
 @pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 0, 1, 2], [0, 1, 2, 3]])
-def test_half_or_the_most_of_a_few_is_no_majority(groups: list[int]) -> None:
+def test_half_or_the_most_of_a_few_is_no_majority(groups):
     table = digests(4, 1) + np.array(groups, dtype=np.uint64)[:, None]
     (verdict,) = judge(3, (0, 2, 4, 6), buckets(1), table).verdicts
     assert verdict.source is None and "some of these 4, no majority" in str(verdict)
 
 
-def test_what_has_no_mean_is_copied_from_the_first_where_nobody_can_be_named() -> None:
+def test_what_has_no_mean_is_copied_from_the_first_where_nobody_can_be_named():
     table = digests(2, 1)
     table[1, 0] += np.uint64(1)
     found = judge(3, (1, 3), buckets(1, (1, 3), "int64"), table)
@@ -74,7 +72,7 @@ def test_what_has_no_mean_is_copied_from_the_first_where_nobody_can_be_named() -
 
 
 @given(st.integers(2, 9), st.data())
-def test_no_majority_is_copied_over_and_every_bucket_that_differs_is_made_one(m: int, data: st.DataObject) -> None:
+def test_no_majority_is_copied_over_and_every_bucket_that_differs_is_made_one(m, data):
     replicas = tuple(range(m))
     table = np.array(data.draw(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=m, max_size=m)))
     found = judge(1, replicas, buckets(3, replicas), table.astype(np.uint64))
@@ -94,7 +92,7 @@ def test_no_majority_is_copied_over_and_every_bucket_that_differs_is_made_one(m:
             assert column in averaged and max(values.count(v) for v in values) <= m / 2
 
 
-def test_thousands_of_replicas_and_buckets_are_judged_and_shown_in_a_few_lines() -> None:
+def test_thousands_of_replicas_and_buckets_are_judged_and_shown_in_a_few_lines():
     replicas = tuple(range(4096))
     table = digests(4096, 500)
     table[17, :40] ^= np.uint64(5)
@@ -102,7 +100,7 @@ def test_thousands_of_replicas_and_buckets_are_judged_and_shown_in_a_few_lines()
     assert {verdict.wrong for verdict in found.verdicts} == {(17,)} and len(found.verdicts) == 40
 
 
-def test_offences_count_iterations_and_ties_accuse_nobody() -> None:
+def test_offences_count_iterations_and_ties_accuse_nobody():
     one = digests(4, 4)
     one[2, :2] ^= np.uint64(1)
     named = judge(1, (0, 2, 4, 6), buckets(4), one)
@@ -130,12 +128,12 @@ def test_offences_count_iterations_and_ties_accuse_nobody() -> None:
         ((1, REPAIR, False, False, 0, True, 9), "here: the effect of a wrong copy stays in all replicas"),
     ],
 )
-def test_what_an_audit_promises_is_said_and_no_more(given_: tuple, said: str) -> None:
+def test_what_an_audit_promises_is_said_and_no_more(given_, said):
     text = promise(*given_)
     assert said in text and "an error that reached all replicas in the same way is not detected" in text
 
 
-def test_where_one_replica_s_gradients_clip_those_of_all_that_is_said() -> None:
+def test_where_one_replica_s_gradients_clip_those_of_all_that_is_said():
     said = promise(1, REPAIR, False, True, 4, False, 0, "we clip by the mean norm")
     assert said.endswith("we clip by the mean norm: the effect of one replica's wrong gradients on it stays in all "
                          "replicas, and the run then differs from a clean one")  # fmt: skip
@@ -143,12 +141,12 @@ def test_where_one_replica_s_gradients_clip_those_of_all_that_is_said() -> None:
     assert "we clip" not in promise(1, ROLLBACK, False, True, 4, False, 0, "we clip"), "gone back to before it"
 
 
-def test_of_shards_and_their_copies_nothing_is_said_of_a_majority_that_would_be_needed() -> None:
+def test_of_shards_and_their_copies_nothing_is_said_of_a_majority_that_would_be_needed():
     said = promise(1, REPAIR, False, True, 0, True, 9)
     assert "averaged" not in said and "minority" not in said and "the run stays bit-identical" in said
 
 
-def test_wrong_copies_are_made_anew_whatever_is_chosen_and_wrong_state_is_what_is_gone_back_for() -> None:
+def test_wrong_copies_are_made_anew_whatever_is_chosen_and_wrong_state_is_what_is_gone_back_for():
     those = buckets(2)
     copy = replace(those[1], role=Role.COPY)
     table = digests(4, 2)
@@ -165,7 +163,7 @@ def test_wrong_copies_are_made_anew_whatever_is_chosen_and_wrong_state_is_what_i
     assert list(remedy(both, AVERAGE).averages) == [those[0]]
 
 
-def test_what_is_beside_tensors_follows_the_first_replica_that_nobody_accuses() -> None:
+def test_what_is_beside_tensors_follows_the_first_replica_that_nobody_accuses():
     table = digests(4, 6)
     table[0, 1] ^= np.uint64(1)
     table[2, 4] ^= np.uint64(1)

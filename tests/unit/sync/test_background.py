@@ -1,7 +1,5 @@
 """What runs behind: in order, with its result or its error for whoever waits."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -12,11 +10,11 @@ from ft_plugins.sync.background import Background
 CPU = torch.device("cpu")
 
 
-def test_tasks_run_one_after_another_on_one_thread_and_give_what_they_found() -> None:
+def test_tasks_run_one_after_another_on_one_thread_and_give_what_they_found():
     background, order = Background(CPU), []
     go = threading.Event()
 
-    def first() -> str:
+    def first():
         assert go.wait(300)
         order.append(threading.current_thread().name)
         return "first"
@@ -30,10 +28,10 @@ def test_tasks_run_one_after_another_on_one_thread_and_give_what_they_found() ->
     assert "ftp-sync" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_an_error_is_raised_where_it_is_waited_for_and_nothing_runs_after_it() -> None:
+def test_an_error_is_raised_where_it_is_waited_for_and_nothing_runs_after_it():
     background, done = Background(CPU), []
 
-    def fails() -> None:
+    def fails():
         raise ValueError("a peer is gone")
 
     bad = background.start(fails)

@@ -1,7 +1,5 @@
 """What replicas have in common is in buckets once, cut alike by all of them; what they have not is named."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +11,8 @@ from ft_plugins.sync.buckets import plan_buckets, require_replicas
 WIDTH = {"float32": 4, "bfloat16": 2, "int64": 8}
 
 
-def item(name: str, elements: int, dtype: str = "float32", role: Role = Role.PARAMETER, **more: object) -> Item:
-    given_: dict = {"replicas": (0, 1), "layer": 0, **more}
+def item(name, elements, dtype="float32", role=Role.PARAMETER, **more):
+    given_ = {"replicas": (0, 1), "layer": 0, **more}
     return Item(name, dtype, (elements,), elements * WIDTH[dtype], role, **given_)
 
 
@@ -34,10 +32,10 @@ items = st.lists(
 
 
 @given(items, st.integers(8, 200))
-def test_every_element_is_in_one_bucket_and_no_bucket_is_too_full_or_of_two_kinds(those: list[Item], room: int) -> None:
+def test_every_element_is_in_one_bucket_and_no_bucket_is_too_full_or_of_two_kinds(those, room):
     found = plan_buckets(Inventory.of(0, those), room)
     known = {one.name: one for one in those}
-    taken: dict[str, list[tuple[int, int]]] = {name: [] for name in known}
+    taken = {name: [] for name in known}
     for number, bucket in enumerate(found.all):
         assert bucket.number == number and 0 < bucket.nbytes <= room
         kinds = {(known[p.item].layer, known[p.item].role, known[p.item].replicas) for p in bucket.pieces}
@@ -54,7 +52,7 @@ def test_every_element_is_in_one_bucket_and_no_bucket_is_too_full_or_of_two_kind
 
 
 @given(items, st.integers(8, 200))
-def test_the_ranks_of_a_set_cut_alike_whatever_else_each_of_them_has(those: list[Item], room: int) -> None:
+def test_the_ranks_of_a_set_cut_alike_whatever_else_each_of_them_has(those, room):
     alone = item("own", 7, replicas=(1,))
     first = plan_buckets(Inventory.of(0, those), room)
     second = plan_buckets(Inventory.of(1, [*those, alone]), room)
@@ -62,7 +60,7 @@ def test_the_ranks_of_a_set_cut_alike_whatever_else_each_of_them_has(those: list
     assert [name for name, _ in second.left_out] == ["own"]
 
 
-def test_what_one_rank_alone_holds_or_the_forward_changes_is_left_out_with_its_reason() -> None:
+def test_what_one_rank_alone_holds_or_the_forward_changes_is_left_out_with_its_reason():
     shard = item("shard", 4, replicas=(0,), piece=(0, 4, 8), role=Role.MAIN_PARAMETER)
     running = item("bn.running_mean", 4, role=Role.BUFFER, changed_by=frozenset({IterationSpan.FORWARD}))
     found = plan_buckets(Inventory.of(0, [item("w", 4), shard, running]), 1024)
@@ -73,7 +71,7 @@ def test_what_one_rank_alone_holds_or_the_forward_changes_is_left_out_with_its_r
     assert "not compared" in found.table() and "bn.running_mean" in found.table()
 
 
-def test_parameters_are_averaged_moments_on_request_and_integers_never() -> None:
+def test_parameters_are_averaged_moments_on_request_and_integers_never():
     those = [
         item("w", 4), item("m", 4, role=Role.MOMENT), item("main", 4, role=Role.MAIN_PARAMETER),
         item("count", 1, "int64", Role.MOMENT),
@@ -83,12 +81,12 @@ def test_parameters_are_averaged_moments_on_request_and_integers_never() -> None
     assert {b.pieces[0].item for b in found.averaged(optimizer_state=True)} == {"w", "main", "m"}
 
 
-def test_a_bucket_without_room_for_an_element_is_refused() -> None:
+def test_a_bucket_without_room_for_an_element_is_refused():
     with pytest.raises(ConfigError, match="buckets of 4 bytes hold no element: expected at least 8"):
         plan_buckets(Inventory.of(0, [item("w", 4)]), 4)
 
 
-def test_what_is_frozen_is_compared_but_is_no_reason_to_average() -> None:
+def test_what_is_frozen_is_compared_but_is_no_reason_to_average():
     shard = item("shard", 4, replicas=(0,), piece=(0, 4, 8), role=Role.MAIN_PARAMETER)
     frozen, copy = item("embedding", 4, changed_by=frozenset()), item("w", 4, role=Role.COPY)
     found = plan_buckets(Inventory.of(0, [shard, frozen]), 1024)

@@ -1,12 +1,7 @@
 """A profile of layers as a file: read as written, or refused in one line."""
 
-from __future__ import annotations
-
 import json
 import os
-import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,7 +17,7 @@ MANY = settings(derandomize=True, max_examples=200, suppress_health_check=[Healt
 RANDOM = st.randoms(use_true_random=False)
 
 
-def refused(path: Path) -> str:
+def refused(path):
     """What a file was refused with; '' if it was not."""
     try:
         read_profile(path)
@@ -33,7 +28,7 @@ def refused(path: Path) -> str:
     return ""
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_profile_is_read_as_it_was_written(tmp_path):
     write_profile(PROFILE, tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == PROFILE
     found = json.loads((tmp_path / "p.json").read_text())
@@ -43,7 +38,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_largest_profile_fits_into_the_bound_of_a_file(tmp_path: Path) -> None:
+def test_the_largest_profile_fits_into_the_bound_of_a_file(tmp_path):
     layers = [LayerTimes(f"model.decoder.layers.{i}", 1 / 3, 1 / 7, 1 / 9, 10**10 + i) for i in range(MOST_LAYERS)]
     write_profile(LayerProfile(tuple(layers), 8), tmp_path / "p.json")
     assert len(read_profile(tmp_path / "p.json")) == MOST_LAYERS
@@ -52,7 +47,7 @@ def test_the_largest_profile_fits_into_the_bound_of_a_file(tmp_path: Path) -> No
 
 @given(RANDOM)
 @MANY
-def test_any_file_is_a_profile_or_a_line(tmp_path: Path, source: random.Random) -> None:
+def test_any_file_is_a_profile_or_a_line(tmp_path, source):
     path = tmp_path / "p.json"
     content = json.dumps(altered(PROFILE.block(), source)).encode()
     path.write_bytes(source.choice([content, damaged(content, source)]))
@@ -60,7 +55,7 @@ def test_any_file_is_a_profile_or_a_line(tmp_path: Path, source: random.Random) 
         assert read_profile(path).compute_ns >= 0
 
 
-def changed(key: str, value: Any, layer: bool = True) -> bytes:
+def changed(key, value, layer=True):
     block = PROFILE.block()
     (block["layers"][1] if layer else block)[key] = value
     return json.dumps(block).encode()
@@ -81,13 +76,13 @@ def changed(key: str, value: Any, layer: bool = True) -> bytes:
         (changed("name", "embedding"), "layer 1 ('embedding'): the name of an earlier layer"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_place(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_does_not_fit_is_refused_by_its_place(tmp_path, content, said):
     path = tmp_path / "p.json"
     path.write_bytes(content)
     assert said in refused(path)
 
 
-def test_what_is_no_file_of_bounded_size_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_of_bounded_size_is_refused(tmp_path):
     assert "cannot be read (No such file" in refused(tmp_path / "none.json")
     os.mkfifo(tmp_path / "pipe")
     assert "it is not a regular file" in refused(tmp_path / "pipe")
@@ -95,7 +90,7 @@ def test_what_is_no_file_of_bounded_size_is_refused(tmp_path: Path) -> None:
     assert f"it has more than {FILE_LIMIT} bytes" in refused(tmp_path / "large")
 
 
-def test_a_profile_of_another_model_is_refused() -> None:
+def test_a_profile_of_another_model_is_refused():
     PROFILE.require_names(["embedding", "h.0"])
     for names, said in (
         (["embedding", "h.1"], "expected 'h.1', found 'h.0' as layer 1"),

@@ -1,14 +1,12 @@
 """The schedule of a job: stages plan their own layers, the period is common, shared layers come first everywhere."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ConfigError
-from ft_plugins.sync.layers.layer_profile import LayerProfile, LayerTimes
+from ft_plugins.sync.layers.layer_profile import LayerTimes
 from ft_plugins.sync.layers.layers_job import (
     JobLayers,
     JobSchedule,
@@ -25,7 +23,7 @@ from ft_plugins.sync.layers.layers_measured import ModuleSamples, over_ranks, ov
 GPT = job_layers([0, 0, 1, 1], [("embedding", "layer 1", "layer 2")] * 2 + [("layer 3", "head", "embedding")] * 2)
 
 
-def profile(layers: JobLayers, averaging: float, compute: float = 1.0) -> LayerProfile:
+def profile(layers, averaging, compute=1.0):
     times = {name: LayerTimes(name, compute, 2 * compute, averaging, 4) for name in layers.names}
     return profile_of(layers, times, 2)
 
@@ -102,7 +100,7 @@ def test_layers_of_several_stages_take_link_time_in_the_first_iteration():
 def test_a_schedule_changes_if_it_falls_behind_and_another_one_is_faster():
     layers = JobLayers((tuple("abc"),), ())
 
-    def measured(**averaging: float) -> LayerProfile:
+    def measured(**averaging):
         times = {name: LayerTimes(name, 1, 5, averaging.get(name, 0.1), 4) for name in layers.names}
         return profile_of(layers, times, 2)
 

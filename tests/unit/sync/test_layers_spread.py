@@ -1,7 +1,5 @@
 """Sets of layers that need not be contiguous, against all possible ones, the contiguous ones and the bound."""
 
-from __future__ import annotations
-
 import statistics
 from random import Random
 
@@ -22,20 +20,20 @@ from ft_plugins.sync.layers.layers_schedule import (
 from workloads.schedule_references import least_exposed_ns, partitions
 
 
-def profile_of(*times: tuple[float, float], unit: float = 1e-9) -> LayerProfile:
+def profile_of(*times, unit=1e-9):
     """Backward and communication of each layer."""
     layers = [LayerTimes(f"h.{i}", 0, unit * layer[0], unit * layer[1]) for i, layer in enumerate(times)]
     return LayerProfile(tuple(layers), 8)
 
 
 @st.composite
-def planned(draw: st.DrawFn, most: int = 14, longest: int = 6) -> tuple[LayerProfile, int]:
+def planned(draw, most=14, longest=6):
     layer = st.tuples(st.integers(0, 6), st.integers(0, 20))
     profile = profile_of(*draw(st.lists(layer, min_size=1, max_size=most)))
     return profile, draw(st.integers(1, min(longest, len(profile))))
 
 
-def like_a_model(source: Random, layers: int, ratio: float) -> LayerProfile:
+def like_a_model(source, layers, ratio):
     """Layers of similar size, all together with `ratio` times as much communication as backward."""
     times = [(source.uniform(0.5, 1.5), source.uniform(0.5, 1.5)) for _ in range(layers)]
     scale = ratio * sum(backward for backward, _ in times) / sum(seconds for _, seconds in times)
@@ -44,8 +42,8 @@ def like_a_model(source: Random, layers: int, ratio: float) -> LayerProfile:
 
 @given(planned())
 def test_spread_layers_are_never_worse_than_contiguous_ones_nor_below_the_bound(
-    case: tuple[LayerProfile, int],
-) -> None:
+    case,
+):
     profile, period = case
     schedule = spread_layers(profile, period)
     assert schedule.period == period
@@ -56,7 +54,7 @@ def test_spread_layers_are_never_worse_than_contiguous_ones_nor_below_the_bound(
 
 @given(planned(most=6, longest=3))
 @settings(max_examples=60)
-def test_no_schedule_is_better_where_the_bound_is_reached(case: tuple[LayerProfile, int]) -> None:
+def test_no_schedule_is_better_where_the_bound_is_reached(case):
     profile, period = case
     found = exposed_ns(profile, spread_layers(profile, period))
     best = min(exposed_ns(profile, other) for other in partitions(len(profile), period))
@@ -65,7 +63,7 @@ def test_no_schedule_is_better_where_the_bound_is_reached(case: tuple[LayerProfi
         assert best == found
 
 
-def test_most_spread_schedules_of_few_layers_are_the_best_there_are() -> None:
+def test_most_spread_schedules_of_few_layers_are_the_best_there_are():
     source = Random(7)
     lost = []
     for _ in range(60):
@@ -76,9 +74,7 @@ def test_most_spread_schedules_of_few_layers_are_the_best_there_are() -> None:
 
 
 @pytest.mark.parametrize(("layers", "period", "ratio"), [(60, 10, 5), (200, 20, 10), (200, 20, 15)])
-def test_where_the_link_is_busy_spread_layers_hide_several_times_as_much_of_the_rest(
-    layers: int, period: int, ratio: float
-) -> None:
+def test_where_the_link_is_busy_spread_layers_hide_several_times_as_much_of_the_rest(layers, period, ratio):
     for seed in range(3):
         profile = like_a_model(Random(seed), layers, ratio)
         spread = exposed_ns(profile, spread_layers(profile, period))
@@ -86,7 +82,7 @@ def test_where_the_link_is_busy_spread_layers_hide_several_times_as_much_of_the_
         assert 1.5 * spread < exposed_ns(profile, plan_layers(profile, period))
 
 
-def test_two_iterations_by_hand() -> None:
+def test_two_iterations_by_hand():
     """Contiguous sets expose 2 in each iteration. Layer 2 hides in an iteration of its own, layers 3 and 1 before layer
     0 is launched, which would expose 2 even alone."""
     profile = profile_of((2, 2), (2, 2), (2, 4), (2, 4))  # backward ends at 8, 6, 4, 2
@@ -97,7 +93,7 @@ def test_two_iterations_by_hand() -> None:
     assert exposed_ns(profile, schedule) == least_exposed_ns(profile, 2) == 2
 
 
-def test_where_greed_is_worse_than_contiguous_sets_those_are_kept() -> None:
+def test_where_greed_is_worse_than_contiguous_sets_those_are_kept():
     profile = profile_of((2, 0), (5, 8), (4, 6), (0, 11))
     attempts = [layers_schedule._filled_greedily(profile, 2, fullest) for fullest in (True, False)]
     assert min(exposed_ns(profile, schedule) for schedule in attempts) == 8
@@ -106,7 +102,7 @@ def test_where_greed_is_worse_than_contiguous_sets_those_are_kept() -> None:
 
 @given(planned(most=9))
 @settings(max_examples=50)
-def test_spread_schedules_are_filled_without_becoming_longer(case: tuple[LayerProfile, int]) -> None:
+def test_spread_schedules_are_filled_without_becoming_longer(case):
     profile, period = case
     schedule = spread_layers(profile, period)
     filled = fill(profile, schedule)
@@ -115,11 +111,11 @@ def test_spread_schedules_are_filled_without_becoming_longer(case: tuple[LayerPr
 
 
 @given(planned())
-def test_ranks_spread_the_same_way(case: tuple[LayerProfile, int]) -> None:
+def test_ranks_spread_the_same_way(case):
     profile, period = case
     assert spread_layers(profile, period) == spread_layers(LayerProfile(profile.layers, 2), period)
 
 
-def test_a_period_that_does_not_fit_is_refused() -> None:
+def test_a_period_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="H = 3 with 2 layers: expected 1 to 2 iterations"):
         spread_layers(profile_of((1, 1), (1, 1)), 3)

@@ -1,9 +1,5 @@
 """Collectives of a sync group: every member receives the same rows in rank order, of any dtype and length."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,15 +11,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 LENGTHS = (1, 3, 4, 0)
 
 
-def values(rank: int, dtype: torch.dtype, length: int) -> torch.Tensor:
+def values(rank, dtype, length):
     return (torch.arange(length) + 10 * rank + 1).to(dtype)
 
 
-def plain(tensor: torch.Tensor) -> tuple[str, list[Any]]:
+def plain(tensor):
     return str(tensor.dtype), tensor.tolist()
 
 
-def _gathered(rank: int, world: int) -> dict[str, Any]:
+def _gathered(rank, world):
     ranks = tuple(range(world))
     group = dist.new_group(list(ranks))
     links = Links(rank, {ranks: group}, group, torch.device("cpu"))
@@ -38,17 +34,17 @@ def _gathered(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def gathered() -> list[dict[str, Any]]:
+def gathered():
     return gang(_gathered, 3)
 
 
-def expected() -> list[tuple[str, list[Any]]]:
+def expected():
     return [
         plain(torch.stack([values(rank, dtype, length) for rank in range(3)])) for dtype in DTYPES for length in LENGTHS
     ]
 
 
-def test_members_receive_all_rows_in_rank_order(gathered: list[dict[str, Any]]) -> None:
+def test_members_receive_all_rows_in_rank_order(gathered):
     for one in gathered:
         assert one["alone"] == expected()
         shaped = torch.stack([values(rank, torch.float32, 6).view(2, 3).T for rank in range(3)])
@@ -56,7 +52,7 @@ def test_members_receive_all_rows_in_rank_order(gathered: list[dict[str, Any]]) 
         assert one["job"] == [[0.0, -1.0], [1.0, -1.0], [2.0, -1.0]]
 
 
-def test_a_number_travels_with_a_tensor_of_any_dtype(gathered: list[dict[str, Any]]) -> None:
+def test_a_number_travels_with_a_tensor_of_any_dtype(gathered):
     for one in gathered:
         assert [tensor for tensor, _ in one["with"]] == expected()
         assert {str(numbers) for _, numbers in one["with"]} == {"('torch.float64', [0.5, 1.5, 2.5])"}

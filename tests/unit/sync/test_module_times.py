@@ -1,13 +1,9 @@
 """Times of modules from edges: no time counted twice, whatever is missing or interleaved."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_plugins.sync.layers.layers_measured import EdgeKind, ModuleTimes, TimedEdge, module_times
+from ft_plugins.sync.layers.layers_measured import EdgeKind, TimedEdge, module_times
 
 KINDS = {
     "f+": EdgeKind.FORWARD_BEGIN, "f-": EdgeKind.FORWARD_END,
@@ -15,7 +11,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def edges(words: str, first: float = 100.0) -> list[TimedEdge]:
+def edges(words, first=100.0):
     """'f+ a, 3, f- a': numbers are seconds that pass."""
     now, made = first, []
     for word in words.split(", "):
@@ -27,22 +23,22 @@ def edges(words: str, first: float = 100.0) -> list[TimedEdge]:
     return made
 
 
-def times(words: str, end: float = 1e6) -> dict[str, tuple[float, float]]:
+def times(words, end=1e6):
     """(forward, backward) by module."""
     return {module: (one.forward, one.backward) for module, one in module_times(edges(words), end).items()}
 
 
-def test_layers_have_the_time_between_their_edges() -> None:
+def test_layers_have_the_time_between_their_edges():
     assert times("f+ a, 1, f- a, 9, f+ b, 2, f- b, 9, b+ b, 4, b- b, b+ a, 8, b- a, 9, f+ a, f- a") == {
         "a": (1, 8), "b": (2, 4),
     }  # fmt: skip
 
 
-def test_an_outer_module_has_what_none_of_its_inner_ones_has() -> None:
+def test_an_outer_module_has_what_none_of_its_inner_ones_has():
     assert times("f+ , 1, f+ a, 2, f- a, 4, f- , b+ , 8, b+ a, 16, b- a, 32, b- ") == {"": (5, 40), "a": (2, 16)}
 
 
-def test_a_recomputation_is_backward() -> None:
+def test_a_recomputation_is_backward():
     plain = "f+ a, 1, f- a, f+ b, 1, f- b, "
     assert times(f"{plain}b+ b, 1, f+ b, 2, f- b, 4, b- b, b+ a, f+ a, 8, f- a, 16, b- a") == {
         "a": (1, 24), "b": (1, 7),
@@ -52,14 +48,14 @@ def test_a_recomputation_is_backward() -> None:
     }  # fmt: skip
 
 
-def test_micro_batches_add_up_in_any_order() -> None:
+def test_micro_batches_add_up_in_any_order():
     warm, steady = "f+ a, 1, f- a, f+ b, 2, f- b", "b+ b, 4, b- b, b+ a, 8, b- a"
     expected = {"a": (3, 24), "b": (6, 12)}
     assert times(", 5, ".join([warm, warm, steady, warm, steady, steady])) == expected
     assert times(", ".join([warm, warm, warm, steady, steady, steady])) == expected
 
 
-def test_what_is_missing_is_made_up_for() -> None:
+def test_what_is_missing_is_made_up_for():
     assert times("b- a, 5, f- b, 1, f+ a, 2") == {"a": (0, 0), "b": (0, 0)} | {"a": (1e6 - 106, 0)}, (
         "an end of what is not open is ignored; an iteration closes what is"
     )
@@ -72,7 +68,7 @@ MODULES = st.sampled_from("abc")
 STEPS = st.lists(st.tuples(st.sampled_from(EdgeKind), MODULES, st.integers(-2, 9)), max_size=40)
 
 
-def made(steps: Sequence[tuple[EdgeKind, str, int]]) -> list[TimedEdge]:
+def made(steps):
     """Whole seconds, so that sums are exact; clocks may go back."""
     now, found = 50, []
     for kind, module, passed in steps:
@@ -81,12 +77,12 @@ def made(steps: Sequence[tuple[EdgeKind, str, int]]) -> list[TimedEdge]:
     return found
 
 
-def total(found: Sequence[ModuleTimes]) -> float:
+def total(found):
     return sum(one.forward + one.backward for one in found)
 
 
 @given(STEPS, st.integers(0, 400))
-def test_no_second_is_counted_twice(steps: list[tuple[EdgeKind, str, int]], end: int) -> None:
+def test_no_second_is_counted_twice(steps, end):
     listed = made(steps)
     found = module_times(listed, float(end))
     assert all(one.forward >= 0 and one.backward >= 0 for one in found.values())
@@ -96,13 +92,13 @@ def test_no_second_is_counted_twice(steps: list[tuple[EdgeKind, str, int]], end:
 
 
 @given(STEPS)
-def test_each_second_belongs_to_what_is_innermost(steps: list[tuple[EdgeKind, str, int]]) -> None:
+def test_each_second_belongs_to_what_is_innermost(steps):
     """Against a slow reference, which asks for each second."""
     listed = made([(kind, module, abs(passed)) for kind, module, passed in steps])
     end = int(listed[-1].seconds) + 3 if listed else 0
     expected = {edge.module: [0.0, 0.0] for edge in listed}
     for second in range(50, end):
-        running: list[tuple[bool, str]] = []
+        running = []
         for edge in listed:
             key = ("backward" in edge.kind.value, edge.module)
             if edge.seconds <= second:
@@ -114,9 +110,7 @@ def test_each_second_belongs_to_what_is_innermost(steps: list[tuple[EdgeKind, st
 
 
 @given(STEPS, STEPS)
-def test_time_outside_of_modules_changes_nothing(
-    first: list[tuple[EdgeKind, str, int]], second: list[tuple[EdgeKind, str, int]]
-) -> None:
+def test_time_outside_of_modules_changes_nothing(first, second):
     """Two parts that leave nothing open add up, whatever passes between them."""
     close = [(kind, module, 0) for kind in (EdgeKind.FORWARD_END, EdgeKind.BACKWARD_END) for module in "abc"]
     parts = [[(kind, module, abs(passed)) for kind, module, passed in part] + close for part in (first, second)]
@@ -132,17 +126,17 @@ class Counting(str):
 
     looked_up = 0
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         Counting.looked_up += 1
         return super().__hash__()
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         Counting.looked_up += 1
         return super().__eq__(other)
 
 
 @given(st.integers(1, 300), st.booleans())
-def test_cost_is_linear(count: int, reverse: bool) -> None:
+def test_cost_is_linear(count, reverse):
     """Also if all modules are open at once."""
     names = [Counting(f"m{at}") for at in range(count)]
     listed = [TimedEdge(EdgeKind.FORWARD_BEGIN, name, float(at)) for at, name in enumerate(names)]

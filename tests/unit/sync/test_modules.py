@@ -1,7 +1,5 @@
 """Modules and groups of local SGD: derived from reports, for jobs of thousands of ranks, without a deadlock."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest
@@ -20,23 +18,23 @@ from ft_plugins.sync.rounds.modules import (
 from harness.operations import doubling
 
 
-def item(name: str, replicas: tuple[int, ...] = (0, 4), role: Role = Role.PARAMETER, **fields: object) -> Item:
-    return Item(name, "float32", (6,), 24, role, replicas, **fields)  # type: ignore[arg-type]
+def item(name, replicas=(0, 4), role=Role.PARAMETER, **fields):
+    return Item(name, "float32", (6,), 24, role, replicas, **fields)
 
 
-def modules_of(stage: int, stages: int, tied: bool) -> tuple[str, ...]:
+def modules_of(stage, stages, tied):
     names = [f"layer {number}" for number in (2 * stage + 1, 2 * stage + 2)]
     first, last = stage == 0, stage == stages - 1
     return (*["embedding"] * first, *names, *["head"] * last, *["embedding"] * (last and tied and not first))
 
 
-def job(topology: Topology, tied: bool = True) -> tuple[list[tuple[int, ...]], list[tuple[str, ...]]]:
+def job(topology, tied=True):
     ranks = range(topology.world_size)
     stages = [topology.coords(rank).pp for rank in ranks]
     return [topology.replicas(rank) for rank in ranks], [modules_of(stage, topology.pp, tied) for stage in stages]
 
 
-def test_a_replica_is_a_whole_copy_of_the_model_and_holders_are_its_ranks_with_a_part_of_a_module() -> None:
+def test_a_replica_is_a_whole_copy_of_the_model_and_holders_are_its_ranks_with_a_part_of_a_module():
     groups = plan_groups(*job(Topology(tp=2, pp=2, dp=2)))  # order tp-dp-pp: stages are 0..3 and 4..7
     first, last = groups.of(0), groups.of(7)
     assert first.replica == (0, 1, 4, 5) and last.replica == (2, 3, 6, 7)
@@ -45,7 +43,7 @@ def test_a_replica_is_a_whole_copy_of_the_model_and_holders_are_its_ranks_with_a
     assert first.modules == ("embedding", "head", "layer 1", "layer 2", "layer 3", "layer 4")
 
 
-def test_a_module_on_two_stages_is_exchanged_first_on_both() -> None:
+def test_a_module_on_two_stages_is_exchanged_first_on_both():
     groups = plan_groups(*job(Topology(tp=2, pp=2, dp=2)))
     assert groups.of(0).order == ("embedding", "layer 1", "layer 2")
     assert groups.of(7).order == ("embedding", "layer 3", "layer 4", "head")
@@ -53,7 +51,7 @@ def test_a_module_on_two_stages_is_exchanged_first_on_both() -> None:
     assert plan_groups(*job(Topology(tp=2, pp=2, dp=2), tied=False)).of(7).spanning == frozenset()
 
 
-def test_ranks_exchange_what_they_have_in_common_in_one_order() -> None:
+def test_ranks_exchange_what_they_have_in_common_in_one_order():
     """Else one would wait for the other's part of a module while that one waits for its part of another module."""
     sync = [(rank, rank + 3) for rank in range(3)] + [(rank - 3, rank) for rank in range(3, 6)]
     modules = [("a", "x", "b"), ("b", "y", "c"), ("c", "z", "a")] * 2  # each shares one module with each other one
@@ -69,7 +67,7 @@ def test_ranks_exchange_what_they_have_in_common_in_one_order() -> None:
     assert ready == [3, 3, 3]
 
 
-def test_groups_of_thousands_of_ranks_partition_the_job_in_steps_of_their_number() -> None:
+def test_groups_of_thousands_of_ranks_partition_the_job_in_steps_of_their_number():
     reports = {dp: job(Topology(tp=8, pp=16, dp=dp)) for dp in (4, 8)}
     assert doubling(lambda dp: plan_groups(*reports[dp]).of(0), 4) < 2.2
     topology = Topology(tp=8, pp=16, dp=32)
@@ -81,7 +79,7 @@ def test_groups_of_thousands_of_ranks_partition_the_job_in_steps_of_their_number
         assert len(group) in (8, 16, 32, 128) and len(group) < topology.world_size
 
 
-def test_what_the_update_changes_is_synchronised_and_nothing_else() -> None:
+def test_what_the_update_changes_is_synchronised_and_nothing_else():
     anywhere = frozenset(IterationSpan)
     items = (
         item("a"),
@@ -96,7 +94,7 @@ def test_what_the_update_changes_is_synchronised_and_nothing_else() -> None:
         synchronised(Inventory.of(0, [Item("w", "int8", (6,), 6, Role.PARAMETER, (0, 4))]))
 
 
-def test_replicas_must_be_the_same_for_all_parameters_and_more_than_one() -> None:
+def test_replicas_must_be_the_same_for_all_parameters_and_more_than_one():
     assert sync_group([item("a"), item("b")], 0, "torch") == (0, 4)
     with pytest.raises(UnsupportedError, match="different replicas"):
         sync_group([item("a"), item("expert", (0, 2, 4, 6))], 0, "torch")
@@ -106,14 +104,14 @@ def test_replicas_must_be_the_same_for_all_parameters_and_more_than_one() -> Non
         plan_groups([(0, 1), (0, 1), (2, 3, 4)], [(), (), ()])
 
 
-def test_a_number_of_shard_ranks_that_is_not_that_of_the_framework_is_refused() -> None:
+def test_a_number_of_shard_ranks_that_is_not_that_of_the_framework_is_refused():
     for configured in (None, 2):
         require_shard_ranks(3, (2, 3), configured)
     with pytest.raises(ConfigError, match=r"--sync-shard-ranks 4: expected 2, because rank 3 .* ranks \[2, 3\]"):
         require_shard_ranks(3, (2, 3), 4)
 
 
-def test_a_module_has_its_items_in_buckets_of_bounded_size_in_the_order_of_the_forward() -> None:
+def test_a_module_has_its_items_in_buckets_of_bounded_size_in_the_order_of_the_forward():
     names = {"w.2": "layer 2", "w.1": "layer 1", "v.1": "layer 1", "other": "nothing here"}
     plans = plan_modules(Inventory.of(0, [item("w.1"), item("w.2"), item("v.1")]), names, 16)
     assert [plan.name for plan in plans] == ["layer 2", "layer 1"]

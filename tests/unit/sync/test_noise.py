@@ -1,7 +1,5 @@
 """The theory, on known noise: how far replicas drift, what that says of the noise, and where both have no answer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple
 
@@ -34,7 +32,7 @@ DIMENSION = 20_000  # the variance of a sum of so many squares is 2/d of its squ
 CLOSE = 0.05  # what the paper's formula is held to
 
 
-def drift(replicas: int, rates: list[float], mu: float = 0.0, seed: int = 0) -> np.ndarray:
+def drift(replicas, rates, mu=0.0, seed=0):
     """Parameters of each replica after SGD on a quadratic: all see the same gradient, and each a noise of its own."""
     rng = np.random.default_rng(seed)
     theta, velocity = np.ones((replicas, DIMENSION)), np.zeros((replicas, DIMENSION))
@@ -45,17 +43,17 @@ def drift(replicas: int, rates: list[float], mu: float = 0.0, seed: int = 0) -> 
     return theta
 
 
-def divergence(theta: np.ndarray) -> float:
+def divergence(theta):
     return float(((theta.mean(0) - theta) ** 2).sum(1).mean())
 
 
-def bound(sigma: float, h: int, rate: float, dimension: float, replicas: int) -> float:
+def bound(sigma, h, rate, dimension, replicas):
     """Lemma 4.1, with (M-1)/M and d: the squared divergence is at most 4 H d (M-1)/M s^2 lr_t^2 where replicas are
     synchronised every H iterations, learning rates fall, and none is more than twice the one H iterations later."""
     return 4 * h * weight_of(dimension, replicas) * sigma**2 * rate**2
 
 
-def momentum_gain(mu: float, updates: int, carried: bool = True) -> float:
+def momentum_gain(mu, updates, carried=True):
     """What one unit of s^2 becomes in the divergence after `updates` updates of SGD with momentum at learning rate 1.
 
     `carried`: the velocities were not averaged, and bring the noise of all earlier updates along. Without momentum this
@@ -68,7 +66,7 @@ def momentum_gain(mu: float, updates: int, carried: bool = True) -> float:
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 7])
-def test_replicas_drift_apart_as_the_corrected_lemma_says_and_the_estimator_returns_the_noise(replicas: int) -> None:
+def test_replicas_drift_apart_as_the_corrected_lemma_says_and_the_estimator_returns_the_noise(replicas):
     rates = [0.1 / (1 + 0.05 * k) for k in range(30)]
     found = divergence(drift(replicas, rates))
     expected = expected_divergence(SIGMA, rates, DIMENSION, replicas)
@@ -79,7 +77,7 @@ def test_replicas_drift_apart_as_the_corrected_lemma_says_and_the_estimator_retu
     assert found < 0.8 * uncorrected
 
 
-def test_the_bound_of_the_second_lemma_holds_for_falling_learning_rates() -> None:
+def test_the_bound_of_the_second_lemma_holds_for_falling_learning_rates():
     """Learning rates that halve within H iterations, the fastest that it allows."""
     h, replicas = 10, 4
     rates = [0.1 * 2 ** (-k / h) for k in range(h)]
@@ -91,7 +89,7 @@ def test_the_bound_of_the_second_lemma_holds_for_falling_learning_rates() -> Non
 
 
 @pytest.mark.parametrize("updates", [1, 5, 40])
-def test_with_momentum_the_estimate_is_the_noise_of_the_step(updates: int) -> None:
+def test_with_momentum_the_estimate_is_the_noise_of_the_step(updates):
     """From velocities that have seen noise for long; the parameters were averaged just before."""
     mu, replicas, rate = 0.9, 4, 0.01
     rng = np.random.default_rng(3)
@@ -111,15 +109,15 @@ class Sized(ReplicaBucket):
     """A bucket without pieces, of a given size."""
 
     @property
-    def elements(self) -> int:
+    def elements(self):
         return self.nbytes // 4
 
 
-def sized(elements: int, replicas: tuple[int, ...], role: Role = Role.PARAMETER, in_norm: bool = True) -> ReplicaBucket:
+def sized(elements, replicas, role=Role.PARAMETER, in_norm=True):
     return Sized(0, replicas, 0, role, "float32", in_norm, (), 4 * elements)
 
 
-def test_norms_are_over_the_whole_model_and_take_what_is_held_twice_once() -> None:
+def test_norms_are_over_the_whole_model_and_take_what_is_held_twice_once():
     """2 pipeline stages x 2 TP ranks x 2 replicas. Each rank has 100 own elements, and 10 that its TP neighbour has
     too; squared distances are 1 per element, so every figure can be counted by hand."""
     rows = []
@@ -137,7 +135,7 @@ def test_norms_are_over_the_whole_model_and_take_what_is_held_twice_once() -> No
     assert found.sigma == pytest.approx(math.sqrt(420 / (420 / 2 * 0.5)))
 
 
-def test_sets_of_different_sizes_are_weighed_each_by_its_own_number_of_replicas() -> None:
+def test_sets_of_different_sizes_are_weighed_each_by_its_own_number_of_replicas():
     """Experts have fewer replicas than dense layers. With s = 1 and sum(lr^2) = 1 each diverges by n (M-1)/M."""
     rows = []
     for rank in range(4):
@@ -149,7 +147,7 @@ def test_sets_of_different_sizes_are_weighed_each_by_its_own_number_of_replicas(
     assert found.sigma == pytest.approx(1.0) and found.dimension == 1000 + 2 * 300
 
 
-def test_thousands_of_ranks_are_combined_to_the_same_bits_whoever_does_it() -> None:
+def test_thousands_of_ranks_are_combined_to_the_same_bits_whoever_does_it():
     table = np.abs(np.random.default_rng(1).standard_normal((4096, FIELDS)))
     table[:, -1] = 0
     table[4000, -1] = 3
@@ -161,35 +159,33 @@ def test_thousands_of_ranks_are_combined_to_the_same_bits_whoever_does_it() -> N
     "squared, weight, rates, sigma",
     [(0.0, 9.0, 1.0, 0.0), (0.0, 9.0, 0.0, 0.0), (1.0, 9.0, 0.0, None), (1.0, 0.0, 1.0, None), (0.0, 0.0, 1.0, None)],
 )
-def test_without_noise_the_estimate_is_0_and_without_an_update_there_is_none(
-    squared: float, weight: float, rates: float, sigma: float | None
-) -> None:
+def test_without_noise_the_estimate_is_0_and_without_an_update_there_is_none(squared, weight, rates, sigma):
     assert estimate(squared, weight, rates) == sigma
 
 
-def test_a_measurement_that_is_no_number_is_said_to_be_none() -> None:
+def test_a_measurement_that_is_no_number_is_said_to_be_none():
     found = combine([NoisePart(math.nan, 1.0, 1.0, 2.0).row()], 1.0)
     assert math.isnan(found.divergence) and found.sigma is not None and math.isnan(found.sigma)
 
 
-def test_one_replica_cannot_drift_apart() -> None:
+def test_one_replica_cannot_drift_apart():
     with pytest.raises(ConfigError, match=r"1 replica\(s\) cannot diverge: expected at least 2"):
         expected_divergence(0.1, [0.1], 10, 1)
 
 
-def test_the_noise_of_a_step_is_that_of_all_its_coordinates() -> None:
+def test_the_noise_of_a_step_is_that_of_all_its_coordinates():
     assert NoiseMeasurement(1.5, 0.25, 2.0, 100, 0.1).noise == 2.5
 
 
 # ---- of one tensor: p_max
 
 
-def _measured(rank: int, world: int) -> list[float]:
+def _measured(rank, world):
     """A row of one of two replicas. Tensor b has the longer noise, and is cut over three buckets; its step is short."""
     live = {"a": torch.zeros(6), "b": torch.zeros(5)}
     items = [Item(name, "float32", (len(one),), one.nbytes, Role.PARAMETER, (0, 1)) for name, one in live.items()]
     buckets = plan_buckets(Inventory.of(rank, items), 8).averaged(False)
-    links = Links(rank, {(0, 1): dist.group.WORLD}, dist.group.WORLD, torch.device("cpu"))  # type: ignore[dict-item]
+    links = Links(rank, {(0, 1): dist.group.WORLD}, dist.group.WORLD, torch.device("cpu"))
     averaging = Averaging(buckets, links, lambda: live, Aggregate.MEAN, 0, by_tensor=True)
     averaging.save_parameters()
     live["a"] += 2.0 + 0.25 * rank
@@ -199,7 +195,7 @@ def _measured(rank: int, world: int) -> list[float]:
     return links.gather_job(found).tolist()
 
 
-def test_the_interval_may_follow_from_the_tensor_with_the_longest_noise_alone() -> None:
+def test_the_interval_may_follow_from_the_tensor_with_the_longest_noise_alone():
     """Replicas are 1 apart in each of 5 coordinates: 5/4 from the mean, twice that without its own share of it. The
     learning rate is 0.5. Powers of 2, so nothing is rounded but roots."""
     tables = gang(_measured, 2)

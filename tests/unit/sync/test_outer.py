@@ -1,7 +1,5 @@
 """The outer optimizer has the bits of torch.optim.SGD, and with learning rate 1 and no momentum is a plain mean."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -16,7 +14,7 @@ from ft_plugins.sync.rounds.outer import OuterRules, outer_step
 PLAIN = OuterRules(lr=1.0, momentum=0.0)
 
 
-def replicas(members: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def replicas(members, seed, dtype=torch.float32):
     """An anchor, and the parameters of members that have moved from it."""
     generator = torch.Generator().manual_seed(seed)
     anchor = torch.randn(257, generator=generator, dtype=dtype)
@@ -30,7 +28,7 @@ def replicas(members: int, seed: int, dtype: torch.dtype = torch.float32) -> tup
     st.sampled_from([0.0, 0.5, 0.85, 0.99]),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_steps_have_the_bits_of_torchs_sgd(seed: int, lr: float, momentum: float, dtype: torch.dtype) -> None:
+def test_steps_have_the_bits_of_torchs_sgd(seed, lr, momentum, dtype):
     rules = OuterRules(lr, momentum)
     anchor, targets = replicas(5, seed, dtype)
     reference = torch.nn.Parameter(anchor.clone())
@@ -46,7 +44,7 @@ def test_steps_have_the_bits_of_torchs_sgd(seed: int, lr: float, momentum: float
             assert torch.equal(buffer, sgd.state[reference]["momentum_buffer"])
 
 
-def test_two_steps_by_hand_with_nesterov_momentum() -> None:
+def test_two_steps_by_hand_with_nesterov_momentum():
     """The pseudo-gradient is 1 both times. Buffer: -1, then -1.5; steps: 1 + 0.5, then 1 + 0.5 * 1.5."""
     rules = OuterRules(lr=0.5, momentum=0.5)
     anchor, buffer = torch.tensor([10.0]), torch.zeros(1)
@@ -56,7 +54,7 @@ def test_two_steps_by_hand_with_nesterov_momentum() -> None:
     assert anchor.item() == 11.625 and buffer.item() == -1.5
 
 
-def test_steps_are_those_of_the_paper_in_numpy() -> None:
+def test_steps_are_those_of_the_paper_in_numpy():
     """Nesterov momentum on the gradient -Delta, in float64."""
     anchor, targets = replicas(6, seed=3, dtype=torch.float64)
     theta, velocity = anchor.numpy().copy(), np.zeros(len(anchor))
@@ -70,7 +68,7 @@ def test_steps_are_those_of_the_paper_in_numpy() -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(2, 7))
-def test_learning_rate_1_without_momentum_gives_the_mean_bit_for_bit(seed: int, members: int) -> None:
+def test_learning_rate_1_without_momentum_gives_the_mean_bit_for_bit(seed, members):
     """Post Local SGD: an anchor that is updated by the pseudo-gradient would round."""
     anchor, theta = replicas(members, seed)
     mean = theta.mean(0)
@@ -78,7 +76,7 @@ def test_learning_rate_1_without_momentum_gives_the_mean_bit_for_bit(seed: int, 
     assert torch.equal(anchor.view(torch.int32), mean.view(torch.int32))
 
 
-def test_the_anchor_plus_the_pseudo_gradient_would_round() -> None:
+def test_the_anchor_plus_the_pseudo_gradient_would_round():
     """The reason for passing the target."""
     anchor, theta = replicas(3, seed=0)
     anchor *= 100
@@ -87,13 +85,13 @@ def test_the_anchor_plus_the_pseudo_gradient_would_round() -> None:
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.01, 10))
-def test_a_step_goes_downhill_towards_the_target(lr: float, distance: float) -> None:
+def test_a_step_goes_downhill_towards_the_target(lr, distance):
     anchor = torch.zeros(1, dtype=torch.float64)
     outer_step(anchor, torch.full_like(anchor, distance), None, OuterRules(lr, momentum=0.0))
     assert 0 < anchor.item() < distance
 
 
-def test_what_is_passed_stays_where_it_is_and_the_target_as_it_is() -> None:
+def test_what_is_passed_stays_where_it_is_and_the_target_as_it_is():
     anchor, targets = replicas(1, seed=1)
     target, buffer = targets[0], torch.zeros_like(anchor)
     places, before = (anchor.data_ptr(), buffer.data_ptr()), target.clone()
@@ -101,7 +99,7 @@ def test_what_is_passed_stays_where_it_is_and_the_target_as_it_is() -> None:
     assert (anchor.data_ptr(), buffer.data_ptr()) == places and torch.equal(target, before)
 
 
-def test_shards_are_stepped_as_the_whole_would_be() -> None:
+def test_shards_are_stepped_as_the_whole_would_be():
     anchor, targets = replicas(3, seed=2)
     shards, buffer = anchor.clone(), torch.zeros_like(anchor)
     of_shards = torch.zeros_like(anchor)
@@ -112,7 +110,7 @@ def test_shards_are_stepped_as_the_whole_would_be() -> None:
     assert torch.equal(shards, anchor) and torch.equal(of_shards, buffer)
 
 
-def test_a_parameter_can_be_stepped_outside_of_no_grad() -> None:
+def test_a_parameter_can_be_stepped_outside_of_no_grad():
     parameter = torch.nn.Parameter(torch.zeros(3))
     outer_step(parameter, torch.ones(3), torch.zeros(3), OuterRules())
     assert parameter.requires_grad and parameter.grad_fn is None and (parameter > 0).all()
@@ -129,12 +127,12 @@ def test_a_parameter_can_be_stepped_outside_of_no_grad() -> None:
         ({"momentum": math.nan}, "outer momentum is nan"),
     ],
 )
-def test_rules_out_of_range_are_refused(wrong: dict[str, float], said: str) -> None:
+def test_rules_out_of_range_are_refused(wrong, said):
     with pytest.raises(ConfigError, match=said):
-        OuterRules(**wrong)  # type: ignore[arg-type]
+        OuterRules(**wrong)
 
 
-def test_tensors_that_do_not_match_are_refused_before_anything_changes() -> None:
+def test_tensors_that_do_not_match_are_refused_before_anything_changes():
     anchor = torch.zeros(3)
     with pytest.raises(ValueError, match=r"target does not match the anchor: expected \(3,\), .* found \(1,\)"):
         outer_step(anchor, torch.ones(1), None, PLAIN)

@@ -1,14 +1,9 @@
 """EDiT's penalty against the paper's equations in NumPy, and where the paper is silent or underflows."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
-import random
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,20 +40,20 @@ some_rules = st.builds(
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[list[float | None], list[NormStatistics]]:
+def groups(draw):
     members = draw(st.lists(st.tuples(any_norm, some_statistics), min_size=1, max_size=9))
     return [one[0] for one in members], [one[1] for one in members]
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[list[float]]:
+def jobs(draw):
     """Finite norms by synchronisation and member."""
     members = draw(st.integers(1, 5))
     hundredths = st.integers(0, 2000).map(lambda number: number / 100)
     return draw(st.lists(st.lists(hundredths, min_size=members, max_size=members), min_size=1, max_size=12))
 
 
-def after(norms: Sequence[float], alpha: float = RULES.alpha) -> NormStatistics:
+def after(norms, alpha=RULES.alpha):
     """The statistics of a member with these norms."""
     statistics = NormStatistics()
     for one in norms:
@@ -70,12 +65,12 @@ class Paper:
     """Section 3.2 and Algorithm 2 as printed, for one module whose norms are small enough for exp(-G). Where no spread
     is known no member is anomalous; in a rollback the statistics take the norms."""
 
-    def __init__(self, first: np.ndarray, rules: PenaltyRules) -> None:
+    def __init__(self, first, rules):
         self.mu, self.sigma, self.rules = first.copy(), np.zeros_like(first), rules
         self.count = np.zeros(len(first))
         self.closest = INF  # how near any z came to the threshold
 
-    def synchronise(self, norms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def synchronise(self, norms):
         alpha = self.rules.alpha
         known = (self.sigma > RESOLUTION * self.mu) & (self.count >= self.rules.warmup)
         z = np.divide(norms - self.mu, self.sigma, out=np.zeros_like(norms), where=known)
@@ -97,12 +92,10 @@ class Paper:
 
 
 @given(jobs(), st.floats(0.01, 0.5), st.floats(0.5, 5), st.integers(0, 4))
-def test_anomalies_weights_and_statistics_are_those_of_the_paper(
-    job: list[list[float]], alpha: float, threshold: float, warmup: int
-) -> None:
+def test_anomalies_weights_and_statistics_are_those_of_the_paper(job, alpha, threshold, warmup):
     rules = replace(RULES, alpha=alpha, threshold=threshold, warmup=warmup)
     paper = Paper(np.array(job[0]), rules)
-    statistics: Sequence[NormStatistics] = [NormStatistics()] * len(job[0])
+    statistics = [NormStatistics()] * len(job[0])
     for norms in job:
         flagged, weights = paper.synchronise(np.array(norms))
         assume(paper.closest > 1e-6)  # else rounding decides
@@ -115,7 +108,7 @@ def test_anomalies_weights_and_statistics_are_those_of_the_paper(
         np.testing.assert_allclose([one.deviation for one in statistics], paper.sigma, rtol=1e-6, atol=1e-9)
 
 
-def test_a_norm_three_deviations_above_the_mean_is_excluded_and_one_as_far_below_is_not() -> None:
+def test_a_norm_three_deviations_above_the_mean_is_excluded_and_one_as_far_below_is_not():
     found = judge([1.29, 1.31, 0.01, 1.0], [STEADY] * 4, RULES)
     assert found.anomalous == (False, True, False, False) and not found.rollback
     noisy = NormStatistics(5.0, 2.0, 100)
@@ -125,13 +118,13 @@ def test_a_norm_three_deviations_above_the_mean_is_excluded_and_one_as_far_below
     assert all(found.statistics[member].count == 101 for member in (0, 2, 3))
 
 
-def test_statistics_of_noise_tend_to_its_mean_and_deviation() -> None:
+def test_statistics_of_noise_tend_to_its_mean_and_deviation():
     found = after(np.random.default_rng(1).normal(7.0, 0.5, 5000).tolist())
     assert found.mean == pytest.approx(7.0, abs=0.2) and found.deviation == pytest.approx(0.5, rel=0.2)
 
 
 @given(st.lists(norm, min_size=1, max_size=9), st.lists(st.integers(1, 10**6), min_size=9, max_size=9))
-def test_a_further_factor_multiplies_the_weights(norms: list[float], tokens: list[int]) -> None:
+def test_a_further_factor_multiplies_the_weights(norms, tokens):
     tokens, fresh = tokens[: len(norms)], [NormStatistics()] * len(norms)
     expected = np.array(tokens) * np.exp(-np.array(norms))
     np.testing.assert_allclose(judge(norms, fresh, RULES, tokens).weights, expected / expected.sum(), rtol=1e-9)
@@ -139,14 +132,14 @@ def test_a_further_factor_multiplies_the_weights(norms: list[float], tokens: lis
     assert without.weights == tuple(count / sum(tokens) for count in tokens)
 
 
-def test_the_averaged_pseudo_gradient_is_clipped_to_a_norm_and_unless_finite_not_applied() -> None:
+def test_the_averaged_pseudo_gradient_is_clipped_to_a_norm_and_unless_finite_not_applied():
     assert clip_factor(20.0, 10.0) == 10 / (20 + EPSILON) and clip_factor(0.0, 1e-9) == 1e-9 / EPSILON
     assert clip_factor(5.0, 10.0) == clip_factor(0.0, 10.0) == 1.0, "exactly, so that an executor can leave it out"
     assert clip_factor(NAN, INF) == 1.0 and clip_factor(NAN, 10.0) == clip_factor(INF, 10.0) == 0.0
 
 
 @given(st.floats(0, 1e30), st.floats(1e-6, 1e6))
-def test_a_clipped_norm_is_never_above_the_clip(length: float, clip: float) -> None:
+def test_a_clipped_norm_is_never_above_the_clip(length, clip):
     assert 0 < clip_factor(length, clip) <= 1 and clip_factor(length, clip) * length <= clip * (1 + 1e-12)
 
 
@@ -155,9 +148,7 @@ def test_a_clipped_norm_is_never_above_the_clip(length: float, clip: float) -> N
 
 @settings(max_examples=300)
 @given(groups(), some_rules)
-def test_weights_sum_to_1_and_only_members_that_are_not_anomalous_have_one(
-    group: tuple[list[float | None], list[NormStatistics]], rules: PenaltyRules
-) -> None:
+def test_weights_sum_to_1_and_only_members_that_are_not_anomalous_have_one(group, rules):
     norms, statistics = group
     found = judge(norms, statistics, rules)
     assert len(found.weights) == len(found.anomalous) == len(found.statistics) == len(norms)
@@ -177,9 +168,7 @@ def test_weights_sum_to_1_and_only_members_that_are_not_anomalous_have_one(
 
 
 @given(groups(), some_rules, st.randoms(use_true_random=False))
-def test_a_permutation_of_members_permutes_the_result_bit_for_bit(
-    group: tuple[list[float | None], list[NormStatistics]], rules: PenaltyRules, shuffle: random.Random
-) -> None:
+def test_a_permutation_of_members_permutes_the_result_bit_for_bit(group, rules, shuffle):
     norms, statistics = group
     tokens = [float(shuffle.randint(0, 3)) for _ in norms]
     order = list(range(len(norms)))
@@ -195,7 +184,7 @@ def test_a_permutation_of_members_permutes_the_result_bit_for_bit(
     )
 
 
-def test_no_order_of_members_gives_other_weights() -> None:
+def test_no_order_of_members_gives_other_weights():
     """The reason for exact sums: added one after another, some of these orders would round differently."""
     norms = [0.1 * k for k in range(6)]
     fresh = [NormStatistics()] * 6
@@ -205,7 +194,7 @@ def test_no_order_of_members_gives_other_weights() -> None:
 
 
 @given(st.lists(norm, min_size=1, max_size=6), st.floats(1e3, 1e30))
-def test_large_norms_neither_underflow_nor_roll_back(norms: list[float], offset: float) -> None:
+def test_large_norms_neither_underflow_nor_roll_back(norms, offset):
     """Adding the same to all norms leaves the weights: those that exp(-G) alone would all make 0."""
     fresh = [NormStatistics()] * len(norms)
     far = [offset + one for one in norms]
@@ -216,7 +205,7 @@ def test_large_norms_neither_underflow_nor_roll_back(norms: list[float], offset:
     assert found.weights == near.weights and math.fsum(found.weights) == pytest.approx(1)
 
 
-def test_the_smallest_norm_is_that_of_a_member_with_a_weight() -> None:
+def test_the_smallest_norm_is_that_of_a_member_with_a_weight():
     """Subtracting that of an anomalous member, or of one without tokens, would make all others underflow."""
     fresh = NormStatistics()
     without_tokens = judge([0.0, 1e4, 1e4], [fresh] * 3, RULES, [0, 1, 3])
@@ -229,15 +218,13 @@ def test_the_smallest_norm_is_that_of_a_member_with_a_weight() -> None:
 
 @pytest.mark.parametrize("wild", [NAN, INF, -INF, -1.0])
 @pytest.mark.parametrize("rules", [RULES, NO_PENALTY])
-def test_what_is_no_finite_norm_is_never_averaged_not_even_in_the_warm_up_or_without_penalty(
-    wild: float, rules: PenaltyRules
-) -> None:
+def test_what_is_no_finite_norm_is_never_averaged_not_even_in_the_warm_up_or_without_penalty(wild, rules):
     found = judge([wild, 1.0, 1.0], [NormStatistics(), NormStatistics(), STEADY], rules)
     assert found.anomalous == (True, False, False) and found.weights == (0, 0.5, 0.5)
     assert found.statistics[0] == NormStatistics(), "and does not advance the warm-up"
 
 
-def test_a_module_is_rolled_back_only_if_every_member_present_is_anomalous() -> None:
+def test_a_module_is_rolled_back_only_if_every_member_present_is_anomalous():
     assert judge([9.0, NAN], [STEADY] * 2, RULES).rollback
     assert judge([9.0, None, NAN], [STEADY] * 3, RULES).rollback
     assert judge([None, None], [STEADY] * 2, RULES).rollback, "no value to go to but the anchor"
@@ -245,12 +232,12 @@ def test_a_module_is_rolled_back_only_if_every_member_present_is_anomalous() -> 
     assert judge([9.0, None], [STEADY] * 2, RULES).weights == (0, 0)
 
 
-def test_an_absent_member_has_no_weight_and_is_not_anomalous() -> None:
+def test_an_absent_member_has_no_weight_and_is_not_anomalous():
     found = judge([None, 1.0, 1.0], [STEADY] * 3, RULES, [NAN, 1, 1])
     assert found.anomalous == (False,) * 3 and found.weights == (0, 0.5, 0.5) and found.statistics[0] == STEADY
 
 
-def test_without_penalty_the_weights_are_those_of_the_plain_mean() -> None:
+def test_without_penalty_the_weights_are_those_of_the_plain_mean():
     found = judge([9.0, 1.0, None, 1e30], [STEADY] * 4, NO_PENALTY)
     assert found.weights == (1 / 3, 1 / 3, 0, 1 / 3) and not any(found.anomalous) and found.weights_are_equal
     assert not judge([1.0, 1.1], [STEADY] * 2, RULES).weights_are_equal
@@ -261,7 +248,7 @@ def test_without_penalty_the_weights_are_those_of_the_plain_mean() -> None:
 
 
 @given(st.integers(0, 20), norm, st.floats(1e3, 1e30))
-def test_no_finite_norm_is_anomalous_in_the_warm_up(warmup: int, usual: float, spike: float) -> None:
+def test_no_finite_norm_is_anomalous_in_the_warm_up(warmup, usual, spike):
     rules = replace(RULES, warmup=warmup)
     before = after([usual + k % 2 for k in range(20)])
     found = judge([spike, usual], [before, before], rules)
@@ -271,7 +258,7 @@ def test_no_finite_norm_is_anomalous_in_the_warm_up(warmup: int, usual: float, s
 
 
 @given(st.floats(1e-30, 1e30), st.integers(1, 200), st.floats(0, 1e30))
-def test_norms_that_never_differed_accuse_none(usual: float, synchronisations: int, other: float) -> None:
+def test_norms_that_never_differed_accuse_none(usual, synchronisations, other):
     before = after([usual] * synchronisations)
     assert before == NormStatistics(usual, 0.0, synchronisations), "no rounding creeps in"
     found = judge([other], [before], replace(RULES, warmup=0))
@@ -280,18 +267,18 @@ def test_norms_that_never_differed_accuse_none(usual: float, synchronisations: i
         assert found.statistics[0].deviation > 0 or abs(other - usual) < 1e-15 * usual
 
 
-def test_a_spread_that_is_only_rounding_is_none() -> None:
+def test_a_spread_that_is_only_rounding_is_none():
     before = after([1.0, 1.0 + 1e-12] * 50)
     assert 0 < before.deviation < RESOLUTION and before.score(1.0 + 1e-11) == 0
     assert not judge([1.0 + 1e-11], [before], RULES).anomalous[0]
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e-20, 1e20])
-def test_a_lasting_change_of_scale_is_not_rolled_back_for_ever(scale: float) -> None:
+def test_a_lasting_change_of_scale_is_not_rolled_back_for_ever(scale):
     """A frozen module that is trained from now on (norms of 0 before), or a learning rate raised a hundred times."""
     noise = np.random.default_rng(0).uniform(0.9, 1.1, (2, 400))
     before = [after((scale * row[:100]).tolist()) for row in noise]
-    statistics: Sequence[NormStatistics] = before
+    statistics = before
     rollbacks = []
     for both in 100 * (scale or 1) * noise.T[100:]:
         found = judge(both.tolist(), statistics, RULES)
@@ -300,21 +287,21 @@ def test_a_lasting_change_of_scale_is_not_rolled_back_for_ever(scale: float) -> 
     assert 1 <= sum(rollbacks) < 10 and not any(rollbacks[10:])
 
 
-def test_one_member_that_stays_far_off_stays_excluded() -> None:
-    statistics: Sequence[NormStatistics] = [STEADY, STEADY]
+def test_one_member_that_stays_far_off_stays_excluded():
+    statistics = [STEADY, STEADY]
     for _ in range(200):
         found = judge([1.0, 5.0], statistics, RULES)
         statistics = found.statistics
         assert found.anomalous == (False, True) and statistics[1] == STEADY
 
 
-def test_numbers_of_numpy_become_plain_ones() -> None:
+def test_numbers_of_numpy_become_plain_ones():
     found = judge([np.float64(1.0)], [NormStatistics()], RULES).statistics
     assert all(type(number) is float for number in found[0].values())
 
 
 @given(st.floats(0, 1e300), st.floats(0, 1e300), st.integers(0, 2**40))
-def test_statistics_continue_exactly_from_plain_values(mean: float, deviation: float, count: int) -> None:
+def test_statistics_continue_exactly_from_plain_values(mean, deviation, count):
     before = NormStatistics(mean, deviation, count)
     assert NormStatistics.from_values(json.loads(json.dumps(before.values()))) == before
     row = np.array([before.values()], dtype=np.float64)[0]
@@ -339,12 +326,12 @@ def test_statistics_continue_exactly_from_plain_values(mean: float, deviation: f
         ({"clip": NAN}, "clipped to nan"),
     ],
 )
-def test_rules_out_of_range_are_refused(wrong: dict[str, Any], said: str) -> None:
+def test_rules_out_of_range_are_refused(wrong, said):
     with pytest.raises(ConfigError, match=said):
         replace(RULES, **wrong)
 
 
-def test_lists_that_do_not_match_and_factors_that_are_none_are_refused() -> None:
+def test_lists_that_do_not_match_and_factors_that_are_none_are_refused():
     with pytest.raises(ValueError, match="2 norms, 1 statistics and no factors"):
         judge([1.0, 1.0], [STEADY], RULES)
     with pytest.raises(ValueError, match="1 norms, 1 statistics and 2 factors: expected one of each"):

@@ -1,9 +1,6 @@
 """One synchronisation of replicas whose modules are divided over ranks: norms are those of whole modules."""
 
-from __future__ import annotations
-
 import weakref
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -29,17 +26,17 @@ LENGTH = 1.5  # of the changes of the second replica, over those of the first
 BUCKET_BYTES = 8  # two elements: several buckets a module
 
 
-def anchor(place: int, name: str) -> np.ndarray:
+def anchor(place, name):
     size = SIZES[place][name]
     return np.linspace(-1, 1, size).astype(np.float32) + np.float32(place)
 
 
-def change(replica: int, place: int, name: str) -> np.ndarray:
+def change(replica, place, name):
     size = SIZES[place][name]
     return (np.cos(np.arange(size) + 3 * place + replica) * (LENGTH if replica else 1.0)).astype(np.float32)
 
 
-def built(rank: int, world: int, outer: OuterRules) -> tuple[Synchronisation, dict[str, torch.Tensor], tuple[str, ...]]:
+def built(rank, world, outer):
     """The synchronisation of one rank, its live tensors, and the order of its modules."""
     live = {name: torch.from_numpy(anchor(rank % 2, name)) for name in SIZES[rank % 2]}
     inventory = Inventory.of(
@@ -56,14 +53,14 @@ def built(rank: int, world: int, outer: OuterRules) -> tuple[Synchronisation, di
     return Synchronisation(modules, plan, links, inner, lambda: live, rules), live, plan.order
 
 
-def train(rank: int, live: dict[str, torch.Tensor], bad: tuple[int, ...]) -> None:
+def train(rank, live, bad):
     for name, tensor in live.items():
         tensor += torch.from_numpy(change(rank // 2, rank % 2, name))
     if rank in bad:
         live["both.weight"][0] = float("nan")
 
 
-def _synchronised(rank: int, world: int, bad: tuple[int, ...]) -> dict[str, Any]:
+def _synchronised(rank, world, bad):
     one, live, order = built(rank, world, OuterRules(1.0, 0.0))
     train(rank, live, bad)
     one.begin()
@@ -76,7 +73,7 @@ def _synchronised(rank: int, world: int, bad: tuple[int, ...]) -> dict[str, Any]
     }
 
 
-def expected(module: str) -> tuple[tuple[float, ...], float, dict[tuple[int, str], np.ndarray]]:
+def expected(module):
     """Weights, factor, values by place and name."""
     parts = [(place, name) for place in range(2) for name in SIZES[place] if MODULES[name] == module]
     changes = [np.concatenate([change(replica, *part).astype(float) for part in parts]) for replica in range(2)]
@@ -92,7 +89,7 @@ def expected(module: str) -> tuple[tuple[float, ...], float, dict[tuple[int, str
 
 
 @pytest.mark.parametrize("module", ["both", "first", "second"])
-def test_norms_and_the_clip_are_those_of_the_whole_module(module: str) -> None:
+def test_norms_and_the_clip_are_those_of_the_whole_module(module):
     weights, factor, values = expected(module)
     assert 0 < factor < 1 and weights[0] > weights[1]
     results = gang(_synchronised, 4, ())
@@ -105,19 +102,19 @@ def test_norms_and_the_clip_are_those_of_the_whole_module(module: str) -> None:
     assert [results[rank]["values"] for rank in (0, 1)] == [results[rank]["values"] for rank in (2, 3)]
 
 
-def test_a_part_that_is_not_finite_leaves_out_the_replica_on_all_its_ranks() -> None:
+def test_a_part_that_is_not_finite_leaves_out_the_replica_on_all_its_ranks():
     for found in gang(_synchronised, 4, (2,)):
         assert found["weights"]["both"] == (1.0, 0.0)
         assert np.isfinite(found["values"]["both.weight"]).all()
 
 
-def test_if_no_replica_is_finite_the_module_goes_back_on_all_ranks() -> None:
+def test_if_no_replica_is_finite_the_module_goes_back_on_all_ranks():
     for rank, found in enumerate(gang(_synchronised, 4, (1, 2))):
         assert found["weights"]["both"] == (0.0, 0.0)
         assert found["values"]["both.weight"] == pytest.approx(anchor(rank % 2, "both.weight").tolist())
 
 
-def test_a_parameter_with_gaps_in_memory_is_named() -> None:
+def test_a_parameter_with_gaps_in_memory_is_named():
     live = {"first.weight": torch.zeros(4, 2)[:, 0]}
     inventory = Inventory.of(0, (Item("first.weight", "float32", (4,), 16, Role.PARAMETER, (0,)),))
     plan, links = plan_groups(((0,),), [["first"]]).of(0), Links(0, {}, None, torch.device("cpu"))
@@ -126,16 +123,16 @@ def test_a_parameter_with_gaps_in_memory_is_named() -> None:
         Synchronisation(modules, plan, links, links, lambda: live, SynchronisationRules(OuterRules(), None))
 
 
-def _with_anchors_elsewhere(rank: int, world: int, elsewhere: bool, bad: tuple[int, ...]) -> dict[str, Any]:
+def _with_anchors_elsewhere(rank, world, elsewhere, bad):
     """Two synchronisations; if `elsewhere`, anchors and momentum are fetched as from another memory."""
     one, live, order = built(rank, world, OuterRules(0.8, 0.85))
-    fetched: list[weakref.ref[torch.Tensor]] = []
+    fetched = []
     peak = 0
 
-    def on_device() -> int:
+    def on_device():
         return sum(tensor.nbytes for each in fetched if (tensor := each()) is not None)
 
-    def fetch(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def fetch(tensor, device):
         nonlocal peak
         copy = tensor.clone() if elsewhere else tensor
         fetched.extend([weakref.ref(copy)] if elsewhere else [])
@@ -164,7 +161,7 @@ def _with_anchors_elsewhere(rank: int, world: int, elsewhere: bool, bad: tuple[i
 
 
 @pytest.mark.parametrize("bad", [(), (1, 2)])
-def test_anchors_in_host_memory_are_on_the_device_one_bucket_at_a_time(bad: tuple[int, ...]) -> None:
+def test_anchors_in_host_memory_are_on_the_device_one_bucket_at_a_time(bad):
     """Between exchange and apply the device holds the results of the exchange alone; `bad`: a module goes back."""
     here, elsewhere = (gang(_with_anchors_elsewhere, 4, each, bad) for each in (False, True))
     for one, other in zip(here, elsewhere, strict=True):

@@ -1,16 +1,13 @@
 """Turns as a resumed job goes on from them: every one of them comes, and none of another state's."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
 from ft_plugins.events import Events
 from ft_plugins.sync.averaging.averager import Averaging
-from ft_plugins.sync.averaging.averaging_times import NoiseDriven, NoisePart, Periodic, SyncSchedule, Turn
+from ft_plugins.sync.averaging.averaging_times import NoiseDriven, NoisePart, Periodic, Turn
 from ft_plugins.sync.averaging.policy import PaftPolicy
 from ft_plugins.sync.background import Background
 from ft_plugins.sync.layers.turns import SyncTurns
@@ -22,28 +19,28 @@ SIGNAL = [0.0, 0.0, 4.0, 0.0, 0]
 class Nothing:
     """Averages nothing, and is alone."""
 
-    def save_parameters(self) -> None: ...
+    def save_parameters(self): ...
 
-    def measure(self, rate: float) -> NoisePart:
+    def measure(self, rate):
         return NoisePart(signal=4.0)
 
-    def average(self) -> NoisePart:
+    def average(self):
         return NoisePart()
 
-    def apply(self) -> None: ...
+    def apply(self): ...
 
-    def gather_job(self, row: list[float]) -> Any:
+    def gather_job(self, row):
         return torch.tensor([row], dtype=torch.float64).numpy()
 
 
 @pytest.fixture
-def background() -> Iterator[Background]:
+def background():
     found = Background(torch.device("cpu"))
     yield found
     found.close(10)
 
 
-def turns(background: Background, schedule: SyncSchedule, waits: bool = False) -> SyncTurns:
+def turns(background, schedule, waits=False):
     nothing = Nothing()
     policy = PaftPolicy(schedule, waits)
     return SyncTurns(
@@ -51,11 +48,11 @@ def turns(background: Background, schedule: SyncSchedule, waits: bool = False) -
     )  # fmt: skip
 
 
-def state(turn: Turn, signal: Any = None) -> dict[str, Any]:
+def state(turn, signal=None):
     return {"turn": [turn.at, turn.interval, turn.reason], "diverged": True, "rates_squared": 3.0, "signal": signal}
 
 
-def test_a_turn_that_lies_behind_becomes_the_first_of_what_is_gone_on_from(background: Background) -> None:
+def test_a_turn_that_lies_behind_becomes_the_first_of_what_is_gone_on_from(background):
     """It would be waited for forever, and replicas would never be averaged again."""
     one = turns(background, NoiseDriven(5, 2, 50))
     one.begin(20, state(Turn(15, 5)))
@@ -64,7 +61,7 @@ def test_a_turn_that_lies_behind_becomes_the_first_of_what_is_gone_on_from(backg
     assert one.turn == Turn(15, 5, "as said")
 
 
-def test_an_interval_is_within_the_bounds_that_hold_now(background: Background) -> None:
+def test_an_interval_is_within_the_bounds_that_hold_now(background):
     one = turns(background, NoiseDriven(5, 2, 10))
     one.begin(101, state(Turn(200, 100)))
     assert one.turn == Turn(110, 10)
@@ -80,7 +77,7 @@ def test_an_interval_is_within_the_bounds_that_hold_now(background: Background) 
     assert waiting.turn == Turn(12, 4, "as said")
 
 
-def test_who_begins_without_a_state_has_not_drifted(background: Background) -> None:
+def test_who_begins_without_a_state_has_not_drifted(background):
     one = turns(background, NoiseDriven(5, 2, 50))
     one.begin(12, state(Turn(15, 5)))
     one.begin(30, None)

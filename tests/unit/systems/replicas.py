@@ -1,10 +1,5 @@
 """A training loop of torch alone whose replicas can be corrupted, for tests of what makes them one again."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import xxhash
@@ -12,7 +7,7 @@ import xxhash
 from ft_plugins.base import faults
 from ft_plugins.collective import Collective
 from ft_plugins.config import PaftConfig
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.model.inventory import Role
 from ft_plugins.systems.paft import Paft
 from harness.plain_host import PlainHost
@@ -20,7 +15,7 @@ from harness.plain_host import PlainHost
 LAYERS = (64, 128, 64, 8)  # 17,096 parameters
 
 
-def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+def digest_of(tensors):
     found = xxhash.xxh3_64()
     for name in sorted(tensors):
         found.update(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
@@ -30,15 +25,13 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 class Training:
     """One replica: a small network, real optimizer, data of its own, gradients averaged over all ranks."""
 
-    def __init__(
-        self, rank: int, world: int, optimizer: str = "adam", rate: float = 0.01, recomputes: bool = True
-    ) -> None:
+    def __init__(self, rank, world, optimizer="adam", rate=0.01, recomputes=True):
         torch.manual_seed(3)
         self.rank, self.world = rank, world
         sizes = zip(LAYERS, LAYERS[1:], strict=False)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in sizes))
         self.named = dict(self.model.named_parameters())
-        kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        kinds = {
             "adam": lambda those: torch.optim.AdamW(those, lr=rate),
             "sgd": lambda those: torch.optim.SGD(those, lr=rate),
             "momentum": lambda those: torch.optim.SGD(those, lr=rate, momentum=0.9),
@@ -54,7 +47,7 @@ class Training:
                 tensors[f"{name}.{key}"], roles[f"{name}.{key}"] = moment, Role.MOMENT
                 layers[f"{name}.{key}"] = layers[name]
         self.tensors = tensors
-        self.recomputed: list[int] = []
+        self.recomputed = []
         self.host = PlainHost(
             tensors, rank=rank, world_size=world, replicated=True, roles=roles, layers=layers,
             learning_rate=lambda: self.optimizer.param_groups[0]["lr"],
@@ -62,7 +55,7 @@ class Training:
             recompute=self._recompute if recomputes else None,
         )  # fmt: skip
 
-    def backward(self, step: int) -> None:
+    def backward(self, step):
         """Gradients of iteration `step`, the mean over ranks; no random number but those of rank and step."""
         torch.manual_seed(1000 * step + self.rank)
         x, y = torch.randn(16, LAYERS[0]), torch.randn(16, LAYERS[-1])
@@ -70,7 +63,7 @@ class Training:
         torch.nn.functional.mse_loss(self.model(x), y).backward()
         self._reduce(None, self.world)
 
-    def _reduce(self, group: Any, count: int) -> None:
+    def _reduce(self, group, count):
         """The mean over a group's ranks."""
         gradients = [parameter.grad for parameter in self.named.values() if parameter.grad is not None]
         flat = torch.cat([gradient.view(-1) for gradient in gradients])
@@ -78,22 +71,22 @@ class Training:
         for gradient, part in zip(gradients, (flat / count).split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def _recompute(self, step: int) -> None:
+    def _recompute(self, step):
         self.recomputed.append(step)
         self.backward(step)
 
-    def digest(self) -> str:
+    def digest(self):
         """Of all tensors, parameters and optimizer state."""
         return digest_of(self.tensors)
 
-    def parameters(self) -> str:
+    def parameters(self):
         """A digest of the parameters alone."""
         return digest_of(self.named)
 
-    def copy(self) -> dict[str, torch.Tensor]:
+    def copy(self):
         return {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
 
-    def load(self, saved: dict[str, torch.Tensor]) -> None:
+    def load(self, saved):
         with torch.no_grad():
             for name, tensor in saved.items():
                 self.tensors[name].copy_(tensor)
@@ -102,13 +95,13 @@ class Training:
 class Watched:
     """A replica with PAFT: `events` by name, digests of parameters at each hook."""
 
-    def __init__(self, training: Training, config: PaftConfig | None, completed: int = 0, state: Any = None) -> None:
+    def __init__(self, training, config, completed=0, state=None):
         self.training = training
-        self.written: list[Event] = []
-        self.fenced: dict[int, str] = {}  # parameters right before each update
-        self.versions: dict[int, str] = {}  # all tensors after each update
+        self.written = []
+        self.fenced = {}  # parameters right before each update
+        self.versions = {}  # all tensors after each update
         self.completed = completed
-        self.paft: Paft | None = None
+        self.paft = None
         if config is not None:
             events = Events("n", training.rank)
             events.subscribe(self.written.append)
@@ -116,7 +109,7 @@ class Watched:
             self.paft.connect(Collective())
             self.paft.begin(completed, state)
 
-    def run(self, until: int) -> Watched:
+    def run(self, until):
         for step in range(self.completed + 1, until + 1):
             if self.paft:
                 self.paft.iteration_begin(step)
@@ -131,10 +124,10 @@ class Watched:
             self.completed = step
         return self
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name):
         return [event.fields for event in self.written if event.name == name]
 
-    def end(self) -> dict[str, Any]:
+    def end(self):
         """The orderly end; what a test wants to know."""
         if self.paft:
             self.paft.shutdown()
@@ -149,9 +142,7 @@ class Watched:
         }
 
 
-def train(
-    rank: int, world: int, block: dict[str, Any] | None, until: int, armed: str = "", options: Any = None
-) -> dict[str, Any]:
+def train(rank, world, block, until, armed="", options=None):
     """A run from the start: `block` is that of PAFT, None for none."""
     faults.arm(armed, rank=rank)
     config = None if block is None else PaftConfig(**block)

@@ -1,20 +1,17 @@
 """When a rank's gate is open: by the plan that all ranks make of one profile, and by nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ft_plugins.bubbles.bubble_plan import BubblePlan, SenderPlan
 from ft_plugins.bubbles.gate.gate import GATE_BYTES, STEADY, Gate
 from ft_plugins.bubbles.gate.pacing_limits import LIMITS
 from ft_plugins.config import BaftConfig
 from ft_plugins.errors import ConfigError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.model.timeline import Kind, Profile, SenderFacts, Span, Timeline
-from ft_plugins.redundancy.neighbour import NeighbourPlan, plan_neighbours
+from ft_plugins.redundancy.neighbour import plan_neighbours
 from ft_plugins.systems.baft import HOLD_SECONDS, Baft
 
 NODES = ("n0", "n1", "n2", "n3")  # two stages on n0 and n2, and on n1 and n3
@@ -24,20 +21,23 @@ CONFIG = BaftConfig(link_mbps=8_000.0, reserve_ms=1.0)  # 1 GB/s
 ROOM = GATE_BYTES + 8
 
 
-def copies() -> NeighbourPlan:
+def copies():
     return plan_neighbours(NODES, STAGES, NBYTES)
 
 
-def timeline(rank: int, *spans: tuple[Kind, float, float]) -> Timeline:
+def timeline(rank, *spans):
     return Timeline(rank, 1.0, tuple(Span(kind, begin, end) for kind, begin, end in spans))
 
 
-def idle_together() -> Profile:
+def idle_together():
     """All ranks wait from 0.2 to 0.6 s, in a receive that begins a little later."""
     return Profile(
         tuple(
             timeline(
-                rank, (Kind.FORWARD, 0.0, 0.2), (Kind.RECV, 0.25, 0.6), (Kind.BACKWARD, 0.6, 0.9),
+                rank,
+                (Kind.FORWARD, 0.0, 0.2),
+                (Kind.RECV, 0.25, 0.6),
+                (Kind.BACKWARD, 0.6, 0.9),
                 (Kind.UPDATE, 0.9, 1.0),
             )  # fmt: skip
             for rank in range(4)
@@ -45,7 +45,7 @@ def idle_together() -> Profile:
     )
 
 
-def sending(plan: BubblePlan, rank: int) -> SenderPlan:
+def sending(plan, rank):
     (found,) = (one for one in plan.senders if one.transfer.sender == rank)
     return found
 
@@ -53,10 +53,8 @@ def sending(plan: BubblePlan, rank: int) -> SenderPlan:
 class Rank:
     """One rank's BAFT, with its gate in memory of its own."""
 
-    def __init__(
-        self, rank: int, config: BaftConfig = CONFIG, pipelines: tuple[tuple[int, ...], ...] = ()
-    ) -> None:
-        self.written: list[Event] = []
+    def __init__(self, rank, config=CONFIG, pipelines=()):
+        self.written = []
         self.now = 0.0  # seconds
         events = Events("n", rank)
         events.subscribe(self.written.append)
@@ -64,22 +62,22 @@ class Rank:
         self.gate = Gate(np.zeros(ROOM, dtype=np.uint8))
         self.baft.use_gate(self.gate, copies())
 
-    def plan(self, profile: Profile, others: int = 0) -> BubblePlan | None:
+    def plan(self, profile, others=0):
         """With ranks elsewhere in the job that find they need so many iterations."""
         return self.baft.adopt(max(self.baft.plan(profile), others))
 
     @property
-    def open(self) -> bool:
+    def open(self):
         return self.gate.read() is not None
 
     @property
-    def held_for(self) -> float:
+    def held_for(self):
         """Seconds until a held gate is released by itself."""
         found = self.gate.read()
         assert found is not None and [window[2] for window in found.windows] == [0]
         return found.windows[0][1] / 1e9 - self.now
 
-    def play(self, late: float = 0.0) -> list[bool]:
+    def play(self, late=0.0):
         """Whether the gate is open after each edge of an iteration as profiled, but for what is `late` in forward."""
         seen, began = [], self.now
         self.baft.iteration_begin()
@@ -94,7 +92,7 @@ class Rank:
         self.baft.iteration_end()
         return [*seen, self.open]
 
-    def forward(self) -> None:
+    def forward(self):
         """The first pass of an iteration, as profiled."""
         self.baft.iteration_begin()
         self.baft.begin(Kind.FORWARD)
@@ -102,7 +100,7 @@ class Rank:
         self.baft.end(Kind.FORWARD)
 
 
-def test_a_gate_is_open_in_its_bubble_and_nowhere_else() -> None:
+def test_a_gate_is_open_in_its_bubble_and_nowhere_else():
     rank = Rank(2)
     assert rank.play() == [False] * 10, "nothing is planned yet"
     plan = rank.plan(idle_together())
@@ -111,7 +109,7 @@ def test_a_gate_is_open_in_its_bubble_and_nowhere_else() -> None:
     assert rank.play() == [False, False, True, True, True, False, False, False, False, False]
 
 
-def test_a_bubble_that_begins_at_another_time_than_planned_is_left_alone() -> None:
+def test_a_bubble_that_begins_at_another_time_than_planned_is_left_alone():
     rank = Rank(2)
     rank.plan(idle_together())
     used = [False, False, True, True, True, False, False, False, False, False]
@@ -122,7 +120,7 @@ def test_a_bubble_that_begins_at_another_time_than_planned_is_left_alone() -> No
     assert rank.play() == used, "one iteration tells nothing of the next"
 
 
-def test_while_a_message_is_under_way_between_stages_nothing_goes() -> None:
+def test_while_a_message_is_under_way_between_stages_nothing_goes():
     """Ranks 2 and 3 are the second stage. Their backward pass ends at 0.58 s, that of the first one begins at 0.6."""
     quick = idle_together().timelines[:2]
     later = [
@@ -137,7 +135,7 @@ def test_while_a_message_is_under_way_between_stages_nothing_goes() -> None:
         assert rank.written[-1].fields["message_seconds"] == pytest.approx(seconds)
 
 
-def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() -> None:
+def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends():
     rank = Rank(2)
     rank.plan(idle_together())
     rank.forward()
@@ -148,8 +146,8 @@ def test_what_is_allowed_is_what_the_link_carries_without_the_reserved_ends() ->
     assert nbytes == pytest.approx(398e6, abs=1)  # at 1 byte a nanosecond; its node sends nothing else
 
 
-def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one() -> None:
-    def planned(mbps: float | None, links: dict[int, float]) -> tuple[int, float, float]:
+def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one():
+    def planned(mbps, links):
         rank = Rank(2, BaftConfig(link_mbps=mbps))
         rank.baft.use_gate(rank.gate, copies(), links)
         plan = rank.plan(idle_together())
@@ -162,14 +160,14 @@ def test_the_link_is_what_was_named_else_what_was_measured_else_a_usual_one() ->
     assert planned(None, {}) == (pytest.approx(1.25 * 398e6, abs=1), 10_000.0, pytest.approx(1.25e9))
 
 
-def test_ranks_that_share_links_find_the_same_plan() -> None:
+def test_ranks_that_share_links_find_the_same_plan():
     plans = [Rank(rank).plan(idle_together()) for rank in range(4)]
     assert plans[0] == plans[2] and plans[1] == plans[3]
     sent = [[(one.transfer.sender, one.transfer.nbytes) for one in plan.senders] for plan in plans[:2] if plan]
     assert sent == [[(0, NBYTES[0]), (2, NBYTES[2])], [(1, NBYTES[1]), (3, NBYTES[3])]]
 
 
-def test_all_ranks_go_by_what_the_job_has_agreed_on() -> None:
+def test_all_ranks_go_by_what_the_job_has_agreed_on():
     rank = Rank(0)
     assert rank.baft.plan(idle_together()) == 1 and rank.gate.planned == 0 and rank.play() == [False] * 10
     plan = rank.baft.adopt(3)
@@ -183,7 +181,7 @@ def test_all_ranks_go_by_what_the_job_has_agreed_on() -> None:
         assert rank.baft.adopt(4) is None and rank.gate.planned == 0
 
 
-def test_what_the_ranks_tell_each_other_enters_the_plan_of_all() -> None:
+def test_what_the_ranks_tell_each_other_enters_the_plan_of_all():
     facts = tuple(SenderFacts(0.3 + rank / 100, 1000 * rank) for rank in range(4))
     timelines = idle_together().timelines
     plan = Rank(0).plan(Profile(timelines, facts))
@@ -198,8 +196,8 @@ def test_what_the_ranks_tell_each_other_enters_the_plan_of_all() -> None:
     assert late is not None and late.iterations == 2, "0.5 ms are left of the first bubble"
 
 
-def test_a_window_that_would_be_over_before_a_frame_is_on_its_way_is_none() -> None:
-    def idle(*ends: float) -> Profile:
+def test_a_window_that_would_be_over_before_a_frame_is_on_its_way_is_none():
+    def idle(*ends):
         """All wait from 0.2 to 0.2 + end, from 0.5 to 0.5 + end, ..."""
         edges = [(0.2 + 0.3 * place, 0.2 + 0.3 * place + end) for place, end in enumerate(ends)]
         computed = zip([0.0, *(end for _, end in edges)], [*(begin for begin, _ in edges), 1.0], strict=True)
@@ -219,10 +217,10 @@ def test_a_window_that_would_be_over_before_a_frame_is_on_its_way_is_none() -> N
 
 
 @pytest.mark.parametrize(("granularity", "nbytes"), [("bytes", 398_000_000), ("layer", 300_000_000)])
-def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity: str, nbytes: int) -> None:
+def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity, nbytes):
     """398 MB fit into the bubble; layers of 300 and 100 MB and more."""
     layers = (300_000_000, 100_000_000)
-    rank = Rank(2, BaftConfig(link_mbps=8_000.0, granularity=granularity))  # type: ignore[arg-type]
+    rank = Rank(2, BaftConfig(link_mbps=8_000.0, granularity=granularity))
     rank.baft.use_gate(rank.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
     plan = rank.plan(replace(idle_together(), senders=(SenderFacts(layers=layers),) * 4))
     assert plan is not None and not plan.paced_by_rate and plan.granularity.value == granularity
@@ -233,19 +231,19 @@ def test_by_layers_the_gate_lets_through_what_whole_layers_have(granularity: str
     assert event.fields["granularity"] == granularity and event.fields["fill_layers"] == plan.fill_layers
 
 
-def test_by_bytes_a_rank_asks_only_how_full_its_own_layers_would_fill() -> None:
+def test_by_bytes_a_rank_asks_only_how_full_its_own_layers_would_fill():
     """Of every rank it takes longer than all else that is planned, in the step path; what goes when is the same."""
     layers = (300_000_000, 100_000_000)
     facts = replace(idle_together(), senders=(SenderFacts(layers=layers),) * 4)
 
-    def planned(rank: int, granularity: str) -> BubblePlan:
-        one = Rank(rank, BaftConfig(link_mbps=8_000.0, granularity=granularity))  # type: ignore[arg-type]
+    def planned(rank, granularity):
+        one = Rank(rank, BaftConfig(link_mbps=8_000.0, granularity=granularity))
         one.baft.use_gate(one.gate, plan_neighbours(NODES, STAGES, (sum(layers),) * 4))
         found = one.plan(facts)
         assert found is not None
         return found
 
-    def asked(plan: BubblePlan) -> list[int]:
+    def asked(plan):
         return [one.transfer.sender for one in plan.senders if one.transfer.layers]
 
     first, last, all_layers = planned(0, "bytes"), planned(2, "bytes"), planned(2, "layer")
@@ -254,7 +252,7 @@ def test_by_bytes_a_rank_asks_only_how_full_its_own_layers_would_fill() -> None:
     assert first.iterations == last.iterations and first.fill_layers is not None
 
 
-def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
+def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration():
     busy = [timeline(rank, (Kind.FORWARD, 0.0, 0.5), (Kind.BACKWARD, 0.5, 1.0)) for rank in range(4)]
     rank = Rank(0)
     plan = rank.plan(Profile(tuple(busy)))
@@ -273,7 +271,7 @@ def test_who_shares_no_bubble_goes_by_a_rate_over_the_whole_iteration() -> None:
     assert found is not None and found.windows[0][2] == NBYTES[0] // 4, "the others take so long"
 
 
-def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before() -> None:
+def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before():
     rank = Rank(2)
     for planned in (False, True):
         if planned:
@@ -292,7 +290,7 @@ def test_while_iterations_are_recorded_nothing_goes_whatever_was_planned_before(
     assert not rank.open and rank.baft.moved == 0, "its memory may be gone"
 
 
-def test_an_iteration_that_lasts_is_held_to_its_end_and_that_of_a_dead_trainer_is_not() -> None:
+def test_an_iteration_that_lasts_is_held_to_its_end_and_that_of_a_dead_trainer_is_not():
     rank = Rank(2)
     rank.baft.iteration_begin(held=True)
     for _ in range(6):  # passes of a minute and a half
@@ -308,7 +306,7 @@ def test_an_iteration_that_lasts_is_held_to_its_end_and_that_of_a_dead_trainer_i
     assert rank.held_for == 1.0
 
 
-def test_one_that_gives_a_plan_up_can_plan_again() -> None:
+def test_one_that_gives_a_plan_up_can_plan_again():
     rank = Rank(2)
     rank.plan(idle_together())
     rank.forward()
@@ -319,7 +317,7 @@ def test_one_that_gives_a_plan_up_can_plan_again() -> None:
     assert rank.open and rank.gate.planned == 1
 
 
-def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
+def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more():
     rank = Rank(2)
     rank.plan(idle_together())
     rank.forward()
@@ -329,6 +327,6 @@ def test_one_that_lets_go_closes_its_gate_and_opens_it_no_more() -> None:
     assert rank.plan(idle_together()) is None
 
 
-def test_a_profile_without_a_rank_is_refused_and_not_guessed() -> None:
+def test_a_profile_without_a_rank_is_refused_and_not_guessed():
     with pytest.raises(ConfigError, match="rank 2 has no timeline"):
         Rank(0).plan(Profile(idle_together().timelines[:2]))

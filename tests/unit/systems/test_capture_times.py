@@ -3,12 +3,8 @@
 Real SMP, segments and ranks; what is chosen, and after how many snapshots, is the test's.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +19,7 @@ from ft_plugins.errors import ProtectionError, ProtocolError
 from ft_plugins.events import Events
 from ft_plugins.planner.job_intervals import Choice, Measured, MeasuredJob
 from ft_plugins.session import attach
-from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals, SnapshotSchedule
+from ft_plugins.snapshot.schedule import Intervals, SnapshotSchedule
 from ft_plugins.snapshot.segment.header import Header
 from ft_plugins.snapshot.segment.segment import Segment
 from ft_plugins.snapshot.segment.shape import PAGE
@@ -35,19 +31,16 @@ from harness.plain_host import PlainHost
 from ..incarnation import context
 
 Node = Any  # the fixture's class lives in conftest
-Ranks = Callable[..., list[Any]]
 AUTO = {"interval": "auto"}
 CHOICES = ((3, 100), (2, 100))  # one after another
 WAIT = 120.0
 
 
-def _life(
-    rank: int, world: int, run_dir: Path, token: int, until: int, reft: dict[str, Any], choices: Any = (), **block: Any
-) -> dict[str, Any]:
+def _life(rank, world, run_dir, token, until, reft, choices=(), **block):
     """A life of a rank up to the fence of iteration `until` + 1, which snapshots it took and what it measured."""
     left, measured = list(choices), list[Measured]()
 
-    def choose(job: MeasuredJob, seen: Measured, captured: int, stored: int) -> Choice:
+    def choose(job, seen, captured, stored):
         measured.append(seen)
         return Choice(*(left.pop(0) if left else (captured, stored)), reason="the test says so")
 
@@ -78,7 +71,7 @@ def _life(
 
 
 @pytest.fixture
-def live(node: Node, ranks: Ranks) -> Callable[..., list[dict[str, Any]]]:
+def live(node, ranks):
     """A life of a job of three ranks, which are then gone without an orderly end."""
     node.start()
     return lambda *arguments, **block: ranks(
@@ -86,7 +79,7 @@ def live(node: Node, ranks: Ranks) -> Callable[..., list[dict[str, Any]]]:
     )
 
 
-def of_all_ranks(lives: list[dict[str, Any]]) -> tuple[int, list[int]]:
+def of_all_ranks(lives):
     """Where all ranks resumed, and the versions that all of them captured."""
     first = lives[0]
     assert all(one["resumed"] == first["resumed"] and one["sealed"] == first["sealed"] for one in lives)
@@ -95,13 +88,11 @@ def of_all_ranks(lives: list[dict[str, Any]]) -> tuple[int, list[int]]:
     return first["resumed"], first["sealed"]
 
 
-def chosen(node: Node, rank: int = 0) -> ChosenSchedule | None:
+def chosen(node, rank=0):
     return Segment(node.segment(rank)).header.chosen
 
 
-def test_all_ranks_change_together_and_a_restart_goes_through_the_same_iterations(
-    node: Node, live: Callable[..., list[dict[str, Any]]]
-) -> None:
+def test_all_ranks_change_together_and_a_restart_goes_through_the_same_iterations(node, live):
     first = live(15, AUTO, CHOICES)  # the second change is known at the fence of 16, where all ranks are killed
     assert of_all_ranks(first) == (0, [1, 2, 3, 4, 6, 9, 12, 15])
     said = [(one["interval"], one["checkpoint_interval"], one["iteration"]) for one in first[0]["changes"]]
@@ -123,15 +114,13 @@ def test_all_ranks_change_together_and_a_restart_goes_through_the_same_iteration
 
 
 def test_from_a_version_before_the_last_change_half_of_the_interval_of_then_is_used(
-    live: Callable[..., list[dict[str, Any]]],
-) -> None:
+    live,
+):
     assert of_all_ranks(live(15, AUTO, CHOICES))[1][-3:] == [9, 12, 15]
     assert of_all_ranks(live(19, AUTO, resume="before:13")) == (12, [13, 14, 15, 16, 17, 18, 19])
 
 
-def test_another_flag_ends_it_and_a_new_beginning_begins_again(
-    node: Node, live: Callable[..., list[dict[str, Any]]]
-) -> None:
+def test_another_flag_ends_it_and_a_new_beginning_begins_again(node, live):
     live(7, AUTO, CHOICES)
     assert chosen(node) is not None
     assert of_all_ranks(live(8, {"interval": 1})) == (6, [7, 8])
@@ -139,15 +128,13 @@ def test_another_flag_ends_it_and_a_new_beginning_begins_again(
     assert of_all_ranks(live(10, AUTO)) == (8, [9, 10])
 
 
-def test_measured_seconds_are_the_worst_of_any_rank(live: Callable[..., list[dict[str, Any]]]) -> None:
+def test_measured_seconds_are_the_worst_of_any_rank(live):
     (measured,) = live(6, AUTO)[0]["measured"]
     assert measured.iteration > 0 and measured.fences >= 0 and measured.restarts == 0
     assert (measured.exchange, measured.storage) == (0, 0), "there is neither"
 
 
-def test_checkpoints_are_written_by_the_interval_that_was_chosen_and_their_time_is_measured(
-    node: Node, live: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_checkpoints_are_written_by_the_interval_that_was_chosen_and_their_time_is_measured(node, live, tmp_path):
     reft = {"interval": 2, "checkpoint_interval": "auto", "checkpoint_dir": str(tmp_path)}
     assert of_all_ranks(live(24, reft, ((2, 6),))) == (0, [*range(2, 25, 2)])
     known = chosen(node)
@@ -167,49 +154,49 @@ class LostRanks:
 
     rank = 1
 
-    def __init__(self, reason: str, refused: bool = False, degraded: bool = False) -> None:
+    def __init__(self, reason, refused=False, degraded=False):
         self.started, self._reason, self._refused, self._degraded = 0, reason, refused, degraded
 
-    def announced(self, word: str) -> bool:
+    def announced(self, word):
         return self._degraded
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload):
         return [payload, payload]
 
-    def start_gather(self, payload: bytes) -> PendingGather:
+    def start_gather(self, payload):
         self.started += 1
         over = threading.Event()
         if not self._degraded:
             over.set()
 
-        def result(call: Call) -> bytes:
+        def result(call):
             raise ProtocolError(self._reason)
 
-        switch: Any = SimpleNamespace(result=result, seconds=WAIT)
+        switch = SimpleNamespace(result=result, seconds=WAIT)
         return PendingGather(switch, Call(over=over, reason=self._reason, refused=self._refused), 2, payload)
 
 
-def times(ranks: LostRanks) -> CaptureTimes:
+def times(ranks):
     job = MeasuredJob(True, False, 1, 2, 0)
-    found = CaptureTimes(SnapshotSchedule.of(1, 1, 0), ReftConfig.model_validate(AUTO), job, ranks, Events())  # type: ignore[arg-type]
+    found = CaptureTimes(SnapshotSchedule.of(1, 1, 0), ReftConfig.model_validate(AUTO), job, ranks, Events())
     found.resume(Header(np.zeros(PAGE // 8, dtype=np.uint64)), 0)
     return found
 
 
-def run(found: CaptureTimes, iterations: int) -> None:
+def run(found, iterations):
     for iteration in range(1, iterations + 1):
         found.fence(iteration, 0.0)
         assert found.captures(iteration)
         found.captured(iteration)
 
 
-def test_where_ranks_have_lost_each_other_before_the_intervals_stay_as_they_are() -> None:
+def test_where_ranks_have_lost_each_other_before_the_intervals_stay_as_they_are():
     ranks = LostRanks("rank 1: the connection to rank 0 is lost", refused=True)
     run(times(ranks), 100)
     assert ranks.started == 1, "and no rank asks again"
 
 
-def test_a_rank_that_cannot_know_what_the_others_chose_captures_no_more() -> None:
+def test_a_rank_that_cannot_know_what_the_others_chose_captures_no_more():
     found = times(LostRanks("rank 1: the connection to rank 0 is lost"))
     with pytest.raises(
         ProtectionError, match="rank 1: at which iterations snapshots are taken from 17 on is not known"
@@ -217,6 +204,6 @@ def test_a_rank_that_cannot_know_what_the_others_chose_captures_no_more() -> Non
         run(found, 100)
 
 
-def test_figures_are_not_awaited_from_a_rank_that_lost_protection() -> None:
+def test_figures_are_not_awaited_from_a_rank_that_lost_protection():
     with pytest.raises(PeerDegraded):
         run(times(LostRanks("never asked", degraded=True)), 100)

@@ -1,7 +1,5 @@
 """Copies that forwards read get the bits of a cast, module by module, whatever their dtypes, sizes and pieces are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,12 +14,12 @@ from ft_plugins.systems.local_sgd.forward_copies import ForwardCopies
 MODULES = {"a:main": "first", "b:main": "first", "c": "first", "d:main": "second"}
 
 
-def item(name: str, elements: int, piece: tuple[int, int, int] | None = None) -> Item:
+def item(name, elements, piece=None):
     role = Role.MAIN_PARAMETER if name.endswith(":main") else Role.PARAMETER
     return Item(name, "float32", (elements,), 4 * elements, role, (0,), piece=piece)
 
 
-def built(copies: dict[str, torch.Tensor]) -> tuple[ForwardCopies, Synchronisation, dict[str, torch.Tensor]]:
+def built(copies):
     """A rank alone, which holds elements 2 to 5 of parameter b, and whose forward reads c itself. Buckets are small."""
     torch.manual_seed(1)
     live = {"a:main": torch.randn(5), "b:main": torch.randn(3), "c": torch.randn(4), "d:main": torch.randn(7)}
@@ -33,7 +31,7 @@ def built(copies: dict[str, torch.Tensor]) -> tuple[ForwardCopies, Synchronisati
     return ForwardCopies(modules, one, (0,), links, lambda: copies, 0), one, live
 
 
-def test_each_module_is_derived_alone_and_a_rolled_back_one_from_the_last_synchronisation() -> None:
+def test_each_module_is_derived_alone_and_a_rolled_back_one_from_the_last_synchronisation():
     copies = {"a": torch.zeros(5, dtype=torch.bfloat16), "b": torch.zeros(3, 3), "d": torch.zeros(7).half()}
     forward, one, live = built(copies)
     anchors = {name: value.clone() for name, value in live.items()}
@@ -54,7 +52,7 @@ def test_each_module_is_derived_alone_and_a_rolled_back_one_from_the_last_synchr
     assert torch.equal(live["d:main"], anchors["d:main"]) and torch.equal(copies["d"], anchors["d:main"].half())
 
 
-def test_a_module_of_which_a_rank_holds_nothing_is_exchanged_in_the_order_of_its_shard_group() -> None:
+def test_a_module_of_which_a_rank_holds_nothing_is_exchanged_in_the_order_of_its_shard_group():
     held, shards = [("a", "b"), ("b", "c")] * 2, [(0, 1), (0, 1), (2, 3), (2, 3)]
     groups = plan_groups([(0, 2), (1, 3), (0, 2), (1, 3)], held, [("a", "b", "frozen", "c")] * 4, shards)
     orders = [(groups.of(rank).order, groups.of(rank).spanning) for rank in range(4)]
@@ -62,6 +60,6 @@ def test_a_module_of_which_a_rank_holds_nothing_is_exchanged_in_the_order_of_its
     assert set(shards) <= set(groups.all())
 
 
-def test_a_parameter_whose_pieces_are_not_one_after_another_is_named() -> None:
+def test_a_parameter_whose_pieces_are_not_one_after_another_is_named():
     with pytest.raises(UnsupportedError, match="parameter 'b' is not contiguous"):
         built({"b": torch.zeros(3, 3).T[:, :2]})

@@ -1,10 +1,7 @@
 """A rank is held between two iterations, at the version that is exchanged next and nowhere else."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,17 +17,17 @@ LINEAGE = 2
 
 
 @pytest.fixture
-def header() -> Header:
+def header():
     header = Header(np.zeros(PAGE // 8, dtype=np.uint64))
     header.begin(lost=False)
     header.completed = 7
     return header
 
 
-def held(header: Header, captured: bool = True) -> threading.Thread:
+def held(header, captured=True):
     """A rank between two iterations, in a thread."""
     times = SimpleNamespace(captures=lambda iteration: captured)
-    rank: Any = SimpleNamespace(
+    rank = SimpleNamespace(
         _mapped=lambda: SimpleNamespace(header=header), _lineage=LINEAGE, _times=times, _capture=times
     )
     thread = threading.Thread(target=Reft.hold, args=(rank,), daemon=True)
@@ -39,8 +36,8 @@ def held(header: Header, captured: bool = True) -> threading.Thread:
 
 
 def test_a_rank_whose_node_is_to_leave_waits_at_the_version_that_is_exchanged_until_it_is_released(
-    header: Header,
-) -> None:
+    header,
+):
     header.held = True
     header.await_version(Version(LINEAGE, 7))
     thread = held(header)
@@ -54,7 +51,7 @@ def test_a_rank_whose_node_is_to_leave_waits_at_the_version_that_is_exchanged_un
     assert not thread.is_alive() and header.held_at == 0
 
 
-def test_a_rank_that_waits_goes_on_when_the_whole_job_is_to_end(header: Header) -> None:
+def test_a_rank_that_waits_goes_on_when_the_whole_job_is_to_end(header):
     header.held = True
     header.await_version(Version(LINEAGE, 7))
     thread = held(header)
@@ -66,7 +63,7 @@ def test_a_rank_that_waits_goes_on_when_the_whole_job_is_to_end(header: Header) 
 
 
 @pytest.mark.parametrize("version", [None, Version(LINEAGE, 6), Version(LINEAGE, 8), Version(1, 7)])
-def test_a_rank_goes_on_to_the_version_that_is_exchanged_next(header: Header, version: Version | None) -> None:
+def test_a_rank_goes_on_to_the_version_that_is_exchanged_next(header, version):
     header.held = True
     if version:
         header.await_version(version)
@@ -75,7 +72,7 @@ def test_a_rank_goes_on_to_the_version_that_is_exchanged_next(header: Header, ve
     assert not thread.is_alive() and header.held_at == 0
 
 
-def test_a_rank_of_a_node_that_stays_waits_nowhere(header: Header) -> None:
+def test_a_rank_of_a_node_that_stays_waits_nowhere(header):
     header.await_version(Version(LINEAGE, 7))
     assert not header.held
     thread = held(header)
@@ -83,7 +80,7 @@ def test_a_rank_of_a_node_that_stays_waits_nowhere(header: Header) -> None:
     assert not thread.is_alive()
 
 
-def test_a_rank_that_nothing_releases_goes_on_by_itself(header: Header, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_nothing_releases_goes_on_by_itself(header, monkeypatch):
     monkeypatch.setattr(reft, "HOLD_SECONDS", 0.05)
     header.held = True
     header.await_version(Version(LINEAGE, 7))
@@ -92,7 +89,7 @@ def test_a_rank_that_nothing_releases_goes_on_by_itself(header: Header, monkeypa
     assert not thread.is_alive() and header.held
 
 
-def test_the_word_that_holds_a_rank_changes_no_other(header: Header) -> None:
+def test_the_word_that_holds_a_rank_changes_no_other(header):
     header.agreed, before = 5, header.opened
     header.doubt(3, 4)
     header.held, header.held_at = True, 7
@@ -100,7 +97,7 @@ def test_the_word_that_holds_a_rank_changes_no_other(header: Header) -> None:
     assert not header.damaged
 
 
-def test_a_rank_goes_on_if_it_chose_not_to_capture_the_version_that_was_announced(header: Header) -> None:
+def test_a_rank_goes_on_if_it_chose_not_to_capture_the_version_that_was_announced(header):
     header.held = True
     header.await_version(Version(LINEAGE, 7))
     thread = held(header, captured=False)

@@ -1,15 +1,11 @@
 """What several incarnations of a rank leave in its ledger, and what the next one makes of it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from ft_plugins.errors import LoopError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.snapshot.segment.ledger import Ledger, LedgerPart
 from ft_plugins.snapshot.segment.shape import LEDGER_ROOM
 from ft_plugins.systems.iteration_ledger import IterationLedger
@@ -20,11 +16,11 @@ RATE = 0.5
 class Rank:
     """A rank whose ledger outlives its incarnations."""
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank=0):
         self.rank, self.words = rank, Ledger(np.zeros(LEDGER_ROOM // 8, dtype=np.uint64))
-        self.said: list[str] = []
+        self.said = []
 
-    def begin(self, base: int | None, mode: str = "auto", condemned: tuple[int, ...] = ()) -> IterationLedger:
+    def begin(self, base, mode="auto", condemned=()):
         """An incarnation that continues after `base`."""
         events = Events("n", self.rank)
         events.subscribe(self._hear)
@@ -32,11 +28,11 @@ class Rank:
         ledger.open(self.words, base, condemned)
         return ledger
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event):
         self.said.append(event.name)
 
 
-def iterate(ledger: IterationLedger, step: int, reads: int | None = None, until: str = "", **small: Any) -> None:
+def iterate(ledger, step, reads=None, until="", **small):
     """One iteration; it dies after the first read, or at the fence, if `until` says so."""
     torch.manual_seed(step)
     ledger.begin(step)
@@ -53,7 +49,7 @@ def iterate(ledger: IterationLedger, step: int, reads: int | None = None, until:
     ledger.end(step, {"scheduler": {"steps": step}, "python": 1, **small})
 
 
-def died_in(step: int, until: str) -> Rank:
+def died_in(step, until):
     rank = Rank()
     first = rank.begin(None)
     for number in range(1, step):
@@ -63,7 +59,7 @@ def died_in(step: int, until: str) -> Rank:
 
 
 @pytest.mark.parametrize("until", ["read", "fence"])
-def test_a_loop_that_begins_again_is_ended_also_in_its_third_incarnation(until: str) -> None:
+def test_a_loop_that_begins_again_is_ended_also_in_its_third_incarnation(until):
     rank = died_in(6, until)
     for _ in range(3):
         again = rank.begin(5)
@@ -75,7 +71,7 @@ def test_a_loop_that_begins_again_is_ended_also_in_its_third_incarnation(until: 
     assert rank.said == ["resume.differed"] * 3
 
 
-def test_what_was_recorded_stays_until_everything_lost_is_computed_again_and_what_was_compared_is_known() -> None:
+def test_what_was_recorded_stays_until_everything_lost_is_computed_again_and_what_was_compared_is_known():
     rank = Rank()
     first = rank.begin(None)
     for number in range(1, 8):
@@ -96,9 +92,7 @@ def test_what_was_recorded_stays_until_everything_lost_is_computed_again_and_wha
 
 
 @pytest.mark.parametrize(("condemned", "said"), [((), ["resume.differed"]), ((0,), [])])
-def test_what_other_ranks_recorded_of_a_loop_that_was_ended_is_forgotten(
-    condemned: tuple[int, ...], said: list[str]
-) -> None:
+def test_what_other_ranks_recorded_of_a_loop_that_was_ended_is_forgotten(condemned, said):
     """Rank 1 had not come so far before the first failure, so it cannot see that the second incarnation is wrong."""
     other = Rank(rank=1)
     first = other.begin(None)
@@ -109,7 +103,7 @@ def test_what_other_ranks_recorded_of_a_loop_that_was_ended_is_forgotten(
     assert other.said == said
 
 
-def test_the_rank_that_ended_a_loop_says_so_to_the_next_incarnation_once() -> None:
+def test_the_rank_that_ended_a_loop_says_so_to_the_next_incarnation_once():
     rank = died_in(6, "fence")
     with pytest.raises(LoopError):
         iterate(rank.begin(5), 6, reads=1)
@@ -121,7 +115,7 @@ def test_the_rank_that_ended_a_loop_says_so_to_the_next_incarnation_once() -> No
     assert LedgerPart.GRADIENTS in again.compared(6)[0]
 
 
-def test_a_generator_of_which_a_logger_may_draw_ends_nothing() -> None:
+def test_a_generator_of_which_a_logger_may_draw_ends_nothing():
     rank = Rank()
     first = rank.begin(None)
     for step in range(1, 8):
@@ -132,7 +126,7 @@ def test_a_generator_of_which_a_logger_may_draw_ends_nothing() -> None:
     assert rank.said == ["resume.differed"]
 
 
-def test_captured_bytes_are_compared_at_the_next_fence() -> None:
+def test_captured_bytes_are_compared_at_the_next_fence():
     rank = Rank()
     first = rank.begin(None)
     for step in range(1, 8):
@@ -152,7 +146,7 @@ def test_captured_bytes_are_compared_at_the_next_fence() -> None:
     assert entry is not None and entry.digests[LedgerPart.STATE] == 1
 
 
-def test_without_a_ledger_nothing_is_kept_or_compared() -> None:
+def test_without_a_ledger_nothing_is_kept_or_compared():
     ledger = IterationLedger(0, "auto", Events("n", 0), keeps=False)
     words = Ledger(np.zeros(LEDGER_ROOM // 8, dtype=np.uint64))
     ledger.open(words, None)

@@ -1,7 +1,5 @@
 """The tables that rank 0 prints at the start: bounded, linear in the size of the job, and true."""
 
-from __future__ import annotations
-
 import pytest
 
 from ft_plugins.model.topology import Topology
@@ -18,12 +16,12 @@ LARGER = Shape(nbytes=300_000, small_nbytes=4096, buckets=1, layout="b", slots=5
 GIB = 1 << 30
 
 
-def all_of(*shapes: Shape) -> list[tuple[Shape, int]]:
+def all_of(*shapes):
     """All slots have memory."""
     return [(shape, shape.slots) for shape in shapes]
 
 
-def test_one_node_is_shown_by_name_and_by_rank() -> None:
+def test_one_node_is_shown_by_name_and_by_rank():
     total = SHARE.total + LARGER.total
     assert budget_table(all_of(SHARE, LARGER), ["a", "a"]).splitlines() == [
         f"host memory for protection on node a: {total} bytes ({total / GIB:.2f} GiB) for 350000 bytes captured and "
@@ -33,7 +31,7 @@ def test_one_node_is_shown_by_name_and_by_rank() -> None:
     ]
 
 
-def test_what_is_claimed_is_the_sum_of_its_parts_without_more_than_a_page_of_padding_an_area() -> None:
+def test_what_is_claimed_is_the_sum_of_its_parts_without_more_than_a_page_of_padding_an_area():
     shape = Shape(3 << 30, 64 << 10, 1000, "a", 5, 1 << 30, 200)
     parts = 5 * ((2 << 30) + (64 << 10) + 8 * 1200) + 2 * ((1 << 30) + 8 * 1200) + 16 * 1000
     areas = 1 + 1 + 5 * 4 + 2 * 3
@@ -42,7 +40,7 @@ def test_what_is_claimed_is_the_sum_of_its_parts_without_more_than_a_page_of_pad
     assert f"{shape.total} bytes (12.00 GiB, 12.0% of a node's memory)" in line
 
 
-def test_nodes_with_equal_budgets_are_one_line() -> None:
+def test_nodes_with_equal_budgets_are_one_line():
     nodes = [f"n{rank // 2}" for rank in range(24)]
     shapes = [SHARE] * 20 + [SHARE, LARGER] * 2
     assert budget_table(all_of(*shapes), nodes, certifies=4).splitlines() == [
@@ -59,7 +57,7 @@ def test_nodes_with_equal_budgets_are_one_line() -> None:
     ]
 
 
-def test_what_may_be_claimed_later_is_shown_next_to_what_is() -> None:
+def test_what_may_be_claimed_later_is_shown_next_to_what_is():
     shape = Shape(1 << 30, 4096, 1, "a", slots=5, first=2)
     lines = budget_table([(shape, 2), (shape, 3)], ["a", "a"], memory=[100 << 30] * 2).splitlines()
     claimed = 5 * shape.slot_room + 2 * shape.slots_start + 5 * 4096
@@ -69,13 +67,13 @@ def test_what_may_be_claimed_later_is_shown_next_to_what_is() -> None:
     assert len(budget_table([(shape, 5)], ["a"]).splitlines()) == 2
 
 
-def test_shares_that_differ_by_a_few_bytes_are_one_kind() -> None:
+def test_shares_that_differ_by_a_few_bytes_are_one_kind():
     nearly = Shape(nbytes=100_001, small_nbytes=4096, buckets=1, layout="c", slots=3)
     (first, _) = budget_table(all_of(SHARE, nearly), ["a", "b"]).splitlines()
     assert "on nodes a, b:" in first and "for 100000 to 100001 bytes captured" in first
 
 
-def test_many_kinds_of_nodes_are_counted() -> None:
+def test_many_kinds_of_nodes_are_counted():
     shapes = [Shape(nbytes=4096 * (1 + node % 20), small_nbytes=0, buckets=1, layout="") for node in range(100)]
     lines = budget_table(all_of(*shapes), [f"n{node}" for node in range(100)]).splitlines()
     assert len(lines) == 8 * 2 + 1 and lines[-1] == "  ... and 12 more kinds of nodes (60 nodes)"
@@ -85,18 +83,18 @@ def test_many_kinds_of_nodes_are_counted() -> None:
     ("positions_", "label"),
     [([2], "node n2"), ([0, 3], "nodes n0, n3"), ([0, 1, 2, 4, 5], "nodes 0-2, 4-5 (5 nodes)")],
 )
-def test_nodes_are_named_as_long_as_they_are_few(positions_: list[int], label: str) -> None:
+def test_nodes_are_named_as_long_as_they_are_few(positions_, label):
     assert node_label(positions_, [f"n{at}" for at in range(6)]) == label
 
 
-def test_every_other_node_is_not_listed_one_by_one() -> None:
+def test_every_other_node_is_not_listed_one_by_one():
     texts = ["x" if at % 2 else "y" for at in range(1000)]
     lines = node_lines(texts, [str(at) for at in range(1000)])
     assert lines[0] == "  nodes 0, 2, 4, 6, 8, 10, 12, 14, and 492 more (500 nodes): each y" and len(lines) == 2
 
 
-def test_the_tables_of_thousands_of_ranks_are_a_few_lines_made_in_steps_of_their_number() -> None:
-    def steps(dp: int) -> int:
+def test_the_tables_of_thousands_of_ranks_are_a_few_lines_made_in_steps_of_their_number():
+    def steps(dp):
         topology = Topology(tp=8, pp=16, dp=dp)
         ranks = topology.world_size
         nodes = [f"n{rank // 8}" for rank in range(ranks)]
@@ -105,7 +103,7 @@ def test_the_tables_of_thousands_of_ranks_are_a_few_lines_made_in_steps_of_their
         parity = plan_exchange(nodes, groups, sizes, 1)
         copies = plan_neighbours(nodes, pipelines(topology), sizes)
         claims = all_of(*[Shape(nbytes=size, small_nbytes=1 << 16, buckets=256, layout="") for size in sizes])
-        tables: list[str] = []
+        tables = []
         count = instructions(lambda: tables.extend([budget_table(claims, nodes), parity.table(), copies.table()]))
         assert sum(len(table.splitlines()) for table in tables) < 50
         assert max(len(table) for table in tables) < 5000

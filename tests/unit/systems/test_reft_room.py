@@ -1,11 +1,6 @@
 """The ranks of a node claim another slot each at about the same time: all of them, or none."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,7 +16,7 @@ RANKS = 8
 
 
 @pytest.fixture
-def paths(segment_path: Path) -> Iterator[list[Path]]:
+def paths(segment_path):
     made = [segment_path.with_name(f"{segment_path.name}{rank}") for rank in range(RANKS)]
     try:
         for rank, path in enumerate(made):
@@ -33,20 +28,18 @@ def paths(segment_path: Path) -> Iterator[list[Path]]:
 
 
 @pytest.mark.parametrize(("slots", "passed"), [(RANKS, RANKS), (RANKS - 1, 0), (2 * RANKS - 2, RANKS)])
-def test_each_rank_of_a_node_gets_the_slot_for_which_there_is_room_or_none_does(
-    paths: list[Path], monkeypatch: pytest.MonkeyPatch, slots: int, passed: int
-) -> None:
+def test_each_rank_of_a_node_gets_the_slot_for_which_there_is_room_or_none_does(paths, monkeypatch, slots, passed):
     segments = [Segment(path) for path in paths]
     room = slots * SHAPE.slot_room + sum(segment.resident_bytes for segment in segments)
 
-    def check_room(nbytes: int, claim: str, spare: int = 0) -> None:
+    def check_room(nbytes, claim, spare=0):
         if sum(segment.resident_bytes for segment in segments) + nbytes > room:
             raise BudgetError(claim)
 
     monkeypatch.setattr(reft, "check_room", check_room)
     claimed = 0
     for rank, segment in enumerate(segments):
-        one: Any = SimpleNamespace(_paths=paths, _host=SimpleNamespace(rank=rank), _mapped=lambda own=segment: own)
+        one = SimpleNamespace(_paths=paths, _host=SimpleNamespace(rank=rank), _mapped=lambda own=segment: own)
         try:
             Reft.check_room(one, SHAPE.slot_room)
         except BudgetError as error:

@@ -1,10 +1,6 @@
 """Scalars for the framework's writer: asked for behind training, written once, given up where the writer fails."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,24 +8,21 @@ import pytest
 
 from ft_plugins.config import Config
 from ft_plugins.events import Event, Events, catalogue, file_sink
-from ft_plugins.systems.scalar_report import ScalarReport, scalar_report
-
-from ..conftest import Node
+from ft_plugins.systems.scalar_report import scalar_report
 
 BOUND = 60.0  # seconds
-Start = Callable[..., tuple[ScalarReport, list[Event]]]
 
 
 @pytest.fixture
-def start(node: Node) -> Any:
+def start(node):
     """A report of a node whose SMP runs, and its events; the first scalars are there."""
-    made: list[ScalarReport] = []
+    made = []
     node.start()
     history = Events("n", 0)
     history.subscribe(file_sink(node.run_dir / "events.jsonl"))
     history.emit(catalogue.FENCE_WAITED, iteration=3, seconds=1.5)
 
-    def begin(write: Any, seconds: float = BOUND) -> tuple[ScalarReport, list[Event]]:
+    def begin(write, seconds=BOUND):
         events, emitted = Events("n", 0), list[Event]()
         events.subscribe(emitted.append)
         host = SimpleNamespace(write_scalars=write)
@@ -45,7 +38,7 @@ def start(node: Node) -> Any:
         assert not report._thread.is_alive()
 
 
-def until_written(report: ScalarReport, written: list[Any], step: int) -> None:
+def until_written(report, written, step):
     until = threading.Event()
     for _ in range(int(BOUND / 0.01)):
         report.completed(step)
@@ -55,8 +48,8 @@ def until_written(report: ScalarReport, written: list[Any], step: int) -> None:
     raise AssertionError("no scalars came")
 
 
-def test_what_the_smp_and_the_events_say_is_written_once_with_the_iteration(start: Start) -> None:
-    written: list[tuple[Mapping[str, float], int]] = []
+def test_what_the_smp_and_the_events_say_is_written_once_with_the_iteration(start):
+    written = []
     report, emitted = start(lambda scalars, step: written.append((scalars, step)))
     until_written(report, written, 7)
     report.completed(8)
@@ -65,8 +58,8 @@ def test_what_the_smp_and_the_events_say_is_written_once_with_the_iteration(star
     assert emitted == []
 
 
-def test_they_are_asked_for_again(start: Start) -> None:
-    written: list[int] = []
+def test_they_are_asked_for_again(start):
+    written = []
     report, _ = start(lambda scalars, step: written.append(step), 0.01)
     for step in (1, 2):
         written.clear()
@@ -74,10 +67,10 @@ def test_they_are_asked_for_again(start: Start) -> None:
         assert written == [step]
 
 
-def test_a_writer_that_fails_gets_none_any_more_and_the_job_goes_on(start: Start) -> None:
-    tried: list[int] = []
+def test_a_writer_that_fails_gets_none_any_more_and_the_job_goes_on(start):
+    tried = []
 
-    def write(scalars: Mapping[str, float], step: int) -> None:
+    def write(scalars, step):
         tried.append(step)
         raise OSError("No space left on device")
 
@@ -91,9 +84,9 @@ def test_a_writer_that_fails_gets_none_any_more_and_the_job_goes_on(start: Start
     ]
 
 
-def test_a_writer_for_which_training_waits_gets_none_any_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_for_which_training_waits_gets_none_any_more(start, monkeypatch):
     monkeypatch.setattr("ft_plugins.systems.scalar_report._LONGEST_SECONDS", 0.0)
-    written: list[int] = []
+    written = []
     report, emitted = start(lambda scalars, step: written.append(step), 0.01)
     until_written(report, written, 1)
     report._thread.join(BOUND)
@@ -102,8 +95,8 @@ def test_a_writer_for_which_training_waits_gets_none_any_more(start: Start, monk
     assert ["writer took" in event.fields["reason"] for event in emitted] == [True]
 
 
-def test_a_rank_without_a_writer_and_a_job_that_wants_none_have_no_thread(tmp_path: Path) -> None:
-    def none(host: Any, seconds: float = 1.0, run_dir: Path | None = tmp_path) -> bool:
+def test_a_rank_without_a_writer_and_a_job_that_wants_none_have_no_thread(tmp_path):
+    def none(host, seconds=1.0, run_dir=tmp_path):
         config = Config.from_json({"reft": True, "scalar_seconds": seconds})
         return scalar_report(host, config, run_dir, Events("n")) is None
 

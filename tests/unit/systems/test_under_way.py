@@ -1,7 +1,5 @@
 """What follows a synchronisation of some modules is done once, also by a rank that has none of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -18,19 +16,19 @@ from ft_plugins.systems.local_sgd.under_way import SynchronisationUnderWay
     [(["a", "b"], True, 1), ([], True, 1), ([], False, 0)],
     ids=["modules", "those of other ranks", "nothing on any rank"],
 )
-def test_parameters_are_gathered_once_by_all_ranks_of_a_replica(names: list[str], finishes: bool, times: int) -> None:
+def test_parameters_are_gathered_once_by_all_ranks_of_a_replica(names, finishes, times):
     """A rank with shards of other layers takes part in the gather, or its replica would wait for it for ever."""
-    applied: list[str] = []
-    finished: list[list[str]] = []
+    applied = []
+    finished = []
 
-    def apply(name: str) -> SimpleNamespace:
+    def apply(name):
         applied.append(name)
         return SimpleNamespace(anomalous=(), nonfinite=(), rollback=False)
 
     synchronisation = SimpleNamespace(begin=lambda factors: None, exchange=lambda name: 1.0, apply=apply)
     plan = GroupPlan(0, (0,), {}, ("a", "b"), ("a", "b"), frozenset())
     one = SynchronisationUnderWay(
-        synchronisation, plan, PeerWait(0, (0,), (0,), 5.0), AppliedAt.WAIT, True, torch.device("cpu"),  # type: ignore[arg-type]
+        synchronisation, plan, PeerWait(0, (0,), (0,), 5.0), AppliedAt.WAIT, True, torch.device("cpu"),
         lambda: finished.append(list(applied)),
     )  # fmt: skip
     try:

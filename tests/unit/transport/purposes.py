@@ -1,16 +1,12 @@
 """What listens in a job, each with real code behind a real socket, for peers that misbehave."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgpack
 
@@ -19,7 +15,7 @@ from ft_plugins.collective.meeting import RankDoor
 from ft_plugins.collective.operations import FrameKind, place_of
 from ft_plugins.collective.switch import RankLink, Switch
 from ft_plugins.errors import ProtocolError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.launcher.rendezvous import endpoint, peers
 from ft_plugins.launcher.rendezvous.peers import Credentials, PeerConnection, PeerServer
 from ft_plugins.smp.tree.agreement import ExchangeEpoch, Summary
@@ -28,7 +24,7 @@ from ft_plugins.smp.tree.tree_messages import packed_summary
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.transport import calls, door
 from ft_plugins.transport.calls import Peer, Server
-from ft_plugins.transport.channel import TAG, Channel, ClientHandshake, Party, ServerHandshake
+from ft_plugins.transport.channel import TAG, ClientHandshake, Party, ServerHandshake
 from ft_plugins.transport.frame_codec import FRAME_LIMIT, PAYLOAD_LIMIT
 from ft_plugins.transport.loop import Loop
 
@@ -37,13 +33,13 @@ JOB = "a-job"
 SECONDS = 90.0  # for what has to happen; the machine of the tests has other work too
 
 
-def frame(message: object) -> bytes:
+def frame(message):
     """One of a handshake."""
     packed = msgpack.packb(message)
     return struct.pack(">I", len(packed)) + packed
 
 
-def read(connection: socket.socket) -> Any:
+def read(connection):
     """One frame of a handshake; None at the end."""
     head = connection.recv(4, socket.MSG_WAITALL)
     if len(head) < 4:
@@ -51,7 +47,7 @@ def read(connection: socket.socket) -> Any:
     return msgpack.unpackb(connection.recv(struct.unpack(">I", head)[0], socket.MSG_WAITALL))
 
 
-def ended(connection: socket.socket) -> bool:
+def ended(connection):
     """Whether the other side hangs up, saying nothing more."""
     connection.settimeout(SECONDS)
     with contextlib.suppress(ConnectionResetError):
@@ -62,24 +58,24 @@ def ended(connection: socket.socket) -> bool:
 class Known:
     """One end of a connection after its handshake, which says and hears what the test wants."""
 
-    def __init__(self, connection: socket.socket, channel: Channel) -> None:
+    def __init__(self, connection, channel):
         self.connection = connection
         self._channel = channel
 
-    def unit(self, content: bytes) -> bytes:
+    def unit(self, content):
         """Content and tag."""
         return b"".join(map(bytes, self._channel.sealer.seal(content)))
 
-    def frame(self, message: object, payload: bytes | None = None) -> bytes:
+    def frame(self, message, payload=None):
         """As it is sent, with whatever the message announces."""
         packed = msgpack.packb(message)
         head = struct.pack(">I", len(packed)) + self.unit(packed)
         return head if payload is None else head + self.unit(payload)
 
-    def say(self, message: object, payload: bytes | None = None) -> None:
+    def say(self, message, payload=None):
         self.connection.sendall(self.frame(message, payload))
 
-    def hear(self) -> Any:
+    def hear(self):
         """A message, with its payload under `payload`; None at the end."""
         head = self.connection.recv(4, socket.MSG_WAITALL)
         if len(head) < 4:
@@ -87,24 +83,24 @@ class Known:
         found = msgpack.unpackb(self._unit(struct.unpack(">I", head)[0]))
         return {**found, "payload": self._unit(found["bytes"])} if "bytes" in found else found
 
-    def _unit(self, length: int) -> bytes:
+    def _unit(self, length):
         raw = self.connection.recv(length + TAG, socket.MSG_WAITALL)
         return bytes(self._channel.opener.open(raw[:-TAG], raw[-TAG:]))
 
 
-def changed(raw: bytes, at: int) -> bytes:
+def changed(raw, at):
     """With a bit of the byte at `at` the other way round."""
     whole = bytearray(raw)
     whole[at] ^= 1
     return bytes(whole)
 
 
-def nested(depth: int) -> Any:
+def nested(depth):
     return {"a": nested(depth - 1)} if depth else 1
 
 
 IT = {"do": "echo", "value": 1}
-MALFORMED: dict[str, Callable[[Known], bytes]] = {
+MALFORMED = {
     "no msgpack": lambda known: struct.pack(">I", 3) + known.unit(b"\xc1\xc1\xc1"),
     "nothing": lambda known: struct.pack(">I", 0) + known.unit(b""),
     "a longer frame than the limit": lambda known: struct.pack(">I", FRAME_LIMIT + 1),
@@ -121,12 +117,12 @@ MALFORMED: dict[str, Callable[[Known], bytes]] = {
 }
 
 
-def announced(known: Known, payload: bytes = b"hello", **changes: Any) -> bytes:
+def announced(known, payload=b"hello", **changes):
     return known.frame({**IT, "bytes": len(payload), **changes}, payload)
 
 
 # where payloads are expected
-PAYLOADS: dict[str, Callable[[Known], bytes]] = {
+PAYLOADS = {
     "a payload beyond its limit": lambda known: announced(known, bytes=PAYLOAD_LIMIT + 1),
     "a payload of less than nothing": lambda known: announced(known, bytes=-1),
     "a payload of so many": lambda known: announced(known, bytes="1"),
@@ -134,7 +130,7 @@ PAYLOADS: dict[str, Callable[[Known], bytes]] = {
     "a payload whose tag was changed": lambda known: changed(announced(known), -1),
     "a payload that is shorter": lambda known: announced(known, bytes=4),
 }
-CUT: dict[str, Callable[[Known], bytes]] = {
+CUT = {
     "inside a length": lambda known: b"\0\0",
     "inside a frame": lambda known: known.frame(IT)[:-1],
     "inside a payload": lambda known: announced(known)[: -TAG - 1],
@@ -149,46 +145,44 @@ class Served:
     purpose = ""
     says_foreign = False  # to a peer of another job that knows the secret
 
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.seen: queue.Queue[Event] = queue.Queue()
+    def __init__(self):
+        self.asked = []
+        self.seen = queue.Queue()
         self.events = Events("n")
         self.events.subscribe(self.seen.put)
         self.here = Party(self.purpose, JOB, "1")
 
-    endpoint: tuple[str, int]
+    # was-annotation
 
-    def close(self) -> None:
+    def close(self):
         """Stop listening."""
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         """Whether a real peer gets in and is answered."""
         raise NotImplementedError
 
-    def rejected(self) -> str:
+    def rejected(self):
         """The reason for which the next stranger was not admitted."""
         found = self.seen.get(timeout=SECONDS)
         assert found.name == "peer.rejected" and found.fields["count"] == 1
         assert found.fields["addresses"] == {"127.0.0.1": 1} and len(found.line()) < 600
         return str(*found.fields["reasons"])
 
-    def disconnected(self) -> str:
+    def disconnected(self):
         """The reason for which the connection of a peer that has proved itself was ended."""
         return self.rejected()
 
-    def connect(self, address: str = "127.0.0.1") -> socket.socket:
+    def connect(self, address="127.0.0.1"):
         return socket.create_connection(self.endpoint, SECONDS, (address, 0))
 
-    def begun(
-        self, connection: socket.socket, me: Party | None = None, secret: bytes = SECRET
-    ) -> tuple[bytes, Channel]:
+    def begun(self, connection, me=None, secret=SECRET):
         """The client's proof, which is not sent yet, and its channel."""
         client = ClientHandshake(secret, me or self.here)
         connection.sendall(frame(client.hello()))
         answer, made = client.answer(read(connection))
         return frame(answer), made
 
-    def introduced(self, me: Party | None = None) -> Known:
+    def introduced(self, me=None):
         """A connection of a peer that has been admitted."""
         connection = self.connect()
         proof, made = self.begun(connection, me)
@@ -203,26 +197,24 @@ class Smp(Served):
 
     purpose = "smp"
 
-    def __init__(
-        self, handle: Callable[[dict[str, Any], calls.Bytes], Any] | None = None, encrypt: bool = False
-    ) -> None:
+    def __init__(self, handle=None, encrypt=False):
         super().__init__()
-        self.threads: set[int] = set()
+        self.threads = set()
         self._handle = handle or (lambda message, payload: ({"echo": message.get("value")}, payload))
         me = replace(self.here, node="there", encrypt=encrypt)
         self.server = Server("127.0.0.1", 0, me, SECRET, self._answer, self.events)
-        self.endpoint, self.close = self.server.endpoint, self.server.close  # type: ignore[method-assign]
+        self.endpoint, self.close = self.server.endpoint, self.server.close
 
-    def _answer(self, message: dict[str, Any], payload: calls.Bytes) -> Any:
+    def _answer(self, message, payload):
         self.asked.append(message)
         self.threads.add(threading.get_ident())
         return self._handle(message, payload)
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         with contextlib.closing(Peer(self.endpoint, self.here, SECRET, SECONDS)) as peer:
             return bool(peer.ask("echo", value=7)[0]["echo"] == 7)
 
-    def disconnected(self) -> str:
+    def disconnected(self):
         found = self.seen.get(timeout=SECONDS)
         assert found.name == "peer.disconnected" and found.fields["peer"] == "1"
         return str(found.fields["reason"])
@@ -233,19 +225,19 @@ class Rendezvous(Served):
 
     purpose, says_foreign = "rendezvous", True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.gone: list[int] = []
+        self.gone = []
         there = Credentials(SECRET, JOB, "there")
         listener = endpoint.listen_anywhere("127.0.0.1")
         self.server = PeerServer(listener, there, self._answer, self.gone.append, lambda: 0.1, self.events)
-        self.endpoint, self.close = ("127.0.0.1", self.server.port), self.server.close  # type: ignore[method-assign]
+        self.endpoint, self.close = ("127.0.0.1", self.server.port), self.server.close
 
-    def _answer(self, message: dict[str, Any], connection: int) -> dict[str, Any]:
+    def _answer(self, message, connection):
         self.asked.append(message)
         return {"echo": message["value"]}
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         self.server.check()
         peer = PeerConnection(f"127.0.0.1:{self.server.port}", SECONDS, Credentials(SECRET, JOB, "1"))
         with contextlib.closing(peer):
@@ -257,23 +249,23 @@ class AtRank(Served):
 
     purpose = "ranks"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.door = RankDoor("127.0.0.1", SECRET, JOB, 0, self.events)
         self.door.open()
-        self.endpoint, self.close = self.door.endpoint, self.door.close  # type: ignore[method-assign]
+        self.endpoint, self.close = self.door.endpoint, self.door.close
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         until = time.monotonic() + SECONDS
         connection, *_ = meeting.dial(self.endpoint, SECRET, self.here, 0, until, lambda connection: None)
         with connection, self.door.next(until, {1})[0]:
             return True
 
 
-LISTENING: dict[str, Callable[[], Served]] = {"smp": Smp, "rendezvous": Rendezvous, "ranks": AtRank}
+LISTENING = {"smp": Smp, "rendezvous": Rendezvous, "ranks": AtRank}
 
 
-def _pair(purpose: str) -> tuple[Known, socket.socket, Channel]:
+def _pair(purpose):
     """A peer, and the end of a connection that has admitted it."""
     ours, theirs = socket.socketpair()
     me = Party(purpose, JOB, "1")
@@ -288,9 +280,9 @@ class InTree(Served):
 
     purpose = "smp"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.reasons: queue.Queue[str] = queue.Queue()
+        self.reasons = queue.Queue()
         self.loop = Loop("smp-tree")
         state = TreeState(ExchangeEpoch(1, None, 3, 1), 0, 60.0, time.monotonic())
         self.member = TreeMember(
@@ -298,21 +290,21 @@ class InTree(Served):
         )
         self.loop.start()
 
-    def introduced(self, me: Party | None = None, position: int = 1) -> Known:
+    def introduced(self, me=None, position=1):
         known, theirs, channel = _pair(self.purpose)
         self.member.adopt(position, Connected(theirs, channel), lambda: None)
         return known
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         other = self.introduced(position=2)
         with other.connection:
             other.say(packed_summary(Summary(1 << 2, 0)))
             return bool(other.hear()["do"] == "announce")
 
-    def disconnected(self) -> str:
+    def disconnected(self):
         return self.reasons.get(timeout=SECONDS)
 
-    def close(self) -> None:
+    def close(self):
         self.loop.stop()
         self.member.close()
         self.loop.close()
@@ -323,40 +315,40 @@ class InRanks(Served):
 
     purpose = "ranks"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.known, theirs, channel = _pair(self.purpose)
         self.switch = Switch(place_of(0, 2, 1), {1: RankLink(1, theirs, channel)}, SECONDS)
 
-    def introduced(self, me: Party | None = None) -> Known:
+    def introduced(self, me=None):
         return self.known
 
-    def goes_on(self) -> bool:
+    def goes_on(self):
         try:  # the tree of ranks is broken then, and says so
             self.switch.result(self.switch.start(FrameKind.GATHER, b""))
         except ProtocolError as error:
             return self.switch.lost is not None and str(error) == self.switch.lost.reason
         return False
 
-    def disconnected(self) -> str:
+    def disconnected(self):
         deadline = time.monotonic() + SECONDS
         while self.switch.lost is None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         return self.switch.lost.reason
 
-    def close(self) -> None:
+    def close(self):
         self.switch.close()
         self.known.connection.close()
 
 
-PROVEN: dict[str, Callable[[], Served]] = {
+PROVEN = {
     "smp": Smp, "rendezvous": Rendezvous, "tree": InTree, "ranks": InRanks,
 }  # fmt: skip
 
 
 @contextlib.contextmanager
-def limits(monkeypatch: Any, **changed: Any) -> Iterator[None]:
+def limits(monkeypatch, **changed):
     """All doors that are opened meanwhile have these limits."""
     with monkeypatch.context() as patched:
         for module in (calls, peers, meeting):
@@ -364,7 +356,7 @@ def limits(monkeypatch: Any, **changed: Any) -> Iterator[None]:
         yield
 
 
-def eager(monkeypatch: Any) -> None:
+def eager(monkeypatch):
     """Each rejected connection is an event of its own."""
     made = lambda events: door.RejectedConnections(events, every=0)  # noqa: E731
     for module in (calls, peers, meeting):

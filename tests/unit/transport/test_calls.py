@@ -3,18 +3,13 @@
 The other side is played byte by byte where it misbehaves; what peers do to a server is in `test_hostile_peers`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +21,7 @@ from ft_plugins.smp.exchange.frames import Data
 from ft_plugins.smp.exchange.readers import PipelinedPeer
 from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.transport import calls, channel
-from ft_plugins.transport.calls import SECRET_LIMIT, Bytes, Peer, Server, read_secret
+from ft_plugins.transport.calls import SECRET_LIMIT, Peer, Server, read_secret
 from ft_plugins.transport.channel import TAG, Party
 from ft_plugins.transport.dial import prove
 from ft_plugins.transport.door import DoorLimits
@@ -49,10 +44,9 @@ from tests.unit.transport.purposes import (
 
 HERE, THERE = Party("smp", JOB, "1"), Party("smp", JOB, "there")
 TIMEOUT = 0.3  # of a Peer that is meant to run into it
-Reply = tuple[dict[str, Any], "Bytes | None"]
 
 
-def shake(connection: socket.socket, secret: bytes = SECRET) -> Known:
+def shake(connection, secret=SECRET):
     """The server's half of the handshake."""
     server = channel.ServerHandshake(secret, THERE)
     connection.sendall(frame(server.challenge(read(connection))))
@@ -62,11 +56,11 @@ def shake(connection: socket.socket, secret: bytes = SECRET) -> Known:
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Smp]]:
-    made: list[Smp] = []
+def node(monkeypatch):
+    made = []
     eager(monkeypatch)
 
-    def make(*args: Any, **kwargs: Any) -> Smp:
+    def make(*args, **kwargs):
         made.append(Smp(*args, **kwargs))
         return made[-1]
 
@@ -76,12 +70,10 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Smp]]:
 
 
 @pytest.fixture
-def peer() -> Iterator[Callable[..., Peer]]:
-    made: list[Peer] = []
+def peer():
+    made = []
 
-    def make(
-        endpoint: tuple[str, int], secret: bytes = SECRET, me: Party = HERE, timeout: float = SECONDS, node: str = ""
-    ) -> Peer:
+    def make(endpoint, secret=SECRET, me=HERE, timeout=SECONDS, node=""):
         made.append(Peer(endpoint, me, secret, timeout, node))
         return made[-1]
 
@@ -92,15 +84,15 @@ def peer() -> Iterator[Callable[..., Peer]]:
 
 
 @pytest.fixture
-def played() -> Iterator[Callable[..., tuple[str, int]]]:
+def played():
     """Where a server listens that does with each connection, in turn, what the test says; all is closed afterwards."""
     with contextlib.ExitStack() as stack:
 
-        def make(*scripts: Callable[[socket.socket], None]) -> tuple[str, int]:
+        def make(*scripts):
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             listener.settimeout(SECONDS)
 
-            def serve() -> None:
+            def serve():
                 for script in scripts:
                     with contextlib.suppress(OSError):
                         connection = stack.enter_context(listener.accept()[0])
@@ -116,7 +108,7 @@ def played() -> Iterator[Callable[..., tuple[str, int]]]:
         yield make
 
 
-def spent(began: float) -> float:
+def spent(began):
     return time.monotonic() - began
 
 
@@ -125,10 +117,8 @@ def spent(began: float) -> float:
 
 @pytest.mark.parametrize("encrypt", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 4096, PAYLOAD_LIMIT])
-def test_a_payload_comes_back_byte_by_byte_and_is_writable(
-    node: Callable[..., Smp], peer: Callable[..., Peer], size: int, encrypt: bool
-) -> None:
-    def change(message: dict[str, Any], payload: Bytes) -> Reply:
+def test_a_payload_comes_back_byte_by_byte_and_is_writable(node, peer, size, encrypt):
+    def change(message, payload):
         payload ^= 1
         return {"echo": message["value"]}, payload
 
@@ -139,13 +129,11 @@ def test_a_payload_comes_back_byte_by_byte_and_is_writable(
     assert there.asked[0]["do"] == "echo" and there.seen.empty()
 
 
-def test_requests_of_many_threads_on_one_connection_get_the_replies_that_are_theirs(
-    node: Callable[..., Smp], peer: Callable[..., Peer]
-) -> None:
+def test_requests_of_many_threads_on_one_connection_get_the_replies_that_are_theirs(node, peer):
     there = node()
     one, wrong = peer(there.endpoint), []
 
-    def ask(thread: int) -> None:
+    def ask(thread):
         for number in range(40):
             value = thread * 1000 + number
             payload = np.full(1 + 37 * number, thread, dtype=np.uint8)
@@ -163,10 +151,8 @@ def test_requests_of_many_threads_on_one_connection_get_the_replies_that_are_the
 
 
 @pytest.mark.parametrize("kind", [BudgetError, FencedError, ProtocolError])
-def test_a_refusal_arrives_as_what_it_was_and_the_connection_goes_on(
-    node: Callable[..., Smp], peer: Callable[..., Peer], kind: type[Exception]
-) -> None:
-    def refuse(message: dict[str, Any], payload: Bytes) -> Reply:
+def test_a_refusal_arrives_as_what_it_was_and_the_connection_goes_on(node, peer, kind):
+    def refuse(message, payload):
         if message["do"] == "refuse":
             raise kind("not today")
         return {}, payload
@@ -180,14 +166,12 @@ def test_a_refusal_arrives_as_what_it_was_and_the_connection_goes_on(
     assert len(there.threads) == 1 and there.seen.empty()
 
 
-def test_after_an_error_the_next_request_makes_a_new_connection(
-    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
-) -> None:
-    def hang_up(connection: socket.socket) -> None:
+def test_after_an_error_the_next_request_makes_a_new_connection(played, peer):
+    def hang_up(connection):
         shake(connection).hear()
         connection.close()
 
-    def answer(connection: socket.socket) -> None:
+    def answer(connection):
         known = shake(connection)
         assert known.hear() == {"do": "second"}
         known.say({"ok": True, "number": 2})
@@ -198,9 +182,7 @@ def test_after_an_error_the_next_request_makes_a_new_connection(
     assert one.ask("second")[0]["number"] == 2
 
 
-def test_a_server_that_was_replaced_at_its_port_is_found_again(
-    node: Callable[..., Smp], peer: Callable[..., Peer]
-) -> None:
+def test_a_server_that_was_replaced_at_its_port_is_found_again(node, peer):
     there = node()
     one = peer(there.endpoint)
     one.ask("echo")
@@ -214,7 +196,7 @@ def test_a_server_that_was_replaced_at_its_port_is_found_again(
         assert one.ask("echo")[0].get("new") is True
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_it_and_the_option(node: Callable[..., Smp]) -> None:
+def test_a_port_that_is_taken_is_an_error_that_names_it_and_the_option(node):
     host, port = node().endpoint
     with pytest.raises(ConfigError, match=rf"{host}:{port}.*--ftp-interface"):
         Server(host, port, THERE, SECRET, lambda message, payload: ({}, None), Events("n"))
@@ -225,12 +207,10 @@ def test_a_port_that_is_taken_is_an_error_that_names_it_and_the_option(node: Cal
 # ---- who is let in ----
 
 
-def test_a_server_that_does_not_know_the_secret_is_told_nothing(
-    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
-) -> None:
-    heard: queue.Queue[Any] = queue.Queue()
+def test_a_server_that_does_not_know_the_secret_is_told_nothing(played, peer):
+    heard = queue.Queue()
 
-    def impostor(connection: socket.socket) -> None:
+    def impostor(connection):
         hello = read(connection)
         heard.put(hello)
         connection.sendall(frame(channel.ServerHandshake(b"a guess of it", THERE).challenge(hello)))
@@ -242,7 +222,7 @@ def test_a_server_that_does_not_know_the_secret_is_told_nothing(
     assert heard.get(timeout=SECONDS) is None, "it hangs up, without a proof that could be tried offline"
 
 
-def test_a_server_that_hangs_up_during_the_handshake_may_be_of_another_job() -> None:
+def test_a_server_that_hangs_up_during_the_handshake_may_be_of_another_job():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.shutdown(socket.SHUT_WR)
@@ -250,9 +230,7 @@ def test_a_server_that_hangs_up_during_the_handshake_may_be_of_another_job() -> 
             prove(ours, SECRET, HERE, time.monotonic() + SECONDS)
 
 
-def test_a_node_that_is_not_the_expected_one_is_asked_nothing(
-    node: Callable[..., Smp], peer: Callable[..., Peer]
-) -> None:
+def test_a_node_that_is_not_the_expected_one_is_asked_nothing(node, peer):
     there = node()
     with pytest.raises(ProtocolError, match="expected the SMP of node elsewhere there, found that of node there"):
         peer(there.endpoint, node="elsewhere").ask("echo")
@@ -260,13 +238,11 @@ def test_a_node_that_is_not_the_expected_one_is_asked_nothing(
     assert peer(there.endpoint, node="there").ask("echo", value=1)[0]["echo"] == 1
 
 
-def test_a_recorded_server_is_not_believed_a_second_time(
-    node: Callable[..., Smp], played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
-) -> None:
+def test_a_recorded_server_is_not_believed_a_second_time(node, played, peer):
     """Somebody stands between: hands a peer's first words on to the true server, and the answer to another peer too."""
     true, recorded, nonces = node().endpoint, [], []
 
-    def relay(connection: socket.socket) -> None:
+    def relay(connection):
         hello = read(connection)
         nonces.append(hello["nonce"])
         with socket.create_connection(true, SECONDS) as onwards:
@@ -275,7 +251,7 @@ def test_a_recorded_server_is_not_believed_a_second_time(
         connection.sendall(frame(recorded[0]))
         assert "proof" in read(connection), "it was for this one"
 
-    def replay(connection: socket.socket) -> None:
+    def replay(connection):
         nonces.append(read(connection)["nonce"])
         connection.sendall(frame(recorded[0]))
         read(connection)
@@ -288,13 +264,11 @@ def test_a_recorded_server_is_not_believed_a_second_time(
     assert len(set(nonces)) == 2
 
 
-def test_where_all_places_are_busy_none_is_let_in_until_a_request_ends(
-    node: Callable[..., Smp], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_all_places_are_busy_none_is_let_in_until_a_request_ends(node, peer, monkeypatch):
     monkeypatch.setattr(calls, "_CONNECTIONS", 1)
     go_on, begun = threading.Event(), threading.Event()
 
-    def slow(message: dict[str, Any], payload: Bytes) -> Reply:
+    def slow(message, payload):
         begun.set()
         assert message["do"] != "wait" or go_on.wait(SECONDS)
         return {"echo": message.get("value")}, payload
@@ -312,20 +286,18 @@ def test_where_all_places_are_busy_none_is_let_in_until_a_request_ends(
         assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1, "it tries until there is a place"
 
 
-def test_an_idle_connection_makes_room_first_the_oldest_of_the_same_node(
-    node: Callable[..., Smp], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_connection_makes_room_first_the_oldest_of_the_same_node(node, monkeypatch):
     monkeypatch.setattr(calls, "_CONNECTIONS", 3)
     there = node()
     other = Party("smp", JOB, "other")
     with contextlib.ExitStack() as stack:
 
-        def newer(who: Party = HERE) -> Known:
+        def newer(who=HERE):
             known = there.introduced(who)
             stack.enter_context(known.connection)
             return known
 
-        def alive(known: Known) -> bool:
+        def alive(known):
             known.say({"do": "echo", "value": 7})
             answered = bool(known.hear()["echo"] == 7)
             open_ones = there.server._serving._open  # each becomes idle only after its reply has been sent
@@ -342,16 +314,14 @@ def test_an_idle_connection_makes_room_first_the_oldest_of_the_same_node(
 
 
 @pytest.fixture
-def impatient(node: Callable[..., Smp], monkeypatch: pytest.MonkeyPatch) -> Smp:
+def impatient(node, monkeypatch):
     """A server whose patience with proven peers can be seen."""
     monkeypatch.setattr(calls, "IDLE_SECONDS", 0.2)
     monkeypatch.setattr(calls, "PART_SECONDS", 0.2)
     return node()
 
 
-def test_an_idle_connection_is_closed_and_its_peer_connects_again_without_an_error(
-    impatient: Smp, peer: Callable[..., Peer]
-) -> None:
+def test_an_idle_connection_is_closed_and_its_peer_connects_again_without_an_error(impatient, peer):
     one = peer(impatient.endpoint)
     assert one.ask("echo", value=1)[0]["echo"] == 1
     assert one._line is not None and ended_unread(one._line.connection)
@@ -361,13 +331,13 @@ def test_an_idle_connection_is_closed_and_its_peer_connects_again_without_an_err
     assert [message["value"] for message in impatient.asked] == [1, 2, 3] and impatient.seen.empty()
 
 
-def ended_unread(connection: socket.socket) -> bool:
+def ended_unread(connection):
     """As `ended`; whoever reads it next sees the end as well."""
     connection.settimeout(SECONDS)
     return connection.recv(1, socket.MSG_PEEK) == b""
 
 
-def test_a_line_connects_again_too(impatient: Smp) -> None:
+def test_a_line_connects_again_too(impatient):
     line = PipelinedPeer(impatient.endpoint, HERE, SECRET, SECONDS)
     wanted, into = Data(0, Version(1, 2), 0, 0), np.empty(0, dtype=np.uint8)
     for _ in range(2):
@@ -378,16 +348,14 @@ def test_a_line_connects_again_too(impatient: Smp) -> None:
     assert len(impatient.asked) == 2
 
 
-def test_a_request_that_is_cut_off_twice_is_an_error(
-    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
-) -> None:
-    def answer_once(connection: socket.socket) -> None:
+def test_a_request_that_is_cut_off_twice_is_an_error(played, peer):
+    def answer_once(connection):
         known = shake(connection)
         known.hear()
         known.say({"ok": True})
         hang_up_on(known)
 
-    def hang_up_on(known: Known) -> None:
+    def hang_up_on(known):
         known.hear()
         known.connection.close()
 
@@ -397,9 +365,7 @@ def test_a_request_that_is_cut_off_twice_is_an_error(
         one.ask("second")
 
 
-def test_one_that_drips_a_frame_or_reads_no_reply_is_hung_up_on(
-    node: Callable[..., Smp], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_drips_a_frame_or_reads_no_reply_is_hung_up_on(node, monkeypatch):
     monkeypatch.setattr(calls, "PART_SECONDS", 0.2)
     impatient = node()  # with a connection that is idle, as while the frames below are made, it has patience
     known, pause = impatient.introduced(), threading.Event()
@@ -417,8 +383,8 @@ def test_one_that_drips_a_frame_or_reads_no_reply_is_hung_up_on(
         assert "within 0.2 s" in impatient.disconnected()
 
 
-def test_the_kernel_looks_after_a_peer_that_is_gone(node: Callable[..., Smp], monkeypatch: pytest.MonkeyPatch) -> None:
-    served: queue.Queue[socket.socket] = queue.Queue()
+def test_the_kernel_looks_after_a_peer_that_is_gone(node, monkeypatch):
+    served = queue.Queue()
     real = calls.Serving.take
     monkeypatch.setattr(calls.Serving, "take", lambda serving, one: served.put(one.connection) or real(serving, one))
     with node().introduced().connection:
@@ -432,12 +398,12 @@ def test_the_kernel_looks_after_a_peer_that_is_gone(node: Callable[..., Smp], mo
 # ---- what does not fit ----
 
 
-def announced(known: Known, payload: bytes = b"hello", **changes: Any) -> bytes:
+def announced(known, payload=b"hello", **changes):
     return known.frame({"do": "echo", "bytes": len(payload), **changes}, payload)
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_a_connection_that_ends_in_the_middle_is_an_event(node: Callable[..., Smp], name: str) -> None:
+def test_a_connection_that_ends_in_the_middle_is_an_event(node, name):
     there = node()
     known = there.introduced()
     with known.connection as connection:
@@ -447,7 +413,7 @@ def test_a_connection_that_ends_in_the_middle_is_an_event(node: Callable[..., Sm
     assert there.disconnected() and not there.asked
 
 
-def test_a_connection_that_ends_between_frames_is_none(node: Callable[..., Smp]) -> None:
+def test_a_connection_that_ends_between_frames_is_none(node):
     there = node()
     known = there.introduced()
     with known.connection as connection:
@@ -459,17 +425,15 @@ def test_a_connection_that_ends_between_frames_is_none(node: Callable[..., Smp])
 
 
 @pytest.mark.parametrize("name", [*MALFORMED, *PAYLOADS, *CUT])
-def test_a_reply_that_is_malformed_is_an_error_and_its_connection_is_not_used_again(
-    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer], name: str
-) -> None:
-    def answer_badly(connection: socket.socket) -> None:
+def test_a_reply_that_is_malformed_is_an_error_and_its_connection_is_not_used_again(played, peer, name):
+    def answer_badly(connection):
         known = shake(connection)
         known.hear()
         connection.sendall({**MALFORMED, **PAYLOADS, **CUT}[name](known))
         connection.shutdown(socket.SHUT_WR)
         assert ended(connection)
 
-    def answer(connection: socket.socket) -> None:
+    def answer(connection):
         known = shake(connection)
         known.hear()
         known.say({"ok": True, "fine": 1})
@@ -484,31 +448,29 @@ def test_a_reply_that_is_malformed_is_an_error_and_its_connection_is_not_used_ag
 # ---- who says nothing ----
 
 
-def quiet(connection: socket.socket) -> None:
+def quiet(connection):
     """Takes what comes and says nothing."""
 
 
-def quiet_after_the_handshake(connection: socket.socket) -> None:
+def quiet_after_the_handshake(connection):
     shake(connection)
 
 
-def quiet_within_a_reply(connection: socket.socket) -> None:
+def quiet_within_a_reply(connection):
     known = shake(connection)
     known.hear()
     connection.sendall(known.frame({"ok": True})[:-1])
 
 
-def quiet_within_a_payload(connection: socket.socket) -> None:
+def quiet_within_a_payload(connection):
     known = shake(connection)
     known.hear()
     connection.sendall(announced(known)[: -TAG - 3])
 
 
 @pytest.mark.parametrize("script", [quiet, quiet_after_the_handshake, quiet_within_a_reply, quiet_within_a_payload])
-def test_a_peer_that_goes_silent_costs_its_timeout_and_no_more(
-    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer], script: Callable[[socket.socket], None]
-) -> None:
-    def answer(connection: socket.socket) -> None:
+def test_a_peer_that_goes_silent_costs_its_timeout_and_no_more(played, peer, script):
+    def answer(connection):
         known = shake(connection)
         known.hear()
         known.say({"ok": True, "fine": 1})
@@ -522,12 +484,10 @@ def test_a_peer_that_goes_silent_costs_its_timeout_and_no_more(
     assert one.ask("echo")[0]["fine"] == 1, "what comes late on the old connection is nobody's answer"
 
 
-def test_a_peer_that_takes_a_request_in_drips_costs_its_timeout_and_no_more(
-    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
-) -> None:
+def test_a_peer_that_takes_a_request_in_drips_costs_its_timeout_and_no_more(played, peer):
     taken, pause = [0], threading.Event()
 
-    def drip(connection: socket.socket) -> None:
+    def drip(connection):
         known = shake(connection)
         known.hear()
         known.say({"ok": True})
@@ -544,9 +504,7 @@ def test_a_peer_that_takes_a_request_in_drips_costs_its_timeout_and_no_more(
     assert taken[0] < PAYLOAD_LIMIT / 2, "each drip passed in time, all of them did not"
 
 
-def test_requests_that_stop_halfway_do_not_keep_the_others_waiting(
-    node: Callable[..., Smp], peer: Callable[..., Peer]
-) -> None:
+def test_requests_that_stop_halfway_do_not_keep_the_others_waiting(node, peer):
     """As the lanes of a node that has lost its power: as many as its eight ranks and their two streams each."""
     there = node()
     with contextlib.ExitStack() as held:
@@ -556,14 +514,12 @@ def test_requests_that_stop_halfway_do_not_keep_the_others_waiting(
         assert peer(there.endpoint).ask("echo", value=1)[0]["echo"] == 1
 
 
-def test_a_reply_to_a_request_that_was_given_up_is_not_taken_for_that_of_the_next_one(
-    node: Callable[..., Smp], peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_to_a_request_that_was_given_up_is_not_taken_for_that_of_the_next_one(node, peer, monkeypatch):
     """A signal's handler may raise anything between a request and its reply."""
     one = peer(node().endpoint)
     one.ask("echo", value=0)
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args):
         raise SystemExit(3)
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
@@ -573,13 +529,13 @@ def test_a_reply_to_a_request_that_was_given_up_is_not_taken_for_that_of_the_nex
 
 
 @pytest.fixture
-def hasty(node: Callable[..., Smp], monkeypatch: pytest.MonkeyPatch) -> Smp:
+def hasty(node, monkeypatch):
     """A server whose patience with strangers can be seen."""
     monkeypatch.setattr(calls, "_LIMITS", DoorLimits(seconds=0.2))
     return node()
 
 
-def test_one_who_has_proved_who_he_is_may_take_his_time(hasty: Smp) -> None:
+def test_one_who_has_proved_who_he_is_may_take_his_time(hasty):
     known = hasty.introduced()
     with known.connection:
         raw = known.frame({"do": "echo", "value": 4})
@@ -592,10 +548,10 @@ def test_one_who_has_proved_who_he_is_may_take_his_time(hasty: Smp) -> None:
 # ---- hanging up ----
 
 
-def test_hanging_up_ends_a_request_that_is_under_way(node: Callable[..., Smp], peer: Callable[..., Peer]) -> None:
+def test_hanging_up_ends_a_request_that_is_under_way(node, peer):
     asked, go_on = threading.Event(), threading.Event()
 
-    def wait(message: dict[str, Any], payload: Bytes) -> Reply:
+    def wait(message, payload):
         asked.set()
         go_on.wait(SECONDS)
         return {}, None
@@ -603,7 +559,7 @@ def test_hanging_up_ends_a_request_that_is_under_way(node: Callable[..., Smp], p
     there = node(wait)
     one, failures = peer(there.endpoint, timeout=10 * SECONDS), []
 
-    def ask() -> None:
+    def ask():
         try:
             one.ask("echo")
         except ProtocolError as error:
@@ -622,9 +578,7 @@ def test_hanging_up_ends_a_request_that_is_under_way(node: Callable[..., Smp], p
     assert len(there.asked) == 1
 
 
-def test_hanging_up_before_the_first_request_makes_no_connection(
-    node: Callable[..., Smp], peer: Callable[..., Peer]
-) -> None:
+def test_hanging_up_before_the_first_request_makes_no_connection(node, peer):
     there = node()
     one = peer(there.endpoint)
     one.close()
@@ -633,19 +587,17 @@ def test_hanging_up_before_the_first_request_makes_no_connection(
     assert not there.asked and one._dialer.connection is None
 
 
-def test_hanging_up_ends_a_request_that_is_still_connecting(
-    played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]
-) -> None:
+def test_hanging_up_ends_a_request_that_is_still_connecting(played, peer):
     called = threading.Event()
 
-    def quiet_from_the_start(connection: socket.socket) -> None:
+    def quiet_from_the_start(connection):
         read(connection)
         called.set()
 
     patience = 4.0
     one, failures = peer(played(quiet_from_the_start), timeout=patience), []
 
-    def ask() -> None:
+    def ask():
         try:
             one.ask("echo")
         except ProtocolError as error:
@@ -661,7 +613,7 @@ def test_hanging_up_ends_a_request_that_is_still_connecting(
     assert len(failures) == 1 and ended_early
 
 
-def test_hanging_up_ends_a_call_that_nobody_answers(peer: Callable[..., Peer]) -> None:
+def test_hanging_up_ends_a_call_that_nobody_answers(peer):
     """A listener whose queue is full leaves a call without any word, as a host does that is gone."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -671,7 +623,7 @@ def test_hanging_up_ends_a_call_that_nobody_answers(peer: Callable[..., Peer]) -
             waiting.connect_ex(listener.getsockname())
         one, failures = peer(listener.getsockname(), timeout=SECONDS), []
 
-        def ask() -> None:
+        def ask():
             try:
                 one.ask("echo")
             except ProtocolError as error:
@@ -690,11 +642,11 @@ def test_hanging_up_ends_a_call_that_nobody_answers(peer: Callable[..., Peer]) -
         assert not thread.is_alive() and len(failures) == 1
 
 
-def test_nothing_is_asked_after_hanging_up(played: Callable[..., tuple[str, int]], peer: Callable[..., Peer]) -> None:
+def test_nothing_is_asked_after_hanging_up(played, peer):
     called, closed = threading.Event(), threading.Event()
-    heard: queue.Queue[Any] = queue.Queue()
+    heard = queue.Queue()
 
-    def slow_to_shake(connection: socket.socket) -> None:
+    def slow_to_shake(connection):
         hello = read(connection)
         called.set()
         assert closed.wait(SECONDS)
@@ -703,7 +655,7 @@ def test_nothing_is_asked_after_hanging_up(played: Callable[..., tuple[str, int]
 
     one = peer(played(slow_to_shake))
 
-    def ask() -> None:
+    def ask():
         with contextlib.suppress(ProtocolError):
             one.ask("echo")
 
@@ -716,7 +668,7 @@ def test_nothing_is_asked_after_hanging_up(played: Callable[..., tuple[str, int]
     assert heard.get(timeout=SECONDS) is None
 
 
-def test_a_server_that_has_closed_lets_nobody_in(node: Callable[..., Smp], peer: Callable[..., Peer]) -> None:
+def test_a_server_that_has_closed_lets_nobody_in(node, peer):
     there = node()
     one = peer(there.endpoint)
     one.ask("echo")
@@ -730,9 +682,7 @@ def test_a_server_that_has_closed_lets_nobody_in(node: Callable[..., Smp], peer:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_request_that_the_handler_stumbles_over_is_answered_by_a_close_and_an_event(
-    node: Callable[..., Smp], peer: Callable[..., Peer]
-) -> None:
+def test_a_request_that_the_handler_stumbles_over_is_answered_by_a_close_and_an_event(node, peer):
     there = node(lambda message, payload: ({"version": message["version"]}, None))
     with pytest.raises(ProtocolError):
         peer(there.endpoint).ask("begin")
@@ -743,14 +693,14 @@ def test_a_request_that_the_handler_stumbles_over_is_answered_by_a_close_and_an_
 
 
 @pytest.fixture
-def secret_file(tmp_path: Path) -> Path:
+def secret_file(tmp_path):
     path = tmp_path / "secret"
     path.write_bytes(SECRET)
     path.chmod(0o600)
     return path
 
 
-def test_a_secret_is_read_without_the_white_space_around_it(secret_file: Path) -> None:
+def test_a_secret_is_read_without_the_white_space_around_it(secret_file):
     assert read_secret(secret_file) == SECRET
     secret_file.write_bytes(b"\n" + SECRET + b" \r\n")
     assert read_secret(secret_file) == SECRET
@@ -759,7 +709,7 @@ def test_a_secret_is_read_without_the_white_space_around_it(secret_file: Path) -
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o601, 0o610, 0o602])
-def test_a_secret_that_others_can_get_at_is_refused(secret_file: Path, mode: int) -> None:
+def test_a_secret_that_others_can_get_at_is_refused(secret_file, mode):
     secret_file.chmod(mode)
     with pytest.raises(ConfigError, match=f"expected mode 0600 .*found mode {mode:04o}.*chmod 600") as refused:
         read_secret(secret_file)
@@ -767,14 +717,14 @@ def test_a_secret_that_others_can_get_at_is_refused(secret_file: Path, mode: int
     assert SECRET.decode() not in str(refused.value)
 
 
-def test_a_secret_of_somebody_else_is_refused(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_of_somebody_else_is_refused(secret_file, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ConfigError, match=f"user 12345, found mode 0600 and user {secret_file.stat().st_uid}"):
         read_secret(secret_file)
 
 
 @pytest.mark.parametrize("held", [b"", b"x" * 15, b" " * 100, b"\n" + b"y" * 15 + b"\n"])
-def test_a_secret_that_could_be_guessed_is_refused(secret_file: Path, held: bytes) -> None:
+def test_a_secret_that_could_be_guessed_is_refused(secret_file, held):
     secret_file.write_bytes(held)
     with pytest.raises(ConfigError, match=f"at least 16 bytes, found {len(held.strip())}; .*/dev/urandom"):
         read_secret(secret_file)
@@ -782,7 +732,7 @@ def test_a_secret_that_could_be_guessed_is_refused(secret_file: Path, held: byte
     assert read_secret(secret_file) == held.strip() + b"z" * 16
 
 
-def test_no_more_is_read_than_a_secret_may_have(secret_file: Path) -> None:
+def test_no_more_is_read_than_a_secret_may_have(secret_file):
     secret_file.write_bytes(b"s" * (SECRET_LIMIT + 5))
     with pytest.raises(ConfigError, match=f"{secret_file}: cannot be read .*more than {SECRET_LIMIT} bytes"):
         read_secret(secret_file)
@@ -790,12 +740,12 @@ def test_no_more_is_read_than_a_secret_may_have(secret_file: Path) -> None:
     assert read_secret(secret_file) == b"s" * SECRET_LIMIT
 
 
-def test_a_secret_that_is_not_there_or_no_file_is_refused_at_once(secret_file: Path) -> None:
+def test_a_secret_that_is_not_there_or_no_file_is_refused_at_once(secret_file):
     folder, no_file = secret_file.parent, "not a regular file"
     os.mkfifo(folder / "pipe", 0o600)
     for path, why in [(folder / "none", "No such file"), (folder, no_file), (folder / "pipe", no_file)]:
         with pytest.raises(ConfigError, match=f"--ftp-secret-file.*{path}: cannot be read .*{why}"):
-            within(10.0, lambda path=path: read_secret(path), "the reader")  # type: ignore[misc]
+            within(10.0, lambda path=path: read_secret(path), "the reader")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_secret(folder / "a\0b")
     (folder / "linked").symlink_to(secret_file)

@@ -1,7 +1,5 @@
 """Two processes know each other by the job's secret, and whoever stands between them can only end the connection."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,23 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.transport.channel import TAG, Channel, ClientHandshake, Party, ServerHandshake
+from ft_plugins.transport.channel import TAG, ClientHandshake, Party, ServerHandshake
 
 SECRET = b"sixteen bytes or more"
 CLIENT = Party("smp", "gpt", "a")
 SERVER = Party("smp", "gpt", "b")
 
 
-def meet(
-    client: Party = CLIENT, server: Party = SERVER, secret: bytes = SECRET, other: bytes = SECRET
-) -> tuple[Channel, Channel]:
+def meet(client=CLIENT, server=SERVER, secret=SECRET, other=SECRET):
     calling, called = ClientHandshake(secret, client), ServerHandshake(other, server)
     answer, near = calling.answer(called.challenge(calling.hello()))
     return near, called.finish(answer)
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_what_one_side_seals_the_other_opens(encrypt: bool) -> None:
+def test_what_one_side_seals_the_other_opens(encrypt):
     near, far = meet(replace(CLIENT, encrypt=encrypt), replace(SERVER, encrypt=encrypt))
     assert (near.node, far.node) == ("b", "a")
     for one, other in ((near, far), (far, near)):
@@ -36,7 +32,7 @@ def test_what_one_side_seals_the_other_opens(encrypt: bool) -> None:
             assert bytes(other.opener.open(body, tag)) == unit
 
 
-def test_a_side_without_the_secret_is_found_out_by_either() -> None:
+def test_a_side_without_the_secret_is_found_out_by_either():
     with pytest.raises(ProtocolError, match="does not know the secret"):
         meet(other=b"another secret, as long")
     calling, called = ClientHandshake(b"another secret, as long", CLIENT), ServerHandshake(SECRET, SERVER)
@@ -48,14 +44,14 @@ def test_a_side_without_the_secret_is_found_out_by_either() -> None:
 @pytest.mark.parametrize(
     "server", [Party("rendezvous", "gpt", "b"), Party("smp", "bert", "b"), Party("smp", "gpt", "b", True)]
 )
-def test_two_that_mean_different_things_do_not_agree(server: Party) -> None:
+def test_two_that_mean_different_things_do_not_agree(server):
     with pytest.raises(ProtocolError, match="expected"):
         meet(server=server)
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_a_side_that_differs_in_encryption_is_named_and_its_word_cannot_be_changed(encrypt: bool) -> None:
-    def begun() -> tuple[ClientHandshake, ServerHandshake]:
+def test_a_side_that_differs_in_encryption_is_named_and_its_word_cannot_be_changed(encrypt):
+    def begun():
         client = ClientHandshake(SECRET, replace(CLIENT, encrypt=encrypt))
         return client, ServerHandshake(SECRET, replace(SERVER, encrypt=not encrypt))
 
@@ -70,7 +66,7 @@ def test_a_side_that_differs_in_encryption_is_named_and_its_word_cannot_be_chang
             calling.answer(said)
 
 
-def test_a_proof_is_worth_nothing_in_the_other_direction_or_a_second_time() -> None:
+def test_a_proof_is_worth_nothing_in_the_other_direction_or_a_second_time():
     calling, called = ClientHandshake(SECRET, CLIENT), ServerHandshake(SECRET, SERVER)
     challenge = called.challenge(calling.hello())
     with pytest.raises(ProtocolError):
@@ -82,7 +78,7 @@ def test_a_proof_is_worth_nothing_in_the_other_direction_or_a_second_time() -> N
         again.finish(answer)
 
 
-def test_a_node_cannot_be_renamed_on_the_way() -> None:
+def test_a_node_cannot_be_renamed_on_the_way():
     calling, called = ClientHandshake(SECRET, CLIENT), ServerHandshake(SECRET, SERVER)
     with pytest.raises(ProtocolError):
         calling.answer({**called.challenge(calling.hello()), "node": "c"})
@@ -93,7 +89,7 @@ def test_a_node_cannot_be_renamed_on_the_way() -> None:
 
 @pytest.mark.parametrize("encrypt", [False, True])
 @given(unit=st.binary(min_size=1, max_size=64), at=st.integers(0, 63), bit=st.integers(0, 7))
-def test_a_changed_bit_of_a_unit_or_its_tag_is_refused(encrypt: bool, unit: bytes, at: int, bit: int) -> None:
+def test_a_changed_bit_of_a_unit_or_its_tag_is_refused(encrypt, unit, at, bit):
     near, far = meet(replace(CLIENT, encrypt=encrypt), replace(SERVER, encrypt=encrypt))
     body, tag = near.sealer.seal(unit)
     whole = bytearray(bytes(body) + tag)
@@ -103,7 +99,7 @@ def test_a_changed_bit_of_a_unit_or_its_tag_is_refused(encrypt: bool, unit: byte
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 0), (1,)])
-def test_units_cannot_be_swapped_repeated_or_left_out(order: tuple[int, ...]) -> None:
+def test_units_cannot_be_swapped_repeated_or_left_out(order):
     near, far = meet()
     sent = [near.sealer.seal(unit) for unit in (b"one", b"two")]
     with pytest.raises(ProtocolError):
@@ -111,7 +107,7 @@ def test_units_cannot_be_swapped_repeated_or_left_out(order: tuple[int, ...]) ->
             far.opener.open(*sent[index])
 
 
-def test_a_unit_cannot_be_returned_to_its_sender() -> None:
+def test_a_unit_cannot_be_returned_to_its_sender():
     near, _ = meet()
     with pytest.raises(ProtocolError):
         near.opener.open(*near.sealer.seal(b"read"))
@@ -130,6 +126,6 @@ def test_a_unit_cannot_be_returned_to_its_sender() -> None:
         {"purpose": "smp", "job": "g" * 257, "node": "a", "nonce": bytes(32)},
     ],
 )
-def test_a_malformed_hello_is_the_projects_own_error(hello: dict[str, object]) -> None:
+def test_a_malformed_hello_is_the_projects_own_error(hello):
     with pytest.raises(ProtocolError, match="handshake"):
         ServerHandshake(SECRET, SERVER).challenge(hello)

@@ -1,26 +1,23 @@
 """A server keeps descriptors for itself, and reports rejected connections in one bounded event a minute."""
 
-from __future__ import annotations
-
 import resource
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.transport import door
 from ft_plugins.transport.door import EVERY_SECONDS, RejectedConnections
 
 
 @pytest.fixture
-def limits() -> Iterator[tuple[int, int]]:
+def limits():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_the_soft_limit_is_raised_and_never_lowered(limits: tuple[int, int]) -> None:
+def test_the_soft_limit_is_raised_and_never_lowered(limits):
     _, hard = limits
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     raised = door.raise_limit()
@@ -32,13 +29,13 @@ def test_the_soft_limit_is_raised_and_never_lowered(limits: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("soft, wanted, expected", [(1024, 4096, 768), (1024, 64, 64), (200, 4096, 100)])
-def test_connections_leave_a_reserve(limits: tuple[int, int], soft: int, wanted: int, expected: int) -> None:
+def test_connections_leave_a_reserve(limits, soft, wanted, expected):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, limits[1]))
     assert door.places(wanted) == expected
 
 
-def test_a_limit_that_cannot_be_raised_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(what: int, limits: tuple[int, int]) -> None:
+def test_a_limit_that_cannot_be_raised_is_no_error(monkeypatch):
+    def refuse(what, limits):
         raise ValueError("not allowed to raise maximum limit")
 
     monkeypatch.setattr(resource, "getrlimit", lambda what: (512, 4096))
@@ -46,9 +43,9 @@ def test_a_limit_that_cannot_be_raised_is_no_error(monkeypatch: pytest.MonkeyPat
     assert door.raise_limit() == 512
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Event], RejectedConnections, list[float]]:
+def counted(monkeypatch):
     """What was emitted, the counter, and the time it goes by."""
-    seen: list[Event] = []
+    seen = []
     events = Events("n")
     events.subscribe(seen.append)
     now = [1000.0]
@@ -57,8 +54,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Event], RejectedConne
 
 
 def test_the_first_is_reported_at_once_and_those_after_it_together_a_minute_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     seen, rejected, now = counted(monkeypatch)
     rejected.count("10.0.0.1", "no secret")
     assert [event.fields["count"] for event in seen] == [1] and rejected.due is None
@@ -81,7 +78,7 @@ def test_the_first_is_reported_at_once_and_those_after_it_together_a_minute_late
     assert len(seen) == 2 and rejected.due is None, "nothing happened"
 
 
-def test_an_event_is_small_whatever_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_is_small_whatever_is_counted(monkeypatch):
     seen, rejected, now = counted(monkeypatch)
     rejected.count("first", "first")
     for number in range(1000):

@@ -1,21 +1,19 @@
 """When a port is closed, and when a server fails to admit a peer."""
 
-from __future__ import annotations
-
 import queue
 import socket
 import time
 from contextlib import closing
 
-from ft_plugins.events import Event, Events
-from ft_plugins.transport.channel import Channel, Party
+from ft_plugins.events import Events
+from ft_plugins.transport.channel import Party
 from ft_plugins.transport.dial import ADMITTED, Dialer
 from ft_plugins.transport.door import Door, DoorLimits, RejectedConnections
 from ft_plugins.transport.framed import Link
 from ft_plugins.transport.loop import Loop
 
 
-def test_a_port_is_closed_though_a_process_that_was_forked_meanwhile_has_it_open() -> None:
+def test_a_port_is_closed_though_a_process_that_was_forked_meanwhile_has_it_open():
     """Else a peer would wait there for an answer that never comes."""
     listener = socket.create_server(("127.0.0.1", 0))
     with listener.dup() as inherited, closing(Loop("test")) as loop:
@@ -27,12 +25,12 @@ def test_a_port_is_closed_though_a_process_that_was_forked_meanwhile_has_it_open
         assert not inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
-def test_an_admission_that_fails_costs_that_connection_and_the_next_one_gets_in() -> None:
-    seen: queue.Queue[Event] = queue.Queue()
+def test_an_admission_that_fails_costs_that_connection_and_the_next_one_gets_in():
+    seen = queue.Queue()
     events, failures = Events("node"), [KeyError("an error of ours")]
     events.subscribe(seen.put)
 
-    def admit(connection: socket.socket, address: str, channel: Channel) -> None:
+    def admit(connection, address, channel):
         if failures:
             raise failures.pop()
         link = Link(connection, channel)

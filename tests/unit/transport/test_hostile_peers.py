@@ -4,8 +4,6 @@ Before its proof a connection costs nearly nothing, however many there are, and 
 Strangers come from many addresses of loopback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -15,9 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,7 +29,6 @@ from tests.unit.transport.purposes import (
     SECONDS,
     SECRET,
     Known,
-    Served,
     eager,
     ended,
     frame,
@@ -41,16 +36,13 @@ from tests.unit.transport.purposes import (
     read,
 )  # fmt: skip
 
-Make = Callable[..., Served]
-Stranger = Callable[..., socket.socket]
-
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(monkeypatch):
     """One of a purpose; the limits of its door, and whether events about strangers come one by one."""
-    made: list[Served] = []
+    made = []
 
-    def make_one(purpose: Callable[[], Served], each: bool = True, **changed: Any) -> Served:
+    def make_one(purpose, each=True, **changed):
         if each:
             eager(monkeypatch)
         with limits(monkeypatch, **changed):
@@ -63,24 +55,24 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 @pytest.fixture(params=LISTENING)
-def there(request: pytest.FixtureRequest, make: Make) -> Served:
+def there(request, make):
     return make(LISTENING[request.param])
 
 
 @pytest.fixture(params=LISTENING)
-def crowded(request: pytest.FixtureRequest, make: Make) -> Served:
+def crowded(request, make):
     """One with the same few places, and one event for all that are rejected."""
     return make(LISTENING[request.param], each=False, connections=64, of_one_address=8)
 
 
 @pytest.fixture
-def stranger() -> Iterator[Stranger]:
+def stranger():
     """Connections, from any address of loopback."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     door.raise_limit()
     with contextlib.ExitStack() as stack:
 
-        def connect(where: Served, address: str = "127.0.0.1", said: bytes = b"") -> socket.socket:
+        def connect(where, address="127.0.0.1", said=b""):
             connection = stack.enter_context(where.connect(address))
             with contextlib.suppress(ConnectionError):
                 connection.sendall(said)
@@ -90,7 +82,7 @@ def stranger() -> Iterator[Stranger]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def open_ones(connections: list[socket.socket], most: int) -> int:
+def open_ones(connections, most):
     """How many the other side has not closed, once no more than `most` are open."""
     poller = select.poll()
     for connection in connections:
@@ -104,9 +96,7 @@ def open_ones(connections: list[socket.socket], most: int) -> int:
 # ---- strangers, and how many ----
 
 
-def test_silent_connections_take_no_threads_few_descriptors_and_keep_no_peer_out(
-    crowded: Served, stranger: Stranger
-) -> None:
+def test_silent_connections_take_no_threads_few_descriptors_and_keep_no_peer_out(crowded, stranger):
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     silent = [stranger(crowded, f"127.0.0.{2 + number % 100}") for number in range(300)]
     assert open_ones(silent, 64) <= 64
@@ -116,7 +106,7 @@ def test_silent_connections_take_no_threads_few_descriptors_and_keep_no_peer_out
     assert crowded.seen.get_nowait().name == "peer.rejected" and crowded.seen.empty(), "one event for all of them"
 
 
-def test_one_address_takes_a_few_places_and_its_newest_connection_has_one(crowded: Served, stranger: Stranger) -> None:
+def test_one_address_takes_a_few_places_and_its_newest_connection_has_one(crowded, stranger):
     elsewhere = [stranger(crowded, f"127.0.0.{2 + number}") for number in range(10)]
     silent = [stranger(crowded) for _ in range(50)]
     assert open_ones(silent, 8) == open_ones(silent[-8:], 8) == 8
@@ -124,9 +114,7 @@ def test_one_address_takes_a_few_places_and_its_newest_connection_has_one(crowde
 
 
 @pytest.mark.parametrize("purpose", LISTENING)
-def test_one_more_than_there_may_be_closes_the_oldest_of_the_address_with_the_most(
-    make: Make, stranger: Stranger, purpose: str
-) -> None:
+def test_one_more_than_there_may_be_closes_the_oldest_of_the_address_with_the_most(make, stranger, purpose):
     there = make(LISTENING[purpose], connections=4)
     alone = stranger(there, "127.0.0.2")
     crowd = [stranger(there, "127.0.0.3") for _ in range(3)]
@@ -134,11 +122,11 @@ def test_one_more_than_there_may_be_closes_the_oldest_of_the_address_with_the_mo
     assert ended(crowd[0]) and open_ones([alone, *crowd[1:], newest], 4) == 4
 
 
-def test_a_burst_of_real_peers_of_one_address_gets_in_whole(crowded: Served, stranger: Stranger) -> None:
+def test_a_burst_of_real_peers_of_one_address_gets_in_whole(crowded, stranger):
     """More of them at once than one address may have unproven, among strangers: who had to make room comes again."""
     if crowded.purpose == "ranks":
         pytest.skip("each rank connects once")
-    found: list[bool] = []
+    found = []
     threads = [threading.Thread(target=lambda: found.append(crowded.goes_on())) for _ in range(40)]
     for thread in threads:
         thread.start()
@@ -150,14 +138,14 @@ def test_a_burst_of_real_peers_of_one_address_gets_in_whole(crowded: Served, str
 
 @pytest.mark.parametrize("strangers", [True, False])
 def test_without_a_descriptor_to_spare_the_oldest_stranger_makes_room_or_the_door_waits(
-    crowded: Served, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, strangers: bool
-) -> None:
+    crowded, stranger, monkeypatch, strangers
+):
     silent = [stranger(crowded, f"127.0.0.{2 + number}") for number in range(4)] if strangers else []
     assert open_ones(silent, 4) == len(silent) and crowded.goes_on()
     monkeypatch.setattr(door, "_PAUSE_SECONDS", 0.05)
     accept, refusals = socket.socket.accept, [errno.EMFILE, errno.ENFILE]
 
-    def without(listener: socket.socket) -> Any:
+    def without(listener):
         if refusals:
             code = refusals.pop()
             raise OSError(code, os.strerror(code))
@@ -170,7 +158,7 @@ def test_without_a_descriptor_to_spare_the_oldest_stranger_makes_room_or_the_doo
     assert reason.startswith("a connection could not be accepted: Too many open files")
 
 
-def test_one_that_is_closed_closes_strangers_too_and_its_port(crowded: Served, stranger: Stranger) -> None:
+def test_one_that_is_closed_closes_strangers_too_and_its_port(crowded, stranger):
     silent = [stranger(crowded) for _ in range(3)]
     assert crowded.goes_on()
     crowded.close()
@@ -189,13 +177,13 @@ COSTLY = {
 }
 
 
-def resident() -> int:
+def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_what_strangers_send_takes_no_memory(crowded: Served, stranger: Stranger, name: str) -> None:
+def test_what_strangers_send_takes_no_memory(crowded, stranger, name):
     before = most = resident()
     strangers = []
     for number in range(40):
@@ -206,11 +194,11 @@ def test_what_strangers_send_takes_no_memory(crowded: Served, stranger: Stranger
     assert crowded.goes_on()
 
 
-def hello_of(there: Served, **changes: Any) -> dict[str, Any]:
+def hello_of(there, **changes):
     return {**ClientHandshake(SECRET, there.here).hello(), **changes}
 
 
-HOSTILE: dict[str, Callable[[Served], Any]] = {
+HOSTILE = {
     "no map": lambda there: [1],
     "a number": lambda there: 1,
     "nested": lambda there: {"purpose": {"a": {"b": {}}}},
@@ -227,22 +215,20 @@ HOSTILE: dict[str, Callable[[Served], Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_hello_is_a_short_printable_reason_and_no_traceback(
-    there: Served, stranger: Stranger, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_hostile_hello_is_a_short_printable_reason_and_no_traceback(there, stranger, capfd, name):
     connection = stranger(there, said=frame(HOSTILE[name](there)))
     connection.shutdown(socket.SHUT_WR)
     assert there.rejected().isprintable() and there.goes_on() and "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\0\0\0\x01\xc1", b"GET / HTTP/1.1\r\n\r\n"])
-def test_what_is_no_frame_is_answered_by_a_close(there: Served, stranger: Stranger, raw: bytes) -> None:
+def test_what_is_no_frame_is_answered_by_a_close(there, stranger, raw):
     assert ended(stranger(there, said=raw)) and there.rejected() and there.goes_on()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200))
-def test_whatever_a_stranger_says_the_server_lives_on_and_carries_out_nothing(there: Served, said: bytes) -> None:
+def test_whatever_a_stranger_says_the_server_lives_on_and_carries_out_nothing(there, said):
     with there.connect() as connection:
         connection.sendall(said)
         with contextlib.suppress(OSError):  # it may have hung up by now
@@ -252,10 +238,8 @@ def test_whatever_a_stranger_says_the_server_lives_on_and_carries_out_nothing(th
 
 
 @pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), OverflowError("large"), UnicodeError("odd")])
-def test_whatever_a_handshake_ends_with_the_thread_that_lets_peers_in_goes_on(
-    there: Served, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*args: object) -> None:
+def test_whatever_a_handshake_ends_with_the_thread_that_lets_peers_in_goes_on(there, stranger, monkeypatch, error):
+    def fail(*args):
         raise error
 
     with monkeypatch.context() as patched:
@@ -266,7 +250,7 @@ def test_whatever_a_handshake_ends_with_the_thread_that_lets_peers_in_goes_on(
     assert there.goes_on()
 
 
-def test_a_connection_that_is_reset_before_its_proof_is_counted(there: Served) -> None:
+def test_a_connection_that_is_reset_before_its_proof_is_counted(there):
     connection = there.connect()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
@@ -276,7 +260,7 @@ def test_a_connection_that_is_reset_before_its_proof_is_counted(there: Served) -
 # ---- who has no proof ----
 
 
-def test_who_does_not_know_the_secret_is_not_let_in(there: Served, stranger: Stranger) -> None:
+def test_who_does_not_know_the_secret_is_not_let_in(there, stranger):
     connection = stranger(there, said=frame(hello_of(there)))
     read(connection)
     connection.sendall(frame({"proof": b"x" * 32}))
@@ -284,7 +268,7 @@ def test_who_does_not_know_the_secret_is_not_let_in(there: Served, stranger: Str
 
 
 @pytest.mark.parametrize("what", ["job", "purpose"])
-def test_a_peer_of_another_job_or_protocol_is_not_let_in(there: Served, stranger: Stranger, what: str) -> None:
+def test_a_peer_of_another_job_or_protocol_is_not_let_in(there, stranger, what):
     other = replace(there.here, **{what: "?" * len(getattr(there.here, what))})
     connection = stranger(there)
     if not there.says_foreign:
@@ -299,7 +283,7 @@ def test_a_peer_of_another_job_or_protocol_is_not_let_in(there: Served, stranger
     assert not there.asked and there.goes_on()
 
 
-def test_a_stranger_does_not_learn_whether_it_guessed_the_name_of_the_job(there: Served, stranger: Stranger) -> None:
+def test_a_stranger_does_not_learn_whether_it_guessed_the_name_of_the_job(there, stranger):
     if not there.says_foreign:
         pytest.skip("the reply to another name is a close")
     replies = []
@@ -312,14 +296,14 @@ def test_a_stranger_does_not_learn_whether_it_guessed_the_name_of_the_job(there:
 
 
 @pytest.mark.parametrize("instead", [{"do": "echo"}, {"proof": b""}, {"proof": "text"}, {"proof": None}, {}])
-def test_a_request_in_place_of_a_proof_is_not_carried_out(there: Served, stranger: Stranger, instead: Any) -> None:
+def test_a_request_in_place_of_a_proof_is_not_carried_out(there, stranger, instead):
     connection = stranger(there, said=frame(hello_of(there)))
     read(connection)
     connection.sendall(frame(instead))
     assert ended(connection) and there.rejected() and not there.asked
 
 
-def test_what_was_said_once_opens_no_second_connection(there: Served, stranger: Stranger) -> None:
+def test_what_was_said_once_opens_no_second_connection(there, stranger):
     """Somebody has recorded a whole handshake and says the same again, and tries the server's own proof."""
     client = ClientHandshake(SECRET, there.here)
     hello = frame(client.hello())
@@ -341,9 +325,7 @@ def test_what_was_said_once_opens_no_second_connection(there: Served, stranger: 
 
 @pytest.mark.parametrize("purpose", LISTENING)
 @pytest.mark.parametrize("said", ["nothing", "half a length", "hello", "drips"])
-def test_a_stranger_who_goes_silent_or_drips_is_hung_up_on(
-    make: Make, stranger: Stranger, purpose: str, said: str
-) -> None:
+def test_a_stranger_who_goes_silent_or_drips_is_hung_up_on(make, stranger, purpose, said):
     there = make(LISTENING[purpose], seconds=0.2)
     hello = frame(hello_of(there))
     connection = stranger(there, said={"hello": hello, "half a length": b"\0\0"}.get(said, b""))
@@ -364,19 +346,17 @@ def test_a_stranger_who_goes_silent_or_drips_is_hung_up_on(
 
 @pytest.mark.parametrize("purpose", PROVEN)
 @pytest.mark.parametrize("name", [*MALFORMED, "a frame that is repeated"])
-def test_what_is_malformed_ends_its_connection_with_a_reason_and_no_other(
-    make: Make, capfd: pytest.CaptureFixture[str], purpose: str, name: str
-) -> None:
+def test_what_is_malformed_ends_its_connection_with_a_reason_and_no_other(make, capfd, purpose, name):
     ends_alone(make(PROVEN[purpose]), MALFORMED.get(name, lambda known: 2 * known.frame(IT)))
     assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("purpose", ["rendezvous", "tree", "ranks"])
-def test_what_is_no_request_ends_its_connection_as_well(make: Make, purpose: str) -> None:
+def test_what_is_no_request_ends_its_connection_as_well(make, purpose):
     ends_alone(make(PROVEN[purpose]), lambda known: known.frame({"do": "pickle"}))
 
 
-def ends_alone(there: Served, said: Callable[[Known], bytes]) -> None:
+def ends_alone(there, said):
     known = there.introduced()
     with known.connection as connection:
         connection.sendall(said(known))
@@ -388,7 +368,7 @@ def ends_alone(there: Served, said: Callable[[Known], bytes]) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["smp", "rendezvous"])
-def test_a_reply_that_is_not_read_is_not_held_for_its_peer(make: Make, purpose: str) -> None:
+def test_a_reply_that_is_not_read_is_not_held_for_its_peer(make, purpose):
     there = make(PROVEN[purpose])
     known = there.introduced()
     with known.connection as connection:
@@ -413,5 +393,5 @@ def test_a_reply_that_is_not_read_is_not_held_for_its_peer(make: Make, purpose: 
         ("unknown", "unknown"),
     ],
 )
-def test_addresses_that_one_machine_can_have_are_counted_as_one(address: str, crowd: str) -> None:
+def test_addresses_that_one_machine_can_have_are_counted_as_one(address, crowd):
     assert door.crowd_of(address) == crowd

@@ -1,12 +1,9 @@
 """What a loop calls, in which order, and what it no longer calls. Stepped by hand, but for one that runs."""
 
-from __future__ import annotations
-
 import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -17,13 +14,13 @@ SECONDS = 90.0
 
 
 @pytest.fixture
-def loop() -> Iterator[Loop]:
+def loop():
     with closing(Loop("test")) as made:
         yield made
 
 
-def test_what_has_arrived_is_read_before_calls_and_both_before_what_is_due(loop: Loop) -> None:
-    called: list[str] = []
+def test_what_has_arrived_is_read_before_calls_and_both_before_what_is_due(loop):
+    called = []
     ours, theirs = socket.socketpair()
     with ours, theirs:
         loop.watch(ours, lambda events: called.append(f"read {ours.recv(9).decode()}"))
@@ -35,18 +32,18 @@ def test_what_has_arrived_is_read_before_calls_and_both_before_what_is_due(loop:
     assert called == ["read it", "call", "due"]
 
 
-def test_a_connection_that_is_forgotten_in_a_step_is_not_called_in_it(loop: Loop) -> None:
-    called: list[socket.socket] = []
+def test_a_connection_that_is_forgotten_in_a_step_is_not_called_in_it(loop):
+    called = []
     pairs = [socket.socketpair() for _ in range(2)]
 
-    def ready(one: socket.socket) -> None:
+    def ready(one):
         called.append(one)
         for ours, _ in pairs:
             loop.forget(ours)
             ours.close()
 
     for ours, theirs in pairs:
-        loop.watch(ours, lambda events, one=ours: ready(one))  # type: ignore[misc]
+        loop.watch(ours, lambda events, one=ours: ready(one))
         theirs.send(b"1")
     loop.step(SECONDS)
     loop.step(0.0)
@@ -55,7 +52,7 @@ def test_a_connection_that_is_forgotten_in_a_step_is_not_called_in_it(loop: Loop
         theirs.close()
 
 
-def test_a_connection_that_the_selector_has_lost_is_forgotten_too(loop: Loop) -> None:
+def test_a_connection_that_the_selector_has_lost_is_forgotten_too(loop):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         loop.watch(ours, lambda events: None)
@@ -64,13 +61,13 @@ def test_a_connection_that_the_selector_has_lost_is_forgotten_too(loop: Loop) ->
         loop.forget(ours)
 
 
-def test_a_time_replaces_the_one_before_and_infinity_is_never(loop: Loop) -> None:
-    called: list[str] = []
+def test_a_time_replaces_the_one_before_and_infinity_is_never(loop):
+    called = []
 
-    def one(now: float) -> None:
+    def one(now):
         called.append("one")
 
-    def other(now: float) -> None:
+    def other(now):
         called.append("other")
 
     began = time.monotonic()
@@ -90,9 +87,9 @@ def test_a_time_replaces_the_one_before_and_infinity_is_never(loop: Loop) -> Non
     assert called == ["earlier", "other", "one"] and time.monotonic() >= began + 0.05
 
 
-def test_what_is_put_off_for_ever_again_and_again_leaves_nothing(loop: Loop) -> None:
+def test_what_is_put_off_for_ever_again_and_again_leaves_nothing(loop):
     """As for each connection that a door admits before its time is up."""
-    called: list[float] = []
+    called = []
     for _ in range(100):
         loop.at(time.monotonic(), called.append)
         loop.at(math.inf, called.append)
@@ -100,10 +97,10 @@ def test_what_is_put_off_for_ever_again_and_again_leaves_nothing(loop: Loop) -> 
     assert not called and not loop._heap and not loop._times
 
 
-def test_what_is_due_again_and_again_leaves_room_for_everything_else(loop: Loop) -> None:
-    called: list[str] = []
+def test_what_is_due_again_and_again_leaves_room_for_everything_else(loop):
+    called = []
 
-    def again(now: float) -> None:
+    def again(now):
         called.append("again")
         loop.soon(again)
 
@@ -114,14 +111,14 @@ def test_what_is_due_again_and_again_leaves_room_for_everything_else(loop: Loop)
     assert called == ["call", "again", "again", "again"]
 
 
-def test_a_call_wakes_the_thread_and_after_the_end_it_happens_at_once() -> None:
+def test_a_call_wakes_the_thread_and_after_the_end_it_happens_at_once():
     loop, called = Loop("test"), threading.Event()
     loop.start()
     loop.call(called.set)
     assert called.wait(SECONDS / 2), "it waits for much longer otherwise"
     loop.stop()
     loop.stop()
-    late: list[threading.Thread] = []
+    late = []
     loop.call(lambda: late.append(threading.current_thread()))
     assert not late
     loop.close()
@@ -129,22 +126,22 @@ def test_a_call_wakes_the_thread_and_after_the_end_it_happens_at_once() -> None:
     assert late == 2 * [threading.current_thread()] and "test" not in [each.name for each in threading.enumerate()]
 
 
-def test_a_loop_is_not_closed_under_a_thread_that_wakes_it(loop: Loop) -> None:
+def test_a_loop_is_not_closed_under_a_thread_that_wakes_it(loop):
     """Else the byte could go to whatever has the number of its descriptor by then."""
     begun, over, closed = threading.Event(), threading.Event(), threading.Event()
     real = loop._waker
 
     class Slow:
-        def send(self, what: bytes) -> int:
+        def send(self, what):
             begun.set()
             over.wait(SECONDS)
             return 0 if closed.is_set() else real.send(what)
 
-        def close(self) -> None:
+        def close(self):
             closed.set()
             real.close()
 
-    loop._waker = Slow()  # type: ignore[assignment]
+    loop._waker = Slow()
     waking = threading.Thread(target=loop.wake)
     waking.start()
     assert begun.wait(SECONDS)

@@ -1,7 +1,5 @@
 """What names the network devices of a job, and whether it names the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from ft_plugins.launcher import command
@@ -21,9 +19,7 @@ DEVICES = (NetworkDevice("eth0", True, ("10.0.0.1",)), NetworkDevice("ib0", True
         (None, {GLOO: "eth"}, [f"{GLOO}=eth"], "name one of eth0, ib0"),
     ],
 )  # fmt: skip
-def test_names_that_differ_are_said_with_what_to_do(
-    interface: str | None, ifnames: dict[str, str], said: list[str], remedy: str
-) -> None:
+def test_names_that_differ_are_said_with_what_to_do(interface, ifnames, said, remedy):
     sentence = interfaces_differ(interface, ifnames, DEVICES)
     assert all(each in sentence for each in said) and remedy in sentence and "\n" not in sentence
 
@@ -37,17 +33,17 @@ def test_names_that_differ_are_said_with_what_to_do(
         ("eth0", {}),
     ],
 )
-def test_names_of_the_same_device_are_not_spoken_of(interface: str | None, ifnames: dict[str, str]) -> None:
+def test_names_of_the_same_device_are_not_spoken_of(interface, ifnames):
     assert interfaces_differ(interface, ifnames, DEVICES) == ""
 
 
-def test_ft_run_warns_at_its_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ft_run_warns_at_its_start(monkeypatch, capsys):
     """Even if what it starts ends at once."""
     monkeypatch.setattr(command, "network_devices", lambda: DEVICES)
     monkeypatch.setenv(GLOO, "ib0")
     monkeypatch.delenv(NCCL, raising=False)
 
-    def ends(planned: command.Plan) -> Outcome:
+    def ends(planned):
         assert planned.config.interface == "eth0"
         return Outcome("succeeded")
 

@@ -1,7 +1,5 @@
 """Where other nodes reach this one, also where a node resolves its own name to loopback."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path
@@ -36,9 +34,7 @@ from ft_plugins.transport.own_address import (
         ("fe80::1%eth0", "fe80::2%eth0", "fe80::1%eth0"),
     ],
 )
-def test_a_loopback_address_is_replaced_for_a_peer_elsewhere_only(
-    own: str, peer: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loopback_address_is_replaced_for_a_peer_elsewhere_only(own, peer, expected, monkeypatch):
     monkeypatch.setattr(module, "_on_the_way", lambda host: f"the way to {host}")
     assert towards_peer(own, peer) == expected
 
@@ -53,11 +49,11 @@ def test_a_loopback_address_is_replaced_for_a_peer_elsewhere_only(
         ("lo", "node0.cluster", False),  # as asked for
     ],
 )
-def test_only_a_name_is_resolved_otherwise_elsewhere(interface: str | None, towards: str, by_name: bool) -> None:
+def test_only_a_name_is_resolved_otherwise_elsewhere(interface, towards, by_name):
     assert depends_on_name(interface, towards) == by_name
 
 
-def test_the_way_to_a_host_is_that_of_the_kernel() -> None:
+def test_the_way_to_a_host_is_that_of_the_kernel():
     assert own_address(None, "127.0.0.1") == own_address("127.0.0.1", "h") == own_address("lo", "h") == "127.0.0.1"
     with pytest.raises(ConfigError, match="no interface leads to 'no such host'.*--ftp-interface"):
         own_address(None, "no such host")
@@ -65,7 +61,7 @@ def test_the_way_to_a_host_is_that_of_the_kernel() -> None:
         own_address("eth99", "h")
 
 
-def test_a_host_is_its_running_kernel_and_network_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_its_running_kernel_and_network_namespace(monkeypatch):
     boot, stat, own = Path.read_bytes, os.stat, host_identity()
     another = {"/proc/self/ns/net": "/proc/self/ns/mnt"}
     assert len(own) == IDENTITY and own == host_identity() != UNKNOWN
@@ -79,8 +75,8 @@ def test_a_host_is_its_running_kernel_and_network_namespace(monkeypatch: pytest.
     assert known_apart(own, rebooted) and known_apart(own, elsewhere) and not known_apart(own, host_identity())
 
 
-def test_a_host_that_cannot_be_identified_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(path: Path) -> bytes:
+def test_a_host_that_cannot_be_identified_may_be_any(monkeypatch):
+    def missing(path):
         raise FileNotFoundError(path)
 
     own = host_identity()
@@ -89,12 +85,12 @@ def test_a_host_that_cannot_be_identified_may_be_any(monkeypatch: pytest.MonkeyP
     assert not known_apart(own, UNKNOWN) and not known_apart(UNKNOWN, own) and not known_apart(UNKNOWN, UNKNOWN)
 
 
-def test_a_link_local_address_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_local_address_keeps_its_device(monkeypatch):
     (entry,) = socket.getaddrinfo("fe80::1%lo", 9, type=socket.SOCK_STREAM)
     assert (address_of(entry[4]), address_of(("::1", 9, 0, 0)), address_of(("10.0.0.1", 9))) == (
         "fe80::1%lo", "::1", "10.0.0.1",
     )  # fmt: skip
-    bound: list[object] = []
+    bound = []
     monkeypatch.setattr(socket, "create_server", lambda place, **_: bound.append(place))
     for address in ("fe80::1%lo", "127.0.0.2", ""):
         listening(address, 9, 1)

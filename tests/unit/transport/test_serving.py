@@ -6,18 +6,16 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ft_plugins.errors import ProtocolError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.smp.tree.tree_member import TreeLink
 from ft_plugins.transport.calls import Handover, Peer, Server
-from ft_plugins.transport.channel import Channel, Party
+from ft_plugins.transport.channel import Party
 from ft_plugins.transport.framed import EndedError
 from ft_plugins.transport.serving import Served, Serving
 
@@ -26,14 +24,14 @@ SECRET = b"a secret of this test"
 NAME = "test-serving"
 
 
-def wait(condition: Callable[[], bool]) -> None:
+def wait(condition):
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"not within {SECONDS} s"
         time.sleep(0.005)
 
 
-def threads() -> int:
+def threads():
     return sum(thread.name == NAME for thread in threading.enumerate())
 
 
@@ -42,25 +40,25 @@ class One(Served):
     peer: socket.socket
     ended: list[str] = field(default_factory=list)
 
-    def ask(self, what: bytes) -> None:
+    def ask(self, what):
         self.peer.sendall(what)
 
-    def answer(self) -> bytes:
+    def answer(self):
         return self.peer.recv(1)
 
 
 class Echo:
     """Answers each byte; b'w' once `go_on` is set, b'x' never again."""
 
-    def __init__(self, most: int, idle_seconds: float = 100.0) -> None:
+    def __init__(self, most, idle_seconds=100.0):
         self.go_on = threading.Event()
         self.begun = threading.Event()
         self.serving = Serving[One](self.serve, self.end, NAME, most, 100, idle_seconds)
-        self.made: list[One] = []
+        self.made = []
         self.most_threads = 0  # that serve at a time
-        self._serving: list[One] = []
+        self._serving = []
 
-    def one(self) -> One:
+    def one(self):
         ours, theirs = socket.socketpair()
         theirs.settimeout(SECONDS)
         self.made.append(One(ours, "local", theirs))
@@ -68,7 +66,7 @@ class Echo:
         self.serving.add(self.made[-1])
         return self.made[-1]
 
-    def serve(self, one: One) -> bool:
+    def serve(self, one):
         self._serving.append(one)
         self.most_threads = max(self.most_threads, len(self._serving))
         try:
@@ -76,7 +74,7 @@ class Echo:
         finally:
             self._serving.remove(one)
 
-    def _serve(self, one: One) -> bool:
+    def _serve(self, one):
         what = one.connection.recv(1)
         if what == b"w":
             self.begun.set()
@@ -87,17 +85,17 @@ class Echo:
         one.connection.send(what)
         return True
 
-    def end(self, one: One, reason: str) -> None:
+    def end(self, one, reason):
         one.ended.append(reason)
         self.serving.leave(one)
         one.connection.close()
 
 
 @pytest.fixture
-def echo() -> Iterator[Callable[..., Echo]]:
-    made: list[Echo] = []
+def echo():
+    made = []
 
-    def make(*args: Any) -> Echo:
+    def make(*args):
         made.append(Echo(*args))
         return made[-1]
 
@@ -109,7 +107,7 @@ def echo() -> Iterator[Callable[..., Echo]]:
             one.peer.close()
 
 
-def test_idle_connections_cost_no_thread(echo: Callable[..., Echo]) -> None:
+def test_idle_connections_cost_no_thread(echo):
     there = echo(4)
     ones = [there.one() for _ in range(40)]
     for one in ones:
@@ -121,7 +119,7 @@ def test_idle_connections_cost_no_thread(echo: Callable[..., Echo]) -> None:
     assert ones[7].answer() == b"b"
 
 
-def test_requests_beyond_the_threads_wait_and_are_answered_in_turn(echo: Callable[..., Echo]) -> None:
+def test_requests_beyond_the_threads_wait_and_are_answered_in_turn(echo):
     there = echo(2)
     slow, quick = [there.one() for _ in range(2)], [there.one() for _ in range(6)]
     for one in slow:
@@ -137,12 +135,12 @@ def test_requests_beyond_the_threads_wait_and_are_answered_in_turn(echo: Callabl
     assert [one.answer() for one in slow + quick] == [b"w"] * 2 + [b"q"] * 6
 
 
-def test_one_that_asks_again_and_again_keeps_no_other_waiting(echo: Callable[..., Echo]) -> None:
+def test_one_that_asks_again_and_again_keeps_no_other_waiting(echo):
     there = echo(1)
     busy, other = there.one(), there.one()
     stop = threading.Event()
 
-    def ask() -> None:
+    def ask():
         while not stop.is_set():
             busy.ask(b"a")
             assert busy.answer() == b"a"
@@ -156,14 +154,12 @@ def test_one_that_asks_again_and_again_keeps_no_other_waiting(echo: Callable[...
     thread.join()
 
 
-def test_connections_that_are_served_keep_their_threads_while_others_only_wait_for_theirs_to_start(
-    echo: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_that_are_served_keep_their_threads_while_others_only_wait_for_theirs_to_start(echo, monkeypatch):
     """On a loaded node a thread takes long to start; there are as many as there are connections."""
-    started: list[str] = []
+    started = []
     start = threading.Thread.start
 
-    def slow(thread: threading.Thread) -> None:
+    def slow(thread):
         if thread.name == NAME:
             started.append(thread.name)
             time.sleep(0.05)
@@ -173,7 +169,7 @@ def test_connections_that_are_served_keep_their_threads_while_others_only_wait_f
     there = echo(8)
     ones = [there.one() for _ in range(8)]
 
-    def ask(one: One) -> None:
+    def ask(one):
         for _ in range(100):
             one.ask(b"a")
             assert one.answer() == b"a"
@@ -186,7 +182,7 @@ def test_connections_that_are_served_keep_their_threads_while_others_only_wait_f
     assert len(started) == 8, "one for each connection, for all of its requests"
 
 
-def test_one_that_is_idle_for_too_long_is_ended_without_a_reason(echo: Callable[..., Echo]) -> None:
+def test_one_that_is_idle_for_too_long_is_ended_without_a_reason(echo):
     there = echo(4, 3.0)
     idle, used = there.one(), there.one()
     while not idle.ended:
@@ -196,7 +192,7 @@ def test_one_that_is_idle_for_too_long_is_ended_without_a_reason(echo: Callable[
     assert idle.answer() == b"" and used.ended == []
 
 
-def test_closing_ends_idle_ones_and_the_others_after_their_request(echo: Callable[..., Echo]) -> None:
+def test_closing_ends_idle_ones_and_the_others_after_their_request(echo):
     there = echo(4)
     idle, busy = there.one(), there.one()
     busy.ask(b"w")
@@ -215,30 +211,30 @@ def test_closing_ends_idle_ones_and_the_others_after_their_request(echo: Callabl
 class Joined:
     """A server that hands over the connections of those who ask to join."""
 
-    def __init__(self) -> None:
-        self.taken: list[tuple[socket.socket, Channel]] = []
-        self.ended: list[Callable[[], None]] = []
-        self.seen: list[Event] = []
+    def __init__(self):
+        self.taken = []
+        self.ended = []
+        self.seen = []
         events = Events("n")
         events.subscribe(self.seen.append)
         self.server = Server("127.0.0.1", 0, Party("smp", "job", "there"), SECRET, self.handle, events)
 
-    def handle(self, message: dict[str, Any], payload: Any) -> Any:
+    def handle(self, message, payload):
         if message["do"] == "join":
             return Handover(self.take)
         return {"echo": message["do"]}, None
 
-    def take(self, connection: socket.socket, channel: Channel, ended: Callable[[], None]) -> None:
+    def take(self, connection, channel, ended):
         self.taken.append((connection, channel))
         self.ended.append(ended)
 
     @property
-    def places(self) -> int:
+    def places(self):
         return len(self.server._serving._open)
 
 
 @pytest.fixture
-def there() -> Iterator[Joined]:
+def there():
     made = Joined()
     yield made
     made.server.close()
@@ -246,7 +242,7 @@ def there() -> Iterator[Joined]:
         connection.close()
 
 
-def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_place(there: Joined) -> None:
+def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_place(there):
     peer = Peer(there.server.endpoint, Party("smp", "job", "here"), SECRET, SECONDS)
     assert peer.ask("hello", np.ones(1000, dtype=np.uint8))[0]["echo"] == "hello"
     peer.ask("join")
@@ -255,7 +251,7 @@ def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_p
     theirs = TreeLink(1, *there.taken[0])
     ours.send({"do": "leave", "number": 1})
     theirs.send({"do": "announce", "number": 2})
-    heard: list[Any] = []
+    heard = []
     wait(lambda: bool(heard.extend([message for message, _ in theirs.read()]) or heard))
     wait(lambda: bool(heard.extend([message for message, _ in ours.read()]) or len(heard) > 1))
     assert [message["number"] for message in heard] == [1, 2]
@@ -273,7 +269,7 @@ def test_a_connection_is_handed_over_by_both_sides_with_its_keys_and_keeps_its_p
     peer.close()
 
 
-def test_waiting_until_a_connection_is_closed_ends_with_either_side(there: Joined) -> None:
+def test_waiting_until_a_connection_is_closed_ends_with_either_side(there):
     peer = Peer(there.server.endpoint, Party("smp", "job", "here"), SECRET, SECONDS)
     peer.is_readable(SECONDS)  # there is none
     peer.ask("hello")

@@ -1,12 +1,10 @@
 """What the nodes of a previous job were protected by."""
 
-from __future__ import annotations
-
 from ft_plugins.smp.tree.protection import Protection
 from ft_plugins.snapshot.segment.shape import Shape
 
 
-def protection(position: int, losses: int = 1) -> Protection:
+def protection(position, losses=1):
     """Four nodes of one rank, one sharding group, RAIM5 or RAIM6."""
     return Protection(
         lineage=1, base=None, nodes=("n0", "n1", "n2", "n3"), groups=((0, 1, 2, 3),),

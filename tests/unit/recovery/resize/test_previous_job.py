@@ -1,27 +1,21 @@
 """A resize with a spare that fails after its report: planned again as with a lost node, or refused. What was found is
 restored once in a start."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ft_plugins.collective import Collective
 from ft_plugins.config import Config
-from ft_plugins.errors import FencedError, FtError, ProtocolError, ResumeError, SegmentError
+from ft_plugins.errors import FencedError, ProtocolError, ResumeError, SegmentError
 from ft_plugins.events import Event, Events
 from ft_plugins.model.topology import Topology
 from ft_plugins.recovery import nodes as job_nodes
 from ft_plugins.recovery.nodes import LinkedNodes, NodeTierConfig, Spare
-from ft_plugins.recovery.recovery_plan import RecoveryPlan
 from ft_plugins.recovery.resize.previous_job import PreviousJob
 from ft_plugins.recovery.resize.previous_size import ResizePlan
-from ft_plugins.smp.serve.job_file import ProtectionReference, refer
-from ft_plugins.smp.tree.protection import Protection
+from ft_plugins.smp.serve.job_file import refer
 from ft_plugins.snapshot.segment.slots import Version
 from ft_plugins.systems.reft import reft_nodes
 from ft_plugins.systems.reft.failure_domains import JobNodeNames
@@ -35,7 +29,7 @@ PREVIOUS = {"seed": 1, "world_size": 4}
 FIRST_ROUND = [(2, True), (3, False)]  # of two members and the spare: rank 2 is fetched, rank 3 decoded
 
 
-def answer(rank: int, lineage: int = 1, losses: int = 1) -> dict[str, Any]:
+def answer(rank, lineage=1, losses=1):
     """What the SMP says of the node that had this rank of four."""
     told = protection(rank, losses)
     return {
@@ -57,40 +51,38 @@ class Nodes:
     exchange = None
     digest = 0
 
-    def __init__(
-        self, members: Sequence[int], refuses: Callable[[int, bool], bool], lives_on: bool, losses: int = 1
-    ) -> None:
+    def __init__(self, members, refuses, lives_on, losses=1):
         """`refuses` says whether putting a rank together fails while the spare lives, by rank and whether it is fetched
         from it."""
         self.losses = losses
         self.members = {at: answer(rank, losses=losses) for at, rank in enumerate(members)}
         self.ranks = [[0]] * len(members)
         self.lives, self.lives_on, self.refuses = True, lives_on, refuses
-        self.asked: list[tuple[int, bool]] = []
-        self.shared: list[str] = []
-        self.settled: list[tuple[Any, ...]] = []
+        self.asked = []
+        self.shared = []
+        self.settled = []
 
-    def ask(self, question: Callable[[Any], Any]) -> list[Any]:
+    def ask(self, question):
         return [question(Client(self, at)) for at in self.members]
 
-    def facts(self) -> list[Any]:
+    def facts(self):
         return []
 
-    def share_jobs(self, known: Sequence[tuple[ProtectionReference, Any]]) -> None:
+    def share_jobs(self, known):
         self.shared = [reference.job for reference, _ in known]
 
-    def protection(self, reference: ProtectionReference) -> Protection:
+    def protection(self, reference):
         assert reference.job in self.shared
         return protection(reference.position, self.losses)
 
-    def spares(self, previous: Protection, report: Callable[[FtError], None]) -> list[Spare]:
+    def spares(self, previous, report):
         assert previous.nodes == ("n0", "n1", "n2", "n3")
         return [Spare("n2", WHERE, answer(2, 7, self.losses))] if self.lives else []
 
     def rebuild_previous(
-        self, rank: int, plan: RecoveryPlan, told: Protection, fingerprint: Mapping[str, Any],
-        spare: tuple[str, int] | None, spares: Sequence[tuple[str, int]],
-    ) -> None:  # fmt: skip
+        self, rank, plan, told, fingerprint,
+        spare, spares,
+    ):  # fmt: skip
         assert fingerprint == PREVIOUS, "a rank of the previous job: storage identifies it by that fingerprint"
         assert spare in (None, WHERE) and list(spares) in ([WHERE], [])
         assert max(plan.holders.values(), default=0) < len(self.members) + len(spares), "nobody else can be read"
@@ -101,13 +93,13 @@ class Nodes:
 
 
 class Client:
-    def __init__(self, nodes: Nodes, at: int) -> None:
+    def __init__(self, nodes, at):
         self.nodes, self.at = nodes, at
 
-    def previous_sizes(self) -> dict[str, Any]:
+    def previous_sizes(self):
         return self.nodes.members[self.at]
 
-    def settle(self, *told: Any) -> None:
+    def settle(self, *told):
         self.nodes.settled.append(told)
 
 
@@ -116,24 +108,24 @@ class OneRank:
 
     rank, world_size = 0, 2
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload):
         return [payload]
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nodes], PreviousJob]:
+def job(monkeypatch):
     monkeypatch.setattr(PreviousJob, "_verify", lambda *_: None)
     monkeypatch.setattr(PreviousJob, "_coordinates", lambda self, where, *_: dict.fromkeys(where, (0, 0)))
-    return lambda nodes: PreviousJob(OneRank(), nodes, 1, Path("/nowhere/job/n"), lambda error: None)  # type: ignore[arg-type]
+    return lambda nodes: PreviousJob(OneRank(), nodes, 1, Path("/nowhere/job/n"), lambda error: None)
 
 
-def never(rank: int, fetched: bool) -> bool:
+def never(rank, fetched):
     return False
 
 
 def test_what_the_spare_holds_is_fetched_and_what_is_lost_is_decoded_with_its_help(
-    job: Callable[[Nodes], PreviousJob],
-) -> None:
+    job,
+):
     nodes = Nodes((0, 1), never, lives_on=True)
     previous = job(nodes)
     found = previous.plan_resize(FINGERPRINT)
@@ -144,7 +136,7 @@ def test_what_the_spare_holds_is_fetched_and_what_is_lost_is_decoded_with_its_he
     assert len(nodes.settled) == 2, "each member keeps that state alone"
 
 
-def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job: Callable[[Nodes], PreviousJob]) -> None:
+def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job):
     nodes = Nodes((0, 1, 3), lambda rank, fetched: fetched, lives_on=False)
     found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4
@@ -152,8 +144,8 @@ def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job: Callable[[
 
 
 def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_for(
-    job: Callable[[Nodes], PreviousJob],
-) -> None:
+    job,
+):
     for refuses in (lambda rank, fetched: rank == 3, lambda rank, fetched: fetched):
         nodes = Nodes((0, 1), refuses, lives_on=False)
         with pytest.raises(ResumeError, match="4 ranks is damaged .*RAIM5 makes up for 1.*previous number"):
@@ -162,21 +154,21 @@ def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_f
 
 
 def test_one_lost_over_the_decoding_is_done_without_where_parity_makes_up_for_both(
-    job: Callable[[Nodes], PreviousJob],
-) -> None:
+    job,
+):
     nodes = Nodes((0, 1), lambda rank, fetched: rank == 3, lives_on=False, losses=2)
     found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4
     assert nodes.asked == [(2, True), (3, False), (3, False)], "what was fetched in time stays"
 
 
-def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job: Callable[[Nodes], PreviousJob]) -> None:
+def test_what_a_living_spare_cannot_hand_out_whole_is_decoded(job):
     nodes = Nodes((0, 1, 3), lambda rank, fetched: fetched, lives_on=True)
     found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and nodes.asked == [(2, True), (2, False)] and nodes.lives
 
 
-def test_what_was_decoded_from_a_corrupt_slot_is_decoded_again_without_it(job: Callable[[Nodes], PreviousJob]) -> None:
+def test_what_was_decoded_from_a_corrupt_slot_is_decoded_again_without_it(job):
     """The spare's slot has a flipped bit: in one round it is found, and the lost rank is decoded from it."""
     nodes = Nodes((0, 1), lambda rank, fetched: fetched or nodes.asked == FIRST_ROUND, lives_on=True, losses=2)
     found = job(nodes).plan_resize(FINGERPRINT)
@@ -185,8 +177,8 @@ def test_what_was_decoded_from_a_corrupt_slot_is_decoded_again_without_it(job: C
 
 
 def test_what_was_not_decoded_once_is_tried_again_and_given_up_the_second_time(
-    job: Callable[[Nodes], PreviousJob],
-) -> None:
+    job,
+):
     nodes = Nodes((0, 1), lambda rank, fetched: nodes.asked == FIRST_ROUND, lives_on=True)
     found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4 and nodes.asked == [*FIRST_ROUND, (3, False)]
@@ -196,9 +188,7 @@ def test_what_was_not_decoded_once_is_tried_again_and_given_up_the_second_time(
     assert nodes.asked == [*FIRST_ROUND, (3, False)] and nodes.lives
 
 
-def test_state_of_another_job_on_the_spare_is_refused(
-    job: Callable[[Nodes], PreviousJob], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_another_job_on_the_spare_is_refused(job, monkeypatch):
     nodes = Nodes((0, 1), never, lives_on=True)
     told = {**answer(2), "fingerprints": [[4, {"seed": 2}]]}
     monkeypatch.setattr(nodes, "spares", lambda *_: [Spare("n2", WHERE, told)])
@@ -211,19 +201,19 @@ class Asking:
 
     fenced = False
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir):
         pass
 
-    def __enter__(self) -> Asking:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         pass
 
-    def endpoint(self, address: str, secret_file: str, encrypt: bool) -> tuple[str, int]:
+    def endpoint(self, address, secret_file, encrypt):
         return address, 1
 
-    def spare(self, rank: int, token: int, size: int, name: str, where: tuple[str, int], timeout: float) -> Any:
+    def spare(self, rank, token, size, name, where, timeout):
         if name == "n1":
             raise SegmentError("the job's fingerprint in it is damaged")
         if self.fenced:
@@ -231,11 +221,11 @@ class Asking:
         return answer(int(name[1:]))
 
 
-def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monkeypatch):
     monkeypatch.setattr(job_nodes, "Client", Asking)
     config = NodeTierConfig(0, (), 1, 0.0, 5.0, "secret", Path("/nowhere/job/n0"), 1)
     nodes = LinkedNodes(Collective(interface="127.0.0.1"), ("n0",), config)
-    reported: list[str] = []
+    reported = []
     found = nodes.spares(protection(0), lambda error: reported.append(str(error)))
     assert [spare.name for spare in found] == ["n2", "n3"] and reported == ["the job's fingerprint in it is damaged"]
     monkeypatch.setattr(Asking, "fenced", True)
@@ -243,13 +233,11 @@ def test_a_spare_with_a_damaged_segment_is_a_lost_node_and_a_fence_the_end(monke
         nodes.spares(protection(0), lambda error: None)
 
 
-def test_a_second_resume_of_a_start_does_not_read_the_previous_segments_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_resume_of_a_start_does_not_read_the_previous_segments_again(monkeypatch, capsys):
     """They may have been removed since, and the slot that they filled is there."""
-    refilled: list[ResizePlan] = []
+    refilled = []
 
-    def refill(plan: ResizePlan, *_: Any) -> int:
+    def refill(plan, *_):
         refilled.append(plan)
         if len(refilled) == 1:
             raise ResumeError("the states do not fit together")
@@ -258,11 +246,11 @@ def test_a_second_resume_of_a_start_does_not_read_the_previous_segments_again(
     monkeypatch.setattr(reft_nodes, "refill", refill)
     events, seen = Events("n0"), list[Event]()
     events.subscribe(seen.append)
-    host: Any = SimpleNamespace(rank=0, topology=lambda: Topology(1, 1, 1))
+    host = SimpleNamespace(rank=0, topology=lambda: Topology(1, 1, 1))
     config, names = Config.from_flags(["--reft"])[0], JobNodeNames(("n0",))
     nodes = reft_nodes.ReftNodes(host, config, Collective(), names, Path("/nowhere/job/n0"), 1, events)
     nodes._resize_plan = plan = ResizePlan(4, V4, Version(8, 4), dict.fromkeys(range(4), 0), {}, 5)
-    segment: Any = None
+    segment = None
     with pytest.raises(ResumeError):
         nodes.restore_previous_size(segment, segment)
     nodes.restore_previous_size(segment, segment)

@@ -1,10 +1,7 @@
 """Every rank receives the byte ranges that it asked for, in frames of bounded size."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -18,28 +15,28 @@ from ft_plugins.recovery.resize.refill import PullRange, pull
 class Ranks:
     """The collectives of several ranks, which are threads here."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.barrier = threading.Barrier(count, timeout=300)
-        self.payloads: list[bytes] = [b""] * count
-        self.boxes: dict[tuple[int, int], np.ndarray] = {}
+        self.payloads = [b""] * count
+        self.boxes = {}
 
 
 class OneOf:
-    def __init__(self, ranks: Ranks, rank: int) -> None:
+    def __init__(self, ranks, rank):
         self.ranks, self.rank = ranks, rank
         self.most, self.requested = 0, False
 
-    def gather(self, payload: bytes) -> list[bytes]:
+    def gather(self, payload):
         self.ranks.payloads[self.rank] = payload
         self.ranks.barrier.wait()
         found = list(self.ranks.payloads)
         self.ranks.barrier.wait()
         return found
 
-    def transfers(self) -> AbstractContextManager[OneOf]:
+    def transfers(self):
         return nullcontext(self)
 
-    def swap(self, send: Mapping[int, np.ndarray], receive: Mapping[int, np.ndarray]) -> None:
+    def swap(self, send, receive):
         if self.requested:
             self.most = max([self.most, *(len(data) for data in send.values())])
         self.requested = True  # by the first one
@@ -54,7 +51,7 @@ class OneOf:
 
 @settings(deadline=None, max_examples=25)
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
-def test_every_rank_receives_the_ranges_it_asked_for(data: st.DataObject, count: int, previous: int) -> None:
+def test_every_rank_receives_the_ranges_it_asked_for(data, count, previous):
     frame = data.draw(st.sampled_from([7, 64, 4096]))
     generator = np.random.default_rng(3)
     held = {source: generator.integers(0, 256, 200, dtype=np.uint8) for source in range(previous)}
@@ -62,10 +59,10 @@ def test_every_rank_receives_the_ranges_it_asked_for(data: st.DataObject, count:
     requests = st.tuples(st.sampled_from(range(previous)), st.integers(0, 150), st.integers(0, 50))
     asked = [data.draw(st.lists(requests, max_size=5)) for _ in range(count)]
     ranks = Ranks(count)
-    found: dict[int, bytes] = {}
+    found = {}
     ones = [OneOf(ranks, rank) for rank in range(count)]
 
-    def work(rank: int) -> None:
+    def work(rank):
         starts = np.cumsum([0, *(nbytes for _, _, nbytes in asked[rank])])
         into = np.zeros(starts[-1], dtype=np.uint8)
         ranges = [
@@ -73,11 +70,11 @@ def test_every_rank_receives_the_ranges_it_asked_for(data: st.DataObject, count:
             for (source, at, nbytes), target in zip(asked[rank], starts, strict=False)
         ]
 
-        def read(source: int) -> np.ndarray:
+        def read(source):
             assert holder[source] == rank, "only what this rank can read"
             return held[source]
 
-        pull(ones[rank], ranges, read, into)  # type: ignore[arg-type]
+        pull(ones[rank], ranges, read, into)
         found[rank] = into.tobytes()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -93,23 +90,23 @@ def test_every_rank_receives_the_ranges_it_asked_for(data: st.DataObject, count:
 
 
 @pytest.mark.parametrize("count", [8, 64])
-def test_what_a_rank_receives_does_not_grow_with_what_others_request(count: int) -> None:
+def test_what_a_rank_receives_does_not_grow_with_what_others_request(count):
     """Each rank requests two ranges of each of two others: all ranks learn that, and only those two what they are."""
-    sent: list[int] = []
+    sent = []
 
     class Counted(OneOf):
-        def gather(self, payload: bytes) -> list[bytes]:
+        def gather(self, payload):
             sent.append(len(payload))
             return super().gather(payload)
 
     ranks, found = Ranks(count), dict[int, np.ndarray]()
     held = [np.full(64, rank, dtype=np.uint8) for rank in range(count)]
 
-    def work(rank: int) -> None:
+    def work(rank):
         others = [(rank + step) % count for step in (1, 2)]
         into = np.zeros(64, dtype=np.uint8)
         ranges = [PullRange(o, o, at, 16, 32 * n + at) for n, o in enumerate(others) for at in (0, 16)]
-        pull(Counted(ranks, rank), ranges, lambda source: held[source], into)  # type: ignore[arg-type]
+        pull(Counted(ranks, rank), ranges, lambda source: held[source], into)
         found[rank] = into
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]

@@ -1,11 +1,7 @@
 """The numbers of nodes with which a job can continue."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,30 +18,30 @@ from ft_plugins.redundancy.neighbour import pipelines, why_unplaced
 from harness.operations import doubling
 
 
-def nodes(count: int, each: int) -> list[str]:
+def nodes(count, each):
     return [f"n{rank // each}" for rank in range(count * each)]
 
 
-def batch(total: int):
+def batch(total):
     return lambda replicas: total % (2 * replicas) == 0
 
 
-def survives(losses: int):
+def survives(losses):
     """Parity over the nodes of a sharding group, against so many losses."""
     return lambda topology, per_node: parity_possible(topology, per_node, losses)
 
 
-def anything(topology: Topology, per_node: int) -> bool:
+def anything(topology, per_node):
     return True
 
 
 def rank_by_rank(
-    topology: Topology,
-    nodes: Sequence[str],
-    admits: Callable[[int], bool],
-    impossible: Callable[[Topology, Sequence[str]], str],
-    largest: int,
-) -> tuple[int, ...]:
+    topology,
+    nodes,
+    admits,
+    impossible,
+    largest,
+):
     """The reference: each number of nodes with the nodes of all ranks written out, at a quadratic cost."""
     names = set(nodes)
     per_node = len(nodes) // len(names)
@@ -65,7 +61,7 @@ def rank_by_rank(
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Topology, int]:
+def jobs(draw):
     """A topology and ranks per node that fill whole nodes."""
     axes = draw(st.permutations(["tp", "cp", "ep", "dp", "pp"]))
     tp, pp, cp = (draw(st.integers(1, 4)) for _ in range(3))
@@ -77,17 +73,15 @@ def jobs(draw: st.DrawFn) -> tuple[Topology, int]:
 
 @settings(max_examples=300, deadline=None)
 @given(jobs(), st.sampled_from([(0, False), (1, False), (2, False), (0, True), (1, True)]), st.integers(1, 5))
-def test_sizes_by_arithmetic_equal_those_found_rank_by_rank(
-    job: tuple[Topology, int], protected: tuple[int, bool], divisor: int
-) -> None:
+def test_sizes_by_arithmetic_equal_those_found_rank_by_rank(job, protected, divisor):
     (topology, per_node), (losses, copied) = job, protected
 
-    def by_arithmetic(resized: Topology, on_node: int) -> bool:
+    def by_arithmetic(resized, on_node):
         return not (copied and not copies_possible(resized, on_node)) and (
             not losses or parity_possible(resized, on_node, losses)
         )
 
-    def by_rank(resized: Topology, there: Sequence[str]) -> str:
+    def by_rank(resized, there):
         reason = why_unplaced(there, pipelines(resized)) if copied else ""
         groups = tuple(resized.sharding_groups().values())
         return reason or (why_unprotected(there, groups, losses, whole=False) if losses else "")
@@ -100,13 +94,13 @@ def test_sizes_by_arithmetic_equal_those_found_rank_by_rank(
     assert sizes.unpacked(sizes.packed(found)) == found
 
 
-def test_a_size_for_which_ranks_cannot_be_laid_out_is_left_out() -> None:
+def test_a_size_for_which_ranks_cannot_be_laid_out_is_left_out():
     topology = Topology(tp=1, pp=1, dp=4, etp=2)
     assert admissible(topology, nodes(4, 1), lambda replicas: replicas < 7, anything) == (2, 4, 6)
 
 
-def test_the_sizes_of_a_job_are_found_in_steps_of_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(count: int) -> None:
+def test_the_sizes_of_a_job_are_found_in_steps_of_its_nodes(monkeypatch):
+    def found(count):
         topology = Topology(tp=1, pp=4, dp=2 * count)
         sizes_found = admissible(topology, nodes(count, 8), lambda replicas: True, survives(1))
         assert sizes_found == tuple(range(5, count + 1))
@@ -124,14 +118,12 @@ def test_the_sizes_of_a_job_are_found_in_steps_of_its_nodes(monkeypatch: pytest.
         (4, 24, 2, (4, 6, 12)),  # RAIM6 needs four
     ],
 )
-def test_the_batch_is_divided_and_what_was_asked_for_can_be_had(
-    count: int, total: int, losses: int, expected: tuple[int, ...]
-) -> None:
+def test_the_batch_is_divided_and_what_was_asked_for_can_be_had(count, total, losses, expected):
     topology = Topology(tp=2, pp=2, dp=count, order="tp-cp-ep-pp-dp")
     assert admissible(topology, nodes(count, 4), batch(total), survives(losses) if losses else anything) == expected
 
 
-def test_copies_on_the_stage_before_need_a_pipeline_over_nodes_at_every_size() -> None:
+def test_copies_on_the_stage_before_need_a_pipeline_over_nodes_at_every_size():
     spread = Topology(tp=2, pp=2, dp=4, order="tp-cp-ep-dp-pp")  # 4 nodes of 4 ranks: a stage on two of them
     assert admissible(spread, nodes(4, 4), batch(24), copies_possible) == (
         2,
@@ -144,17 +136,17 @@ def test_copies_on_the_stage_before_need_a_pipeline_over_nodes_at_every_size() -
     assert admissible(within, nodes(4, 4), batch(24), copies_possible) == (6, 12)
 
 
-def test_a_model_larger_than_a_node_needs_whole_replicas() -> None:
+def test_a_model_larger_than_a_node_needs_whole_replicas():
     topology = Topology(tp=4, pp=2, dp=2)
     assert admissible(topology, nodes(4, 4), lambda replicas: replicas < 4, anything) == (2, 4, 6)
 
 
-def test_unequal_nodes_and_parallel_experts_are_not_resized() -> None:
+def test_unequal_nodes_and_parallel_experts_are_not_resized():
     assert admissible(Topology(tp=1, pp=1, dp=3), ["a", "a", "b"], lambda replicas: True, anything) == ()
     assert admissible(Topology(tp=1, pp=1, dp=4, ep=2), nodes(2, 2), lambda replicas: True, anything) == ()
 
 
-def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path: Path) -> None:
+def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path):
     memory = RosterFile("job", tmp_path)
     assert memory.sizes() == SizeReport()
     for report in (SizeReport((2, 3, 4)), SizeReport((2, 4), spares_asked=True)):
@@ -166,7 +158,7 @@ def test_the_rendezvous_reads_the_report_of_the_ranks(tmp_path: Path) -> None:
         assert memory.sizes() == SizeReport() == RosterFile("job", None).sizes()
 
 
-def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
+def test_sizes_are_taken_as_far_as_the_rules_allow_them():
     rules = Rules(2, 6)
     assert rules.among((1, 3, 4, 8)).sizes == (3, 4)
     assert rules.among((3, 4)).stateful and not rules.stateful
@@ -175,7 +167,7 @@ def test_sizes_are_taken_as_far_as_the_rules_allow_them() -> None:
     assert Rules(2, 6, (4, 6)).among((3, 4, 5)).sizes == (4,)
 
 
-def test_the_message_names_the_sizes_around_the_current_one() -> None:
+def test_the_message_names_the_sizes_around_the_current_one():
     assert "1 (unprotected), 2, 4, 6 nodes" in sizes.describe((1, 2, 4, 6), 4, (2, 4, 6))
     assert "1, 2 nodes" in sizes.describe((1, 2), 2, ()), "nothing is protected now, which the start has said"
     assert "1, 2, 3, 4, 6, 12 nodes" in sizes.describe((1, 2, 3, 4, 6, 12), 4, (1, 2, 3, 4, 6, 12))

@@ -1,9 +1,6 @@
 """Segments of previous sizes: kept whole, found by a replacement SMP, used again at their size, or dropped."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +35,7 @@ SHAPE = Shape(nbytes=9000, small_nbytes=1000, buckets=1, layout=3)
 NODE = "n0"
 
 
-def segment(job: str, rank: int, world_size: int, *versions: Version, place: tuple[int, int] = (0, 0)) -> Segment:
+def segment(job, rank, world_size, *versions, place=(0, 0)):
     path = path_of(job, NODE, rank)
     create(path, SHAPE, rank, {"job": 1}, world_size)
     found = Segment(path)
@@ -49,16 +46,16 @@ def segment(job: str, rank: int, world_size: int, *versions: Version, place: tup
     return found
 
 
-def put(found: Segment, index: int, version: Version, place: tuple[int, int] = (0, 0)) -> None:
+def put(found, index, version, place=(0, 0)):
     small = manifest.join(manifest.write(Manifest(found.rank, found.world_size, place, ((0, 9000),), ())), b"state")
     capture(found, index, version, index + 1, small)
 
 
-def files(job: str) -> set[str]:
+def files(job):
     return {"".join(re.split(r"@\d+", path.name.split("@", 1)[1])) for path in SHM.glob(f"ftp-{job}@*")}
 
 
-def test_segments_of_another_size_leave_and_those_of_this_size_stay(job: str) -> None:
+def test_segments_of_another_size_leave_and_those_of_this_size_stay(job):
     own = {0: segment(job, 0, 16, Version(1, 4)), 1: segment(job, 1, 12)}
     previous = PreviousSegments(job, NODE)
     assert not previous and previous.switch(own, 12) == [0]
@@ -71,7 +68,7 @@ def test_segments_of_another_size_leave_and_those_of_this_size_stay(job: str) ->
     assert previous.find(0, Version(1, 5)) is None and previous.find(1, Version(1, 4)) is None
 
 
-def test_a_replacement_smp_finds_them(job: str) -> None:
+def test_a_replacement_smp_finds_them(job):
     own = {0: segment(job, 0, 16, Version(2, 4), place=(1, 0))}
     own[0].open_lineage(2, Version(2, 4), [])
     PreviousSegments(job, NODE).switch(own, 12)
@@ -83,7 +80,7 @@ def test_a_replacement_smp_finds_them(job: str) -> None:
     assert remove(job, NODE) == 2 and not files(job)
 
 
-def test_they_are_used_again_when_the_job_returns_to_their_size(job: str) -> None:
+def test_they_are_used_again_when_the_job_returns_to_their_size(job):
     own = {0: segment(job, 0, 16, Version(1, 4), Version(1, 5))}
     previous = PreviousSegments(job, NODE)
     previous.switch(own, 12)
@@ -99,7 +96,7 @@ def test_they_are_used_again_when_the_job_returns_to_their_size(job: str) -> Non
     assert previous.find(0, Version(2, 5)) is not None
 
 
-def test_only_the_restored_version_keeps_its_memory(job: str) -> None:
+def test_only_the_restored_version_keeps_its_memory(job):
     own = {0: segment(job, 0, 16, Version(1, 4), Version(1, 5)), 1: segment(job, 1, 8, Version(1, 2))}
     previous = PreviousSegments(job, NODE)
     previous.switch(own, 12)
@@ -113,20 +110,20 @@ def test_only_the_restored_version_keeps_its_memory(job: str) -> None:
     assert previous.drop() == 1 and not files(job) and not previous
 
 
-def test_a_lost_rank_of_the_previous_job_has_room_for_one_version(job: str) -> None:
+def test_a_lost_rank_of_the_previous_job_has_room_for_one_version(job):
     previous = PreviousSegments(job, NODE)
     made = previous.create(16, 7, SHAPE, {"job": 1})
     assert (made.rank, made.world_size, made.shape.slots, made.fingerprint) == (7, 16, 1, {"job": 1})
     put(made, 0, Version(1, 4), place=(0, 1))
     assert previous.report()["sizes"] == [[16, [[7, [0, 1], 0, 0, False, [[1, 4]]]]]]
-    own: dict[int, Segment] = {}
+    own = {}
     previous.switch(own, 16)
     assert not own, "it has no slots for capture"
     again = previous.create(16, 7, SHAPE, {})
     assert again.slot(0).state is SlotState.EMPTY and files(job) == {"n0-r7of16"}
 
 
-def test_a_slot_that_does_not_say_what_it_holds_has_no_place(job: str) -> None:
+def test_a_slot_that_does_not_say_what_it_holds_has_no_place(job):
     own = {0: segment(job, 0, 16)}
     capture(own[0], 0, Version(1, 1), small=b"old")
     previous = PreviousSegments(job, NODE)
@@ -135,13 +132,13 @@ def test_a_slot_that_does_not_say_what_it_holds_has_no_place(job: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def gone(job: str) -> None:
+def gone(job):
     yield
     remove(job, NODE)
     assert not path_of(job, NODE, 0).exists()
 
 
-def test_the_segment_read_last_is_unmapped_when_it_is_dropped(job: str) -> None:
+def test_the_segment_read_last_is_unmapped_when_it_is_dropped(job):
     own = {3: segment(job, 3, 16, Version(1, 1))}
     previous = PreviousSegments(job, NODE)
     previous.switch(own, 12)
@@ -153,24 +150,24 @@ def test_the_segment_read_last_is_unmapped_when_it_is_dropped(job: str) -> None:
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
-def test_a_version_that_another_incarnation_committed_does_not_remove_them(job: str, tmp_path: Path) -> None:
+def test_a_version_that_another_incarnation_committed_does_not_remove_them(job, tmp_path):
     """The node tier still reports an earlier incarnation at the current size."""
     segment(job, 0, 1, Version(3, 9))
     process = SnapshotProcess(tmp_path, job, NODE, Events(NODE))
     process.token = 5
     process.answer({"do": "resize", "rank": 0, "token": 5, "world_size": 2})
     tier = process._tier
-    tier._protection, tier.token = SimpleNamespace(nodes=("a", "b")), 4  # type: ignore[assignment]
+    tier._protection, tier.token = SimpleNamespace(nodes=("a", "b")), 4
     tier._pinned.committed = Version(2, 7)
     process.check_trainers()
     assert files(job) == {"n0-r0of1"}
     tier.token, stop = 5, process._previous_storage.stop
 
-    def begun_over_it() -> None:
-        process._previous_storage.stop = stop  # type: ignore[method-assign]
+    def begun_over_it():
+        process._previous_storage.stop = stop
         assert process.answer({"do": "fence"})["ok"]
 
-    process._previous_storage.stop = begun_over_it  # type: ignore[method-assign]
+    process._previous_storage.stop = begun_over_it
     process.check_trainers()
     assert process.token == 6 and files(job) == {"n0-r0of1"}, "the next one has not committed anything yet"
     tier.token = 6
@@ -178,7 +175,7 @@ def test_a_version_that_another_incarnation_committed_does_not_remove_them(job: 
     assert not files(job), "a version that this one committed replaces them"
 
 
-def test_a_rank_that_leaves_while_it_is_looked_whether_the_job_is_safe_is_no_error(job: str, tmp_path: Path) -> None:
+def test_a_rank_that_leaves_while_it_is_looked_whether_the_job_is_safe_is_no_error(job, tmp_path):
     segment(job, 0, 1, Version(3, 9))
     process = SnapshotProcess(tmp_path, job, NODE, Events(NODE))
     process.answer({"do": "resize", "rank": 0, "token": 0, "world_size": 2})
@@ -186,7 +183,7 @@ def test_a_rank_that_leaves_while_it_is_looked_whether_the_job_is_safe_is_no_err
     process._segments[1].close()
 
     @contextmanager
-    def once_the_request_is_over() -> Iterator[None]:
+    def once_the_request_is_over():
         """A request that closes a segment holds the lock until it is in no list."""
         process._segments.pop(1, None)
         yield

@@ -1,19 +1,13 @@
 """State of a previous size goes to storage when the SMP is orphaned before the state was restored."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.smp.resize.context import PreviousStorage
 from ft_plugins.smp.serve.client import ensure
 from ft_plugins.smp.serve.node_context import NodeContext
@@ -34,10 +28,8 @@ FINGERPRINT = {"layers": 4, "parallel": {"dp": 2}}
 SECONDS = 90.0
 V4, V5 = Version(1, 4), Version(1, 5)
 
-SmpNode = Any  # the fixture's class lives in conftest
 
-
-def put(segment: Segment, *versions: Version) -> None:
+def put(segment, *versions):
     segment.ranges = RANGES
     for index, version in enumerate(versions):
         small = small_of_tensors(segment.rank, RANGES, f"small {segment.rank}".encode())
@@ -45,11 +37,11 @@ def put(segment: Segment, *versions: Version) -> None:
         segment.header.completed = version.iteration
 
 
-def until(holds: Callable[[], bool], found: Callable[[], str] = str) -> None:
+def until(holds, found=str):
     wait_until(holds, SECONDS, found)
 
 
-def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
+def assert_loads(folder, path, rank, version):
     """A rank of the job at its previous size reads its share of the checkpoint, verified."""
     create(path, SHAPE, rank, FINGERPRINT, 2)
     with closing(Segment(path)) as fresh:
@@ -60,15 +52,13 @@ def assert_loads(folder: Path, path: Path, rank: int, version: Version) -> None:
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Storage:
+def storage(tmp_path):
     return Storage(str(tmp_path / "ck"), interval=0, every=1, keep=2, world_size=2)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("patience", [600, 0])
-def test_an_orphaned_smp_writes_state_that_was_not_restored(
-    node: SmpNode, storage: Storage, tmp_path: Path, sleeper: subprocess.Popen[bytes], replaced: bool, patience: int
-) -> None:
+def test_an_orphaned_smp_writes_state_that_was_not_restored(node, storage, tmp_path, sleeper, replaced, patience):
     node.pids.append(ensure(node.run_dir, node.job, node.name, patience, watch=sleeper.pid))
     with node.client() as client:
         for rank in range(2):
@@ -97,7 +87,7 @@ def test_an_orphaned_smp_writes_state_that_was_not_restored(
         assert not previous_segments_of(node.job, node.name)
 
 
-def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode, storage: Storage) -> None:
+def test_without_storage_or_at_the_orderly_end_nothing_is_written(node, storage):
     node.start()
     with node.client() as client:
         for rank, told in ((0, None), (1, storage)):
@@ -121,10 +111,10 @@ def test_without_storage_or_at_the_orderly_end_nothing_is_written(node: SmpNode,
 class ResizedNode:
     """A node with segments of a two-rank job; the job has four ranks now."""
 
-    def __init__(self, folder: Path, job: str, name: str, rank: int, storage: Storage, *versions: Version) -> None:
+    def __init__(self, folder, job, name, rank, storage, *versions):
         self.run_dir = folder / name
         self.run_dir.mkdir()
-        self.seen: list[Event] = []
+        self.seen = []
         events = Events(name)
         events.subscribe(self.seen.append)
         create(path_of(job, name, rank), SHAPE, rank, FINGERPRINT, 2)
@@ -134,12 +124,12 @@ class ResizedNode:
         self.previous = smp.previous
         self.previous.switch({rank: segment}, 4)
         self.path = previous_path_of(job, name, rank, 2)
-        persister: Any = SimpleNamespace(lease=None, storage=storage)
+        persister = SimpleNamespace(lease=None, storage=storage)
         self.storage = PreviousStorage(smp, persister)
 
 
 @pytest.fixture
-def pair(tmp_path: Path, job: str, storage: Storage) -> Iterator[list[ResizedNode]]:
+def pair(tmp_path, job, storage):
     told = replace(storage, world_size=4)
     found = [
         ResizedNode(tmp_path, job, "a", 0, told, V4, V5), ResizedNode(tmp_path, job, "b", 1, told, Version(1, 3), V4),
@@ -151,9 +141,7 @@ def pair(tmp_path: Path, job: str, storage: Storage) -> Iterator[list[ResizedNod
         remove(job, name)
 
 
-def test_several_nodes_write_the_newest_version_that_all_of_them_have(
-    pair: list[ResizedNode], tmp_path: Path, job: str
-) -> None:
+def test_several_nodes_write_the_newest_version_that_all_of_them_have(pair, tmp_path, job):
     for node in pair:
         node.storage.request("orphaned", 0.0)
     base = tmp_path / "ck" / job
@@ -169,9 +157,7 @@ def test_several_nodes_write_the_newest_version_that_all_of_them_have(
     assert not any(pins)
 
 
-def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(
-    pair: list[ResizedNode], tmp_path: Path, job: str
-) -> None:
+def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(pair, tmp_path, job):
     """The file of one size was removed; a rebuilt segment of another size is there."""
     node = pair[0]
     node.path.unlink()
@@ -183,7 +169,7 @@ def test_a_size_that_cannot_be_read_is_an_event_and_the_others_go_to_storage(
     assert "state of 2 ranks cannot be read" in failed and node.path.name in failed
 
 
-def test_writing_is_abandoned_before_the_segments_change(pair: list[ResizedNode], tmp_path: Path, job: str) -> None:
+def test_writing_is_abandoned_before_the_segments_change(pair, tmp_path, job):
     pair[0].storage.request("orphaned", 0.0)  # the other node is silent: it is waited for
     assert pair[0].storage.busy
     pair[0].storage.stop()

@@ -1,18 +1,13 @@
 """A spare reports and hands out its state of a previous size, and drops it when the job is safe without it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ft_plugins.base.intake import parsed
 from ft_plugins.errors import FtError, ProtocolError
-from ft_plugins.events import Event, Events
+from ft_plugins.events import Events
 from ft_plugins.smp.serve import job_file
 from ft_plugins.smp.serve.job_file import ProtectionReference
 from ft_plugins.smp.serve.owner import SnapshotProcess
@@ -44,11 +39,11 @@ V4, V5 = Version(1, 4), Version(1, 5)
 SECONDS = 90
 
 
-def data(rank: int, version: Version) -> np.ndarray:
+def data(rank, version):
     return np.random.default_rng(100 * rank + version.iteration).integers(0, 256, SHAPE.nbytes, dtype=np.uint8)
 
 
-def put(path: Path, *versions: Version) -> None:
+def put(path, *versions):
     """What captures of a rank leave."""
     found = Segment(path)
     found.ranges = list(RANGES)
@@ -63,28 +58,28 @@ def put(path: Path, *versions: Version) -> None:
 class Smp:
     """The SMP of one node, in this process."""
 
-    def __init__(self, folder: Path, job: str, name: str) -> None:
+    def __init__(self, folder, job, name):
         self.run_dir, self.job, self.name = folder / name, job, name
         self.run_dir.mkdir(exist_ok=True)
-        self.seen: list[Event] = []
+        self.seen = []
         events = Events(name)
         events.subscribe(self.seen.append)
         self.process = SnapshotProcess(self.run_dir, job, name, events)
 
-    def ask(self, name: str, **fields: Any) -> dict[str, Any]:
+    def ask(self, name, **fields):
         reply = self.process.answer({"do": name, "rank": 0, "token": self.process.token, **fields})
         if not reply["ok"]:
             raise ProtocolError(reply["message"])
         return reply
 
-    def listen(self, secret: Path) -> tuple[str, int]:
+    def listen(self, secret):
         found = self.ask("endpoint", address="127.0.0.1", secret_file=str(secret), encrypt=False)
         return found["host"], found["port"]
 
-    def names(self) -> list[str]:
+    def names(self):
         return [event.name for event in self.seen]
 
-    def stop(self) -> None:
+    def stop(self):
         self.process._tier.suspend()
         self.process._tier._endpoint.close()
 
@@ -92,7 +87,7 @@ class Smp:
 class Job:
     """Three nodes of two ranks; `member` goes on in a job of four ranks, `outside` is a spare."""
 
-    def __init__(self, folder: Path, job: str) -> None:
+    def __init__(self, folder, job):
         self.folder, self.job = folder, job
         self.secret = write_secret(folder)
         for rank, name in enumerate(NAMES):
@@ -111,18 +106,18 @@ class Job:
         self.member.ask("fence")
         self.member.ask("resize", world_size=4)
 
-    def spare(self, node: str = "n2", seconds: float = 5.0) -> dict[str, Any]:
+    def spare(self, node="n2", seconds=5.0):
         reply = self.member.ask("spare", world_size=4, node=node, where=list(self.where), seconds=seconds)
         return dict(reply["report"])
 
-    def fetch(self, rank: int, version: Version) -> None:
+    def fetch(self, rank, version):
         reference = job_file.write(self.folder / "n0", self.protection)
         self.member.ask(
             "rebuild", rank=rank, version=[version.lineage, version.iteration], protection=reference.block(),
             source=list(self.where), holders=[], lost=[], previous=True, fingerprint={"job": 1},
         )  # fmt: skip
 
-    def end(self) -> None:
+    def end(self):
         for smp in (self.member, self.outside):
             smp.stop()
         for name in set(NAMES):
@@ -130,18 +125,18 @@ class Job:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, job: str) -> Iterator[Job]:
+def pair(tmp_path, job):
     found = Job(tmp_path, job)
     yield found
     found.end()
 
 
-def _protects(smp: SnapshotProcess) -> bool:
+def _protects(smp):
     driver = smp._tier._driver
     return driver is not None and not driver.stopped
 
 
-def commit(pair: Job, version: Version) -> None:
+def commit(pair, version):
     """A version of the job at its current size is committed on the member."""
     tier = pair.member.process._tier
     tier._protection, tier.token = replace(pair.protection, nodes=("n0", "n0", "n1", "n1")), pair.member.process.token
@@ -149,14 +144,14 @@ def commit(pair: Job, version: Version) -> None:
     pair.member.process.check_trainers()
 
 
-def look(pair: Job) -> None:
+def look(pair):
     """The spare asks each of the other nodes, of which n1 does not answer."""
     for _ in range(2):
         pair.outside.process._spare_server._looked = -SECONDS
         pair.outside.process.check_trainers()
 
 
-def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pair: Job) -> None:
+def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pair):
     assert _protects(pair.outside.process)
     told = pair.spare()
     assert told["sizes"] == [[6, [[rank, [0, 0], 1, 5, False, [[1, 4], [1, 5]]] for rank in (4, 5)]]]
@@ -166,7 +161,7 @@ def test_it_reports_its_state_of_the_previous_size_and_protects_nothing_more(pai
     assert len(segments_of(pair.job, "n2")) == 2, "and nothing is lost"
 
 
-def test_what_it_says_of_the_whole_job_is_copied_once_and_checked(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_says_of_the_whole_job_is_copied_once_and_checked(pair, monkeypatch):
     run_dir = pair.folder / "n0"
     job_file.forget(run_dir)
     reference = parsed(ProtectionReference, pair.spare()["protection"])
@@ -181,7 +176,7 @@ def test_what_it_says_of_the_whole_job_is_copied_once_and_checked(pair: Job, mon
         pair.spare()
 
 
-def test_its_slot_is_fetched_into_a_previous_segment_and_verified_bit_for_bit(pair: Job) -> None:
+def test_its_slot_is_fetched_into_a_previous_segment_and_verified_bit_for_bit(pair):
     pair.spare()
     pair.fetch(4, V5)
     found = Segment(previous_path_of(pair.job, "n0", 4, 6))
@@ -190,7 +185,7 @@ def test_its_slot_is_fetched_into_a_previous_segment_and_verified_bit_for_bit(pa
     assert [4, [0, 0], 0, 0, False, [[1, 5]]] in pair.member.ask("previous_sizes")["sizes"][0][1]
 
 
-def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> None:
+def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair):
     pair.spare()
     damaged = Segment(path_of(pair.job, "n2", 5))
     damaged.data(1)[60_000] ^= 1
@@ -199,7 +194,7 @@ def test_a_damaged_slot_is_refused_and_leaves_no_partial_version(pair: Job) -> N
     assert 5 not in [entry[0] for entry in pair.member.ask("previous_sizes")["sizes"][0][1] if entry[5]]
 
 
-def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
+def test_a_node_whose_trainers_live_is_no_spare(pair):
     busy = pair.outside.process._segments[5]
     busy.header.owner = (1, liveness.started(1))
     assert pair.spare() == {"busy": [5]} and _protects(pair.outside.process)
@@ -208,13 +203,13 @@ def test_a_node_whose_trainers_live_is_no_spare(pair: Job) -> None:
     assert len(segments_of(pair.job, "n2")) == 2
 
 
-def test_another_node_at_that_endpoint_is_refused(pair: Job) -> None:
+def test_another_node_at_that_endpoint_is_refused(pair):
     with pytest.raises(ProtocolError, match="expected the SMP of node n7 there, found that of node n2"):
         pair.spare("n7")
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["after a resize", "another node has its place"])
-def test_it_drops_its_state_when_a_newer_lineage_is_committed_without_it_and_not_before(pair: Job, asked: bool) -> None:
+def test_it_drops_its_state_when_a_newer_lineage_is_committed_without_it_and_not_before(pair, asked):
     if asked:
         pair.spare()
     pair.member.ask("settle", world_size=6, version=[1, 5])
@@ -235,9 +230,7 @@ def test_it_drops_its_state_when_a_newer_lineage_is_committed_without_it_and_not
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [4, 5]])
-def test_a_checkpoint_that_waits_for_other_nodes_keeps_its_state_only_if_it_completes_it(
-    pair: Job, ranks: list[int]
-) -> None:
+def test_a_checkpoint_that_waits_for_other_nodes_keeps_its_state_only_if_it_completes_it(pair, ranks):
     item = Unfinished(V5, Origin(pair.job, 6, {}), ranks, 0.0, 0.0, 0, [])
     pair.outside.process.persister._checkpoints.unfinished.append(item)
     commit(pair, Version(2, 6))
@@ -245,13 +238,13 @@ def test_a_checkpoint_that_waits_for_other_nodes_keeps_its_state_only_if_it_comp
     assert bool(segments_of(pair.job, "n2")) == (0 in ranks)
 
 
-def test_for_a_lineage_that_cannot_be_nothing_is_dropped(pair: Job) -> None:
+def test_for_a_lineage_that_cannot_be_nothing_is_dropped(pair):
     commit(pair, Version(1 << 40, 6))
     look(pair)
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
-def test_a_spare_whose_smp_was_replaced_drops_its_state_too(pair: Job) -> None:
+def test_a_spare_whose_smp_was_replaced_drops_its_state_too(pair):
     pair.spare()
     pair.outside.stop()
     pair.outside = Smp(pair.folder, pair.job, "n2")
@@ -260,17 +253,17 @@ def test_a_spare_whose_smp_was_replaced_drops_its_state_too(pair: Job) -> None:
     assert "spare.released" in pair.outside.names() and not segments_of(pair.job, "n2")
 
 
-def test_writing_to_storage_is_abandoned_before_the_state_is_dropped(pair: Job) -> None:
+def test_writing_to_storage_is_abandoned_before_the_state_is_dropped(pair):
     class Running:
         busy = False
-        files: list[Path] | None = None
+        files = None
 
-        def stop(self) -> None:
+        def stop(self):
             self.files = previous_segments_of(pair.job, "n2")
 
     running, process = Running(), pair.outside.process
     process._previous.create(8, 4, SHAPE, {"job": 1})
-    process._previous_storage._running[8] = running  # type: ignore[assignment]
+    process._previous_storage._running[8] = running
     commit(pair, Version(2, 6))
     look(pair)
     assert "spare.released" in pair.outside.names() and not process._previous_storage._running
@@ -278,10 +271,10 @@ def test_writing_to_storage_is_abandoned_before_the_state_is_dropped(pair: Job) 
 
 
 @pytest.mark.parametrize("since", ["begun", "restored"])
-def test_a_node_that_takes_part_again_drops_nothing(pair: Job, since: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_takes_part_again_drops_nothing(pair, since, monkeypatch):
     ask = other_nodes.ask
 
-    def asked(peers: Any, seconds: float) -> Any:
+    def asked(peers, seconds):
         if since == "begun":
             pair.outside.ask("fence")
         return ask(peers, seconds)
@@ -294,12 +287,12 @@ def test_a_node_that_takes_part_again_drops_nothing(pair: Job, since: str, monke
     assert len(segments_of(pair.job, "n2")) == 2 and "spare.released" not in pair.outside.names()
 
 
-def test_a_spare_whose_smp_is_being_replaced_is_asked_again(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_whose_smp_is_being_replaced_is_asked_again(pair, monkeypatch):
     tier, calls = pair.member.process._tier, []
     peer = tier.peer
     pair.outside.stop()
 
-    def replaced_at_the_second_call(where: tuple[str, int], timeout: float, node: str = "") -> Any:
+    def replaced_at_the_second_call(where, timeout, node=""):
         calls.append(where)
         if len(calls) == 2:
             pair.outside = Smp(pair.folder, pair.job, "n2")
@@ -309,7 +302,7 @@ def test_a_spare_whose_smp_is_being_replaced_is_asked_again(pair: Job, monkeypat
     assert [size for size, _ in pair.spare()["sizes"]] == [6] and calls == [pair.where] * 2
 
 
-def test_a_spare_that_is_gone_is_reported(pair: Job) -> None:
+def test_a_spare_that_is_gone_is_reported(pair):
     pair.outside.stop()
     with pytest.raises(ProtocolError, match="did not answer 'spare'"):
         pair.spare(seconds=0.5)
