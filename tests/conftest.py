@@ -25,6 +25,7 @@ PYNVML = "ignore:The pynvml package is deprecated:FutureWarning"
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run all tests, not only those in headlines.txt")
+    parser.addoption("--rewrite", action="store_true", help="write what comes out into transcripts")
     parser.addoption("--part", metavar="K/N", help="run part K of N of what --all adds, by whole files")
 
 

@@ -40,7 +40,7 @@ MODULES = {  # of ft_plugins: the files of tests/unit that are its own
     "smp.tree.tree_state": ("smp/test_standstill.py", "smp/test_tree_state.py"),
     "smp.watch.hang": ("smp/test_hang.py",),
     "smp.tree.standstill": ("smp/test_standstill.py",),
-    "launcher.agent.restarts": ("launcher/test_restarts.py", "launcher/test_recurring.py"),
+    "launcher.agent.restarts": ("launcher/test_restarts.py",),
     "launcher.rounds.rounds": ("launcher/test_rounds.py",),
     "launcher.rounds.round_machine": ("launcher/test_rounds.py", "launcher/test_round_machine.py"),
     "snapshot.segment.slots": ("snapshot/test_slots.py", "snapshot/test_claims.py", "snapshot/test_certified.py"),

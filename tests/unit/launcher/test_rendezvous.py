@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -18,7 +17,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
-from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import psutil
@@ -253,17 +251,6 @@ def test_nodes_are_ranked_by_name_and_each_round_has_a_store_of_its_own(start):
     assert before.startswith("127.0.0.3:") and after.startswith("127.0.0.3:") and before != after
 
 
-def test_a_surplus_node_waits_until_a_rank_is_vacant(start):
-    a, b = start(1, "a", nodes="2:2"), start(2, "b", nodes="2:2")
-    join(a, b)
-    spare = start(3, "c", nodes="2:2", join_timeout=2, wait_seconds=2).tell("join")
-    assert spare.quiet(3 * SILENCE)  # longer than a round may take to be put together
-    assert a.ask("num_nodes_waiting") == b.ask("num_nodes_waiting") == 0
-    b.kill()
-    assert a.tell("join").hear()["names"] == ["a", "c"]
-    assert spare.hear()["rank"] == 1
-
-
 def test_nodes_and_spares_are_checked_before_each_round_and_one_that_fails_is_replaced(start, tmp_path):
     nodes = {name: start(at, name, nodes="2:2", wait_seconds=WAIT) for at, name in enumerate("abcd", 1)}
     for name, node in nodes.items():
@@ -379,61 +366,6 @@ def leader(found):
     return name
 
 
-def test_survivors_of_the_node_that_leads_go_on_in_their_ranks_with_a_substitute(start):
-    ends = "1,2"
-    holds = {"endpoints": ends, "wait_seconds": 2 * WAIT, "last_call_timeout": 2 * WAIT}
-    a, b, c = (start(number, name, **holds) for number, name in ((1, "c"), (2, "b"), (3, "a")))
-    first = join(a, b, c)
-    assert first["c"]["names"] == ["a", "b", "c"]
-    lead = leader(first)
-    assert lead in ("c", "b")
-    lost, other = (a, b) if lead == "c" else (b, a)
-    lost.kill()
-    until(other, 1)
-    until(c, 1)
-    substitute = start(4, "z", **holds)  # knows the two endpoints only
-    found = join(other, c, substitute)
-    told = [node.ask("replaced") for node in (other, c, substitute)]
-    assert sorted(told) == [[], [], [{"gone": [lost.name], "new": ["z"], "asked": []}]], "one of the survivors says it"
-    assert found["z"]["names"] == [name if name != lost.name else "z" for name in ("a", "b", "c")]
-    assert found["z"]["round"] == 2
-    leader(found)
-
-
-@pytest.mark.all_configurations
-def test_whenever_nodes_are_stopped_for_a_while_all_begin_the_same_round(start):
-    chosen = random.Random(1)
-    nodes = [
-        start(number, f"n{number}", nodes="4:4", endpoints="1,2", detect_seconds=SILENCE) for number in range(1, 5)
-    ]
-    for _ in range(2):
-        for node in nodes:
-            node.tell("begin")
-        for _ in range(5):  # while they meet; most last longer than an answer may take, some make a node lost
-            stopped = chosen.choice(nodes)
-            stopped.kill(signal.SIGSTOP)
-            time.sleep(chosen.choice([0.02, 0.1, SILENCE / 2, SILENCE / 2, 1.2 * SILENCE]))
-            stopped.kill(signal.SIGCONT)
-            time.sleep(chosen.choice([0.0, 0.02, 0.1]))
-        found = [node.hear() for node in nodes]
-        assert [each["names"] for each in found] == [["n1", "n2", "n3", "n4"]] * 4
-
-
-def test_a_lead_that_was_stopped_is_replaced_and_comes_back_as_one_of_the_others(start):
-    a, b, c = (start(number, name, detect_seconds=SILENCE) for number, name in ((1, "a"), (2, "b"), (3, "c")))
-    assert leader(join(a, b, c)) == "a"
-    a.kill(signal.SIGSTOP)
-    until(b, 1)
-    until(c, 1)
-    assert b.ask("why").startswith("the leader, node a, has not answered for ")
-    b.tell("join"), c.tell("join")
-    assert b.quiet(2)
-    a.kill(signal.SIGCONT)
-    found = {"a": a.tell("join").hear(), "b": b.hear(), "c": c.hear()}
-    assert found["a"]["names"] == ["a", "b", "c"] and found["a"]["round"] == 2
-    leader(found)
-
-
 def test_a_node_with_the_address_of_the_lost_one_is_found_by_the_survivors(start):
     a, b, c = (start(number, name) for number, name in ((1, "a"), (2, "b"), (3, "c")))
     assert leader(join(a, b, c)) == "a"
@@ -460,14 +392,6 @@ def test_a_spare_at_the_address_of_the_lost_one_is_found_while_workers_run(start
     until(c, 1)
     b.tell("join"), c.tell("join")
     assert new.hear()["names"] == ["c", "b", "new"]
-
-
-def test_of_nodes_that_start_at_once_only_one_leads(start):
-    nodes = [start(number, f"n{number}", nodes="1:1", endpoints="1,2,3") for number in (1, 2, 3)]
-    for node in nodes:
-        node.tell("join")
-    assert wait([node.connection for node in nodes], WAIT)
-    assert sum(not node.quiet(1) for node in nodes) == 1  # two that lead would each have a job of their own
 
 
 # ---- memory ----

@@ -27,7 +27,6 @@ from ft_plugins.smp.tree.node_step import (
     step,
 )
 from ft_plugins.smp.tree.standstill import Behind, Lack, Standing
-from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.schedule import ChosenSchedule, Intervals
 from ft_plugins.snapshot.segment.slots import Version
 
@@ -209,49 +208,3 @@ def test_of_an_announcement_the_part_that_cannot_be_is_not_used(wrong):
     assert usable == Announcement(ExchangeDecision(None, v(196)), lost) and reason.startswith("exchange: ")
     usable, reason = bounds().announcement(Announcement(ExchangeDecision(v(204), wrong), lost))
     assert usable == Announcement(ExchangeDecision(v(204), None), lost) and reason.startswith("committed: ")
-
-
-def summary(committed, exchange):
-    return summarize(1, NodeReport(exchange, v(exchange), encoded=v(exchange), committed=v(committed)))
-
-
-def test_one_wrong_summary_stops_no_commit_and_is_reported_once_until_the_sender_is_right_again():
-    root = TreeState(ExchangeEpoch(2, None, 2, 1), 0, DETECT, 0.0)
-    root.report(NodeReport(5, v(5), encoded=v(5), committed=v(4)), 0.0)
-    root.hear_child(1, summary(4, 4), 0.0)
-    root.advance(0.0)
-    for time in (0.1, 0.2):
-        root.hear_child(1, replace(summary(4, 4), exchange=v(10**6), newest_committed=v(10**6)), time)
-        rejected = root.advance(time).rejected
-        assert [position for position, _ in rejected] == ([1] if time == 0.1 else [])
-        assert root.announcement.decision == ExchangeDecision(v(5), v(4)), "nothing is committed without its report"
-        assert root.announcement.behind == Behind(Lack.REPORT, 1) and root.announcement.lost == ()
-    root.hear_child(1, summary(4, 5), 0.3)
-    assert root.advance(0.3).rejected == ()
-    assert root.announcement.decision == ExchangeDecision(v(6), v(5))
-    root.hear_child(1, replace(summary(4, 4), begun=10**6), 0.4)
-    assert "begun: iteration 1000000" in root.advance(0.4).rejected[0][1]
-
-
-def test_before_ranks_have_begun_anything_it_is_not_known_what_is_wrong_so_nothing_is_said_and_nothing_used():
-    """They continue from the framework's own checkpoint, of iteration 100,000, which no SMP knows of."""
-    root = TreeState(ExchangeEpoch(2, None, 2, 1), 0, DETECT, 0.0)
-    root.hear_child(1, summarize(1, NodeReport(100_001)), 0.0)
-    assert root.advance(0.0).rejected == (), "its own driver has not reported either"
-    root.report(NodeReport(0), 0.0)
-    assert root.advance(0.0).rejected == ()
-    assert root.announcement.decision == ExchangeDecision(v(1))
-    root.report(NodeReport(100_001, v(1), missed=v(1), late=v(1)), 0.1)
-    assert root.advance(0.1).rejected == () and root.announcement.decision.exchange is not None
-    assert root.announcement.decision.exchange.iteration == 100_002, "not half as far again: nothing was committed yet"
-
-
-def test_a_parent_that_announces_what_cannot_be_is_named_and_what_is_known_stays():
-    node = TreeState(ExchangeEpoch(2, None, 2, 1), 1, DETECT, 0.0)
-    node.joined(0, 0.0)
-    node.report(NodeReport(5, v(5), committed=v(4)), 0.0)
-    node.hear_parent(0, Announcement(ExchangeDecision(v(5), v(4))), 0.0)
-    assert node.advance(0.0).rejected == ()
-    node.hear_parent(0, Announcement(ExchangeDecision(v(10**6), v(10**6))), 0.1)
-    assert [position for position, _ in node.advance(0.1).rejected] == [0]
-    assert node.announcement.decision == ExchangeDecision(v(5), v(4))

@@ -1,21 +1,77 @@
 """Nodes of the tree, with a clock and a network that are made up: all that are lost are found, and no other."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.errors import ProtocolError
 from ft_plugins.smp.tree import tree
-from ft_plugins.smp.tree.agreement import Announcement, ExchangeDecision, ExchangeEpoch, NodeReport, Summary, summarize
+from ft_plugins.smp.tree.agreement import Announcement, ExchangeDecision, ExchangeEpoch, NodeReport, merge, summarize
 from ft_plugins.smp.tree.tree_state import TreeState
 from ft_plugins.snapshot.segment.slots import Version
+from tests import transcripts
 from tests.unit.smp.tree_network import DETECT, LATENCY, Network
 
-PERIOD = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0).heartbeat_seconds
+PERIOD = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0).heartbeat_seconds  # 1 s
 SETTLING = 5.0  # seconds until all have joined
 MARGIN = 0.3  # seconds for messages of all levels
+
+
+class Node:
+    """One node of the tree: what it hears, and what it does at a time."""
+
+    def node(self, position, nodes, lineage=1):
+        self.state = TreeState(ExchangeEpoch(lineage, None, nodes, 1), position, DETECT, 0.0)
+
+    def reports(self, at, begun, **more):
+        self.state.report(NodeReport(begun, **more), at)
+
+    def joined(self, at, parent):
+        self.state.joined(parent, at)
+
+    def child(self, at, position, begun=0, also=(), lost=(), wrong=(), **more):
+        """Its summary; `also`: of these positions, too. What is `wrong` in it is an iteration that cannot be."""
+        found = merge([summarize(one, NodeReport(begun, **more)) for one in (position, *also)])
+        far = {name: 10**6 if name == "begun" else Version(self.state._epoch.lineage, 10**6) for name in wrong}
+        self.state.hear_child(position, replace(found, lost=lost, **far), at)
+
+    def child_joined(self, position):
+        self.state.child_joined(position)
+
+    def child_left(self, position):
+        self.state.child_left(position)
+
+    def parent(self, at, position, exchange=None, committed=None, lost=()):
+        self.state.hear_parent(position, Announcement(ExchangeDecision(exchange, committed), lost), at)
+
+    def at(self, now):
+        """What it does then, and what it knows."""
+        outbox = self.state.advance(now)
+        sent = [] if outbox.up is None else [f"sends {transcripts.shown(outbox.up)}"]
+        sent += [f"answers {transcripts.shown(outbox.down)}"] if outbox.down else []
+        sent += [f"connects to {outbox.connect}"] if outbox.connect is not None else []
+        sent += [f"rejects {transcripts.shown(one)}" for one in outbox.rejected]
+        return "\n".join([*sent, f"looks again at {outbox.wake:g}"])
+
+    def beats(self, last, child):
+        """From second to second its driver, its parent and a child are heard of. Whom it reports as lost, and when."""
+        said, before = [], ()
+        for now in range(last):
+            self.reports(now, 1)
+            self.parent(now, self.state.parent)
+            self.child(now, child)
+            lost = self.state.advance(now).up.lost
+            said += [f"{now} s: {transcripts.shown(lost)}"] if lost != before else []
+            before = lost
+        return "\n".join(said)
+
+    def knows(self):
+        return self.state.announcement
+
+
+test_tree_state = transcripts.of(__file__, Node)
 
 
 @pytest.fixture
@@ -29,94 +85,6 @@ def settled(nodes, seed=0):
     network.run(SETTLING)
     assert network.parents() == [tree.parent_of(position) for position in range(nodes)]
     return network
-
-
-def test_the_parent_hears_of_a_change_at_once_and_of_nothing_new_at_each_heartbeat():
-    node = TreeState(ExchangeEpoch(1, None, 2, 1), 1, DETECT, 0.0)
-    assert node.advance(0.0).connect == 0
-    node.joined(0, 0.1)
-    node.report(NodeReport(1), 0.1)
-    assert node.advance(0.1).up == summarize(1, NodeReport(1))
-    node.hear_parent(0, Announcement(), 0.1)
-    node.report(NodeReport(1), 0.5)
-    assert node.advance(0.5).up is None
-    node.report(NodeReport(2), 0.6)
-    assert node.advance(0.6).up == summarize(1, NodeReport(2))
-    node.report(NodeReport(3), 0.601)
-    outbox = node.advance(0.601)
-    assert outbox.up is None and outbox.wake < 0.62, "changes within milliseconds are sent together"
-    assert node.advance(outbox.wake).up == summarize(1, NodeReport(3))
-    node.report(NodeReport(3), 1.0)
-    assert node.advance(outbox.wake + PERIOD).up == summarize(1, NodeReport(3)), "it is alive"
-
-
-def test_an_smp_that_takes_the_place_of_a_child_is_answered_at_once():
-    node = TreeState(ExchangeEpoch(1, None, 2, 1), 0, DETECT, 0.0)
-    node.report(NodeReport(0), 0.0)
-    node.hear_child(1, Summary(2), 0.0)
-    assert node.advance(0.0).down == (1,)
-    node.hear_child(1, Summary(2), 0.1)
-    outbox = node.advance(0.1)
-    assert outbox.down == () and outbox.wake == PERIOD / 2, "it has just been answered, with the same"
-    assert node.advance(outbox.wake).down == (1,)
-    node.child_joined(1)
-    node.hear_child(1, Summary(2), 0.6)
-    assert node.advance(0.6).down == (1,)
-
-
-def test_a_silent_child_is_reported_as_lost_for_as_long_again_and_one_that_left_is_not():
-    node, lost_at = TreeState(ExchangeEpoch(1, None, 40, 1), 1, DETECT, 0.0), []
-    node.joined(0, 0.0)
-    node.hear_child(20, Summary(1 << 20), 0.0)
-    node.hear_child(30, Summary(1 << 30), 0.0)
-    node.child_left(30)
-    for beat in range(20):
-        now = beat * PERIOD
-        node.report(NodeReport(1), now)
-        node.hear_parent(0, Announcement(), now)
-        node.hear_child(21, Summary(1 << 21), now)
-        up = node.advance(now).up
-        assert up is not None and up.lost in ((), (20,))
-        lost_at += [now] * len(up.lost)
-    assert (lost_at[0], lost_at[-1] + PERIOD, len(lost_at)) == (DETECT, 2 * DETECT, DETECT / PERIOD)
-
-
-def test_what_cannot_come_from_a_child_is_refused():
-    node = TreeState(ExchangeEpoch(1, None, 40, 1), 2, DETECT, 0.0)
-    with pytest.raises(ProtocolError, match="position 2 cannot report"):
-        node.hear_child(2, Summary(), 0.0)
-    with pytest.raises(ProtocolError, match="position 40 cannot report"):
-        node.hear_child(40, Summary(), 0.0)
-    for covered in (1 << 3, 1 << 40):
-        with pytest.raises(ProtocolError, match="not below it"):
-            node.hear_child(33, Summary(covered | 1 << 33), 0.0)
-    with pytest.raises(ProtocolError, match="a lost position that no node has"):
-        node.hear_child(33, Summary(1 << 33, lost=(34, 40)), 0.0)
-
-
-def test_a_lost_position_that_no_node_has_is_not_announced():
-    node = TreeState(ExchangeEpoch(1, None, 40, 1), 33, DETECT, 0.0)
-    node.joined(4, 0.0)
-    with pytest.raises(ProtocolError, match="a lost position that no node has"):
-        node.hear_parent(4, Announcement(lost=(40,)), 0.0)
-    assert node.announcement == Announcement()
-
-
-def test_neither_part_of_a_decision_goes_back_whoever_it_is_heard_from():
-    def v(iteration):
-        return Version(1, iteration)
-
-    node = TreeState(ExchangeEpoch(1, None, 40, 1), 20, DETECT, 0.0)
-    node.report(NodeReport(9, None, committed=v(6)), 0.0)
-    assert node.announcement.decision == ExchangeDecision(None, v(6)), "an SMP that replaces another one"
-    node.joined(1, 0.1)
-    node.hear_parent(1, Announcement(ExchangeDecision(v(8), v(4))), 0.1)
-    assert node.announcement.decision == ExchangeDecision(v(8), v(6))
-    node.joined(2, 0.2)
-    node.hear_parent(1, Announcement(ExchangeDecision(v(10), v(8))), 0.3)
-    assert node.announcement.decision == ExchangeDecision(v(8), v(6)), "it is no parent any more"
-    node.hear_parent(2, Announcement(ExchangeDecision(v(7), v(4)), (3,)), 0.4)
-    assert node.announcement == Announcement(ExchangeDecision(v(8), v(6)), (3,))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 9])

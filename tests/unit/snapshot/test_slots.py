@@ -1,4 +1,5 @@
-"""Which slot is overwritten: against brute force, over random histories of several ranks that live by the fence."""
+"""Which slot is overwritten: against brute force, over random histories of several ranks that live by the fence, and
+case by case in `slots.txt`."""
 
 import random
 from dataclasses import replace
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_plugins.errors import ConfigError, SegmentError
+from ft_plugins.errors import SegmentError
 from ft_plugins.snapshot.segment.slots import (
+    FIRST,
     SLOTS,
     Mark,
     Pin,
@@ -16,6 +18,7 @@ from ft_plugins.snapshot.segment.slots import (
     SlotState,
     Version,
     captured_after,
+    certified_slot,
     check_transition,
     choose,
     choose_parity,
@@ -25,10 +28,13 @@ from ft_plugins.snapshot.segment.slots import (
     needed_free,
     pinnable_slot,
     recovery_order,
+    slot_to_claim,
     slot_to_reuse,
     slots_for,
     voided_slots,
 )
+from tests import transcripts
+from tests.transcripts import shown, value
 
 from .slot_histories import CLEAN, DIRTY, EMPTY, life
 
@@ -55,43 +61,6 @@ def test_of_versions_that_are_iterations_apart_two_slots_are_enough(world, seed,
 
 def test_with_one_slot_it_would_be_overwritten_however_far_apart_versions_are():
     assert any(losses(3, seed, 1, 4) for seed in range(50))
-
-
-@pytest.mark.parametrize(
-    ("slots", "needed", "others", "free"),
-    [(5, 3, [Pin.STORAGE, Pin.CERTIFIED], 3), (4, 2, [Pin.STORAGE], 2), (4, 3, [], 2), (3, 3, [], 1), (2, 2, [], 0)],
-)
-def test_as_many_slots_are_free_as_are_left_by_the_node_tier(slots, needed, others, free):
-    assert free_of(slots, needed, True, others) == free
-    assert slots_for(Pin.NODE, Pin.SOURCE, *others, free=free) == slots + len(others)
-
-
-@pytest.mark.parametrize(
-    ("slots", "needed", "nodes", "others", "match"),
-    [
-        (4, 3, True, [Pin.STORAGE], "at least 5 where checkpoints"),
-        (3, 2, True, [Pin.CERTIFIED], "at least 4 where checkpoints"),
-        (3, 3, False, [], "has no effect: nodes do not protect each other"),
-    ],
-)
-def test_fewer_slots_than_a_purpose_needs_are_refused(slots, needed, nodes, others, match):
-    with pytest.raises(ConfigError, match=match):
-        free_of(slots, needed, nodes, others)
-
-
-def test_what_may_be_pinned_shrinks_with_the_slots_of_capture():
-    slots = [clean(0, 7), clean(1, 8), clean(2, 9), clean(3, 3, Pin.NODE)]
-    for free, spared in {3: [3, 8, 9], 2: [3, 9], 1: [3], 0: [3]}.items():
-        assert [i for i in (3, 7, 8, 9) if pinnable_slot(slots, Version(1, i), free) is not None] == spared
-
-
-def test_a_capture_for_which_all_are_pinned_finds_none_and_parity_goes_over_what_is_not_committed():
-    both = [clean(0, 1, Pin.NODE), clean(1, 2, Pin.SOURCE)]
-    assert free_slot(both, Version(1, 3)) is None
-    assert free_slot([both[0], clean(1, 2)], Version(1, 3)) == 1
-    assert choose_parity(both, Version(1, 3)) is None
-    assert choose_parity([both[0], clean(1, 2)], Version(1, 3)) == 1
-    assert choose_parity(both, Version(1, 1)) == 0, "what it holds of that version is damaged"
 
 
 def test_with_two_slots_it_would_be_overwritten():
@@ -131,11 +100,6 @@ def test_a_new_lineage_voids_exactly_the_restorable_versions_newer_than_its_base
         assert (slot.index in voided) == newer
 
 
-def test_versions_are_ordered_by_lineage_first():
-    assert Version(2, 3) > Version(1, 9) > Version(1, 8)
-    assert str(Version(2, 3)) == "3 (lineage 2)"
-
-
 @pytest.mark.parametrize("before", SlotState)
 @pytest.mark.parametrize("after", SlotState)
 def test_only_the_transitions_of_the_table_are_allowed(before, after):
@@ -152,67 +116,6 @@ NONE = Pin(0)
 
 def clean(index, iteration, pins=NONE):
     return Slot(index, CLEAN, Version(1, iteration), 1, pins)
-
-
-def test_each_purpose_of_a_pin_has_a_slot_beyond_those_of_capture():
-    assert slots_for() == SLOTS
-    assert slots_for(Pin.NODE, Pin.SOURCE) == SLOTS + 2
-    assert slots_for(Pin.NODE, Pin.NODE) == SLOTS + 1
-
-
-def test_a_pinned_slot_is_never_overwritten_however_old():
-    slots = [clean(0, 1, Pin.NODE), clean(1, 2, Pin.SOURCE), clean(2, 9), clean(3, 8), clean(4, 7)]
-    assert choose(slots) == 4
-    with pytest.raises(SegmentError, match="pinned"):
-        choose([clean(0, 1, Pin.NODE), clean(1, 2, Pin.NODE), clean(2, 3, Pin.SOURCE)])
-
-
-def test_only_a_version_that_no_capture_can_be_about_to_overwrite_is_pinned():
-    slots = [clean(0, 7), clean(1, 8), clean(2, 9)]
-    assert pinnable_slot(slots, Version(1, 9)) == 2
-    assert pinnable_slot(slots, Version(1, 8)) == 1
-    assert pinnable_slot(slots, Version(1, 7)) is None, "the oldest one: a capture may have chosen it before the pin"
-    assert pinnable_slot([clean(0, 7, Pin.NODE), *slots[1:]], Version(1, 7)) == 0, "a pinned one stays"
-    assert pinnable_slot(slots, Version(2, 8)) is None and pinnable_slot(slots, Version(1, 6)) is None
-
-
-def test_the_newest_certified_version_is_pinned_however_old_and_no_older_one():
-    agreed = [replace(clean(index, iteration), mark=Mark.CERTIFIED) for index, iteration in ((0, 3), (1, 5))]
-    slots = [*agreed, clean(2, 7), clean(3, 8), clean(4, 9)]
-    assert pinnable_slot(slots, Version(1, 5)) == 1
-    assert pinnable_slot(slots, Version(1, 3)) is None, "the capture that chooses next need not keep it"
-
-
-def test_only_restorable_versions_count_whatever_the_header_of_an_unfinished_one_names():
-    unfinished = replace(clean(3, 99, Pin.SOURCE), state=DIRTY)
-    slots = [clean(0, 7), clean(1, 8), clean(2, 9), unfinished]
-    assert pinnable_slot(slots, Version(1, 8)) == 1 and pinnable_slot(slots, Version(1, 99)) is None
-    assert pinnable_slot(slots, Version(1, 7), free=5) == 0, "more free slots than versions: none is overwritten soon"
-    assert slot_to_reuse(slots, Version(1, 100), 2, False) == 0, "all ranks have 8"
-    assert slot_to_reuse(slots, Version(1, 100), 3, False) is None, "7 may be all that they have"
-    assert captured_after([*slots, Slot(4, CLEAN, Version(2, 9)), Slot(5, CLEAN, None)], 1, 7) == [
-        (slots[1], Version(1, 8)),
-        (slots[2], Version(1, 9)),
-    ]
-
-
-def test_the_highest_mark_of_a_version_holds_and_preferred_ones_come_first_only_if_any_is_certified():
-    versions = [Version(1, iteration) for iteration in range(5)]
-    reported = [
-        (versions[0], Mark.NONE),
-        (versions[1], Mark.CERTIFIED),
-        (versions[1], Mark.UNAUDITED),
-        (versions[2], Mark.DIVERGED),
-        (versions[3], Mark.UNAUDITED),
-        (versions[4], Mark.MISMATCHED),
-        (None, Mark.CERTIFIED),
-    ]
-    marks = marks_of(reported)
-    highest = [Mark.CERTIFIED, Mark.DIVERGED, Mark.UNAUDITED, Mark.MISMATCHED]
-    assert marks == dict(zip(versions[1:], highest, strict=True))
-    assert [version.iteration for version in recovery_order(versions, marks)] == [2, 1, 3, 0]
-    assert [version.iteration for version in recovery_order(versions, marks_of(reported[3:-1]))] == [3, 2, 1, 0]
-    assert [mark.word for mark in Mark] == ["", "unaudited", "diverged", "certified", "mismatched"]
 
 
 @given(seed=st.integers(0, 10_000))
@@ -235,3 +138,101 @@ def test_with_a_slot_for_each_purpose_capture_keeps_its_three_whatever_is_pinned
                     slots = [replace(s, pins=s.pins & ~purpose) for s in slots]
                     slots[found] = replace(slots[found], pins=slots[found].pins | purpose)
                     pinned[purpose] = wanted
+
+
+# ---- case by case ----
+
+
+class Rank:
+    """The slots of a rank, `slots` first: a clean one by its version, or its iteration of lineage 1; `empty`, `dirty`,
+    `unclaimed`; what it is pinned for, and the verdict on it, behind a slash."""
+
+    def slots(self, *words):
+        self.all = [self._slot(index, shown(word)) for index, word in enumerate(words)]
+
+    def _slot(self, index, word):
+        what, *more = word.split("/")
+        state = SlotState[what.upper()] if what.isalpha() else CLEAN
+        if state is DIRTY and more:
+            what = more.pop(0)
+        pinned = [Pin[one.upper()] for one in more if one in ("node", "source")]
+        marks = [Mark[one.upper()] for one in more if one not in ("node", "source")]
+        return Slot(
+            index,
+            state,
+            None if what.isalpha() else _version(what),
+            1,
+            sum(pinned, Pin(0)),
+            max(marks, default=Mark.NONE),
+        )
+
+    def choose(self, version=None):
+        return shown(choose(self.all, *_given(version)))
+
+    def parity(self, version):
+        return shown(choose_parity(self.all, _version(version)))
+
+    def free(self, version):
+        return shown(free_slot(self.all, _version(version)))
+
+    def pinnable(self, *versions, **more):
+        found = [(version, pinnable_slot(self.all, _version(version), **more)) for version in versions]
+        return {version: index for version, index in found if index is not None}
+
+    def reuse(self, version, spare=2, given_up=True):
+        return shown(slot_to_reuse(self.all, _version(version), spare, given_up))
+
+    def certified(self, version=None):
+        return shown(certified_slot(self.all, *_given(version)))
+
+    def captured_after(self, lineage, iteration):
+        return [version for _, version in captured_after(self.all, lineage, iteration)]
+
+    def marks(self):
+        return marks_of([(one.version, one.mark) for one in self.all])
+
+    def order(self):
+        return recovery_order(sorted({one.version for one in self.all}), self.marks())
+
+    def slots_for(self, *purposes):
+        return slots_for(*(Pin[one.upper()] for one in purposes))
+
+    def free_of(self, slots, needed, *others, nodes=True):
+        return free_of(slots, needed, nodes, [Pin[one.upper()] for one in others])
+
+    def trains(self, iterations, exchange=0.0, late=0):
+        """Versions are sealed at once, sent at once if none is, and count `exchange` iterations later, but for one that
+        is `late`. How many slots are claimed in the end."""
+        self.all = [Slot(at, EMPTY if at < FIRST else UNCLAIMED, None) for at in range(slots_for(Pin.NODE, Pin.SOURCE))]
+        sent, counts_at = 0, 0.0
+        for iteration in range(1, iterations):
+            if sent and counts_at <= iteration:
+                self._pin(sent, Pin.NODE)
+                sent = 0
+            index = slot_to_reuse(self.all, Version(1, iteration), SLOTS - 1, True)
+            index = slot_to_claim(self.all) if index is None else index
+            assert not self.all[index].pins, "a version that was pinned is overwritten"
+            self.all[index] = clean(index, iteration)
+            if not sent and iteration != late:
+                self._pin(iteration, Pin.SOURCE)
+                sent, counts_at = iteration, iteration + exchange
+        return sum(slot.state is not UNCLAIMED for slot in self.all)
+
+    def _pin(self, iteration, purpose):
+        """In place of what was pinned before."""
+        index = pinnable_slot(self.all, Version(1, iteration), SLOTS)
+        assert index is not None
+        others = [replace(one, pins=one.pins & ~(purpose | Pin.SOURCE)) for one in self.all]
+        self.all = [replace(one, pins=one.pins | purpose) if one.index == index else one for one in others]
+
+
+def _version(word):
+    """Of lineage 1, if that is not said."""
+    return value(word if ":" in word else f"1:{word}") if isinstance(word, str) else _version(shown(word))
+
+
+def _given(version):
+    return [] if version is None else [_version(version)]
+
+
+test_slots = transcripts.of(__file__, Rank)
