@@ -11,8 +11,6 @@ checkouts of Megatron-LM, or of the programs that train a DeepSpeed engine. Out:
 Markdown table with one row per version, exit status 1 if a mode failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

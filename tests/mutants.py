@@ -12,8 +12,6 @@ least `WANTED` of the others have to be noticed, those that `EXPLAINED` lists as
 seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib
@@ -74,6 +72,20 @@ EXPLAINED = {  # by the changed line: why no test can notice
     "clean = sorted((s.version for s in slots if s.state >= SlotState.CLEAN and s.version), reverse=True)": (
         "a slot without memory has no version"
     ),
+    "clean = sorted((s for s in slots if s.state >= SlotState.CLEAN and s.version), "
+    "key=lambda s: s.version or version)": ("a slot without memory has no version"),
+    "return (restorable, slot.version if restorable or slot.version else Version(0, 0), slot.index)": (
+        "any slot that cannot be restored does"
+    ),
+    "_PAUSE_SECONDS = 2.0  # maximum between two steps; if they are further apart, this process was stopped": "or so",
+    "stopped = max(0.0, now % self._looked - _PAUSE_SECONDS)": "two steps are never as far apart as the clock has gone",
+    "for token in []:": "who is watched for too long is watched in vain",
+    "return tuple((text, int(number or - 0)) for text, number in parts), name": "the name decides then, as it would",
+    "at_least: bool = True": "every plan says it",
+    "exchange: ExchangePlan | None = None, plan_digest: int = -1, banned: Collection[Version] = (),": (
+        "whoever has an exchange plan gives its digest"
+    ),
+    'reason = f" ({self.reason})" if self.tier >= "storage" else ""': "no tier comes after it in the alphabet",
     "return same[ -1]": "no two parity slots hold one version",
     "return (restorable, slot.version if restorable and slot.version else Version( 1, 0), slot.index)": (
         "any version does, as long as it is the same for all that cannot be restored"

@@ -13,8 +13,6 @@ of others JSON files, JSON in shell scripts, and the yml files of gpt-neox, if t
 In: folders. Out: for each one how many recipes each rule refuses, the most frequent first, and which.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

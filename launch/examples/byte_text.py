@@ -10,6 +10,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,6 @@ class Sampler:
         self._text, self._seed, self._sequence = text.content, seed, sequence
         self._micro_batch, self._replica, self._replicas = micro_batch, replica, replicas
         self._windows = (len(text.content) - 1) // sequence
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self
@@ -107,8 +107,11 @@ class Sampler:
 
     def _window(self, sample: int) -> npt.NDArray[np.uint8]:
         epoch, index = divmod(sample, self._windows)
-        if epoch != self._epoch:
-            generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-            self._epoch, self._order = epoch, generator.permutation(self._windows)
-        start = int(self._order[index]) * self._sequence
+        start = int(_order(self._windows, self._seed, epoch)[index]) * self._sequence
         return self._text[start : start + self._sequence + 1]
+
+
+@lru_cache(maxsize=4)
+def _order(windows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The windows in the order of an epoch."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(windows)

@@ -55,11 +55,13 @@ class RestoredVersion:
 @dataclass(frozen=True)
 class Downtime:
     """The parts of the downtime, in seconds: until a launcher detected the failure, from then until every new rank had
-    attached, and the load time of the slowest rank. `down`: from the kill to the next completed iteration."""
+    attached, and the load time of the slowest rank. `down`: from the kill to the next completed iteration; `proof`: to
+    the first one that was computed again, to be compared."""
 
     detect: float | None
     restart: float | None
     load: float | None
+    proof: float | None
     down: float | None
 
 
@@ -197,16 +199,20 @@ def restored_from(events: Iterable[Event]) -> RestoredVersion | None:
 def downtime(run: RunRecord, killed: float | None) -> Downtime:
     """The parts of the downtime after a kill at time `killed`."""
     if killed is None:
-        return Downtime(None, None, None, None)
+        return Downtime(None, None, None, None, None)
     after = [event for event in run.events if event.time >= killed]
     detected = min((event.time for event in after if event.name in DETECTION_EVENTS), default=None)
     attached = max((event.time for event in after if event.type is catalogue.RANK_ATTACHED), default=None)
-    resumed = min((entry.time for entry in run.losses if attached is not None and entry.time >= attached), default=None)
+    logged = max((entry.iteration for entry in run.losses if entry.time < killed), default=0)
+    resumed = [entry for entry in run.losses if attached is not None and entry.time >= attached]
+    proof = min((entry.time for entry in resumed if entry.iteration <= logged), default=None)
+    new = min((entry.time for entry in resumed if entry.iteration > logged), default=None)
     return Downtime(
         detect=None if detected is None else detected - killed,
         restart=None if detected is None or attached is None else attached - detected,
         load=_largest(after, catalogue.STATE_RESTORED.name, "seconds", float),
-        down=None if resumed is None else resumed - killed,
+        proof=None if proof is None else proof - killed,
+        down=None if new is None else new - killed,
     )
 
 

@@ -37,6 +37,7 @@ def table(report: RunComparison) -> Table:
         ("to detect the failure", "", _s(seconds.detect)),
         ("to restart the ranks", "", _s(seconds.restart)),
         ("to load the state", "", _s(seconds.load)),
+        ("kill to an iteration computed again", "", _s(seconds.proof)),
         ("kill to next iteration done", "", _s(seconds.down)),
         *_phase_rows(report),
         *_bubble_rows(report),

@@ -3,8 +3,6 @@
 One rank over NCCL, which takes a device of its own; two ranks that share one device over gloo.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

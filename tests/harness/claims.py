@@ -42,9 +42,10 @@ def restored(job: RunningJob) -> list[int]:
 
 
 def assert_proven(job: RunningJob, *reasons: str) -> None:
-    """Iterations that a node computed again after a restore came out the same. `reasons`: why a restore of it may be
-    unproven; without one, each is proven."""
-    assert not job.events(catalogue.RESUME_DIFFERED.name), job.events(catalogue.RESUME_DIFFERED.name)
+    """Iterations that a node computed again after a restore came out the same, and nothing that begins again was named.
+    `reasons`: why a restore of it may be unproven; without one, each is proven."""
+    for kind in (catalogue.RESUME_DIFFERED, catalogue.VALUES_RESTARTED):
+        assert not job.events(kind.name), job.events(kind.name)
     for event in job.events(catalogue.RESUME_UNPROVEN.name):
         assert any(reason in event.fields["reason"] for reason in reasons), event
     said = len(job.events(catalogue.RESUME_PROVEN.name)) + len(job.events(catalogue.RESUME_UNPROVEN.name))

@@ -164,4 +164,5 @@ def require_exact(case: ForkCase, unfailed: MegatronLmRun, other: MegatronLmRun)
     assert versions in ({("process", iteration - 1)}, {("process", iteration - 2)}), versions
     found = comparison(unfailed.saved, other.saved, case.iterations)
     assert not found.differences, "\n".join([str(found), *found.differences])
+    assert not other.events("values.restarted"), other.events("values.restarted")
     return found

@@ -33,5 +33,3 @@ def instructions(work: Callable[[], object]) -> int:
 def doubling(work: Callable[[int], object], size: int) -> float:
     """How many times as many instructions `work(2 * size)` takes as `work(size)`: 2 if it is linear, 4 if quadratic."""
     return instructions(lambda: work(2 * size)) / instructions(lambda: work(size))
-
-

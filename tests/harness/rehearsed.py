@@ -12,7 +12,7 @@ from typing import Any
 
 def rehearsed(folder: Path, ranks: int, job: Sequence[object], *options: object, seconds: float) -> dict[str, Any]:
     """Rehearse ft-run with the words of `job`; logs and transcripts are in `folder`/out. Raises AssertionError unless
-    it is exact after two restores. Returns the outcome."""
+    it is exact after two restores, with nothing that is not captured. Returns the outcome."""
     tool = Path(sys.executable).with_name("ft-plugins")
     words = [tool, "rehearse", "--json", "--out", folder / "out", *options, "--"]
     words += ["ft-run", "--nproc-per-node", ranks, *job]
@@ -22,4 +22,5 @@ def rehearsed(folder: Path, ranks: int, job: Sequence[object], *options: object,
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcome: dict[str, Any] = json.loads(done.stdout)
     assert outcome["exact"] and len(outcome["comparison"]["restored"]) == 2, outcome
+    assert not outcome["comparison"]["uncaptured"], outcome
     return outcome

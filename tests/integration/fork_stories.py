@@ -54,9 +54,8 @@ def fork(request):
 
 @pytest.mark.timeout(1500)
 def test_killed_in_forward_or_update_it_ends_in_the_state_of_an_unfailed_run(
-    fork, checkout, corpus, case, tmp_path,
-    record_property,
-):  # fmt: skip
+    fork, checkout, corpus, case, tmp_path, record_property
+):
     """The case runs twice, once killed. What is recorded is for tests/matrix.sh."""
     if "--fp16" in case.options and not computes_in_fp16():
         pytest.skip("this CPU does not compute in fp16")

@@ -75,9 +75,8 @@ class FtRun:
     """
 
     def __init__(
-        self, folder, *words, shell = False, terminal = None,
-        launcher = ("-m", "ft_plugins.launcher.command"), **environment,
-    ):  # fmt: skip
+        self, folder, *words, shell=False, terminal=None, launcher=("-m", "ft_plugins.launcher.command"), **environment
+    ):
         self.output = ""
         command = [sys.executable, *launcher, *words]
         self.process = subprocess.Popen(

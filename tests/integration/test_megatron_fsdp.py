@@ -4,8 +4,6 @@ Runs where MEGATRON_LM_PATH names a checkout. core_v0.16.1 cannot train with tor
 Engine, with Megatron FSDP and tensor parallelism, nor with experts, so that these cases need another version.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path

@@ -5,8 +5,6 @@ each run: parameters, optimizer, scheduler, counters and random number generator
 do: the second loss logged after any start is a mean of two iterations.)
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

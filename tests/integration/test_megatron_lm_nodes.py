@@ -4,8 +4,6 @@ Runs where MEGATRON_LM_PATH names a checkout of core_v0.16.1. TP2 x PP2 x DP2, f
 order each pipeline spans both nodes, with `--use-tp-pp-dp-mapping` each sharding group does.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 
@@ -44,11 +42,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_lost_node_is_replaced_and_the_run_ends_in_the_checkpoint_of_an_unfailed_one(
-    checkout,
-    corpus,
-    tmp_path,
-    monkeypatch,
-    case,
+    checkout, corpus, tmp_path, monkeypatch, case
 ):
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)

@@ -5,8 +5,6 @@ PP2 x DP2, bf16 with the distributed optimizer, dropout on. Witness: the checkpo
 the version's default format from 0.16 on, entry by entry and bit for bit.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +83,7 @@ def unprotected(script, tmp_path_factory):
 
 @pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS)
 def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected_run(
-    script,
-    unprotected,
-    tmp_path,
-    kill,
-    record_property,
+    script, unprotected, tmp_path, kill, record_property
 ):
     record_property("unprotected", "succeeded")  # for tests/matrix.sh
     fault = f"{kill.point}@iteration={kill.iteration},rank=1,restart=0:kill"
@@ -107,6 +101,7 @@ def test_killed_in_forward_or_update_it_ends_in_the_checkpoint_of_an_unprotected
     versions = {(event.fields["tier"], event.fields["iteration"]) for event in restored}
     sealed, older = ("process", kill.iteration - 1), ("process", kill.iteration - 2)
     assert versions in ({sealed}, {older}), versions
+    assert not killed.events("values.restarted"), killed.output
 
     iteration = f"iter_{ITERATIONS:07d}"
     comparison = megatron_checkpoints.compare(

@@ -1,7 +1,5 @@
 """A job whose state leads to a NaN after every restore: it ends with a verdict, and goes on from before the poison."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The example of plain torch as a user starts it: killed in mid-run under ft-run, it ends as one without protection."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -41,9 +41,8 @@ def hosts():
     ],
 )
 def test_a_lost_node_gets_its_replicas_own_state_from_copies_in_bubbles(
-    jobs, golden, tmp_path, hosts, framework, system,
-    protection, committed,
-):  # fmt: skip
+    jobs, golden, tmp_path, hosts, framework, system, protection, committed
+):
     noise = DRIFTING if system is AVERAGED else ""
     baft = ("--baft", "--baft-link-mbps", LINK_MBPS)
     run = SHAPE.run(framework, tmp_path / "run", (*baft, *protection, *system), protected=True).armed(noise)

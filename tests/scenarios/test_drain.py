@@ -45,14 +45,7 @@ def until_spare(job, name):
     ids=["a-node", "the-node-that-leads", "replicas-are-audited", "replicas-differ"],
 )
 def test_a_drained_node_leaves_at_a_committed_version_and_no_iteration_is_lost(
-    jobs,
-    golden,
-    tmp_path,
-    leaving,
-    replicas,
-    flags,
-    monkeypatch,
-    capsys,
+    jobs, golden, tmp_path, leaving, replicas, flags, monkeypatch, capsys
 ):
     shape = replace(SHAPE, distributed=replicas != EDIT)  # replicas that train alone hold an optimizer each
     run = shape.run("megatron", tmp_path / "run", (*SLOWLY, *replicas, *flags), protected=True)

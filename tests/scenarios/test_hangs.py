@@ -109,12 +109,7 @@ def test_a_slow_rank_is_named_with_its_factor_and_left_alone(run):
     assert len(ended(found)) == 2
 
 
-def run_on_two_nodes(
-    server,
-    jobs,
-    folder,
-    how,
-):
+def run_on_two_nodes(server, jobs, folder, how):
     """Start a rank on each of two nodes, which protect each other, and wait for both."""
     secret, journal = write_secret(folder), folder / "journal"
     endpoint, running = f"localhost:{free_port()}", list[RunningJob]()

@@ -38,9 +38,8 @@ GATHERED = MegatronConfiguration(bf16=True, distributed_optimizer=True, interlea
 )
 @pytest.mark.parametrize("versions", ["sync", "every"])
 def test_killed_between_synchronisations_and_in_one_it_ends_as_the_unfailed_run(
-    jobs, golden, configuration, sync, argv,
-    versions,
-):  # fmt: skip
+    jobs, golden, configuration, sync, argv, versions
+):
     flags = (*EDIT, *sync)
     whole = golden(MegatronRun("golden", Path(), configuration, flags=flags, argv=argv))
     protected = (*flags, "--reft-versions", versions)

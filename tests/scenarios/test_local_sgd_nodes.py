@@ -4,8 +4,6 @@ Each emulated node is one replica of two ranks. Nodes protect each other by RAIM
 only a synchronisation joins them. Golden runs have the same policy and no snapshots.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -113,10 +111,7 @@ def tiers(job):
     return [(fields["tier"], fields["iteration"]) for fields in restores(job)]
 
 
-def lose_both(
-    mode, jobs, folder, places, stops,
-    until_second,
-):  # fmt: skip
+def lose_both(mode, jobs, folder, places, stops, until_second):
     """Run a job on two nodes of which each is lost in turn, n1 first: where its ranks 0 and 2 stop. The second one once
     `until_second` returns. The run is in `folder`; it ends with substitutes for both."""
     run = mode.run("nodes", folder, 4, True, ITERATIONS)

@@ -4,8 +4,6 @@ Emulated nodes, n0 and so on, and substitutes: own agent, SMP, workers and netwo
 four nodes, nodes 0 and 2 share the sharding groups of one pipeline stage, and 1 and 3 those of the other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -232,9 +230,8 @@ HALF_SENT = ";".join(f"exchange.frame@epoch=1,iteration={at},frame=1:stop" for a
     ],
 )
 def test_of_a_node_lost_while_it_sends_what_is_half_there_is_passed_over_for_the_version_before(
-    jobs, golden, tmp_path, hosts, shape, silent,
-    framework,
-):  # fmt: skip
+    jobs, golden, tmp_path, hosts, shape, silent, framework
+):
     run = shape.run(framework, tmp_path / "run", PATIENT, protected=True)
     with MultiNodeJob(jobs, run, 4, hosts) as job:
         job.start_all({"n2": HALF_SENT})

@@ -3,8 +3,6 @@
 Golden runs are not protected at all. Every comparison is over all inventory items, all small state and all losses.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass

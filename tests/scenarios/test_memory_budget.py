@@ -81,9 +81,7 @@ def test_as_many_slots_as_are_asked_for_are_claimed_at_start_and_parity_of_two_v
         assert any(name in line.split(":")[0] and f" {nbytes} bytes claimed" in line for line in lines), lines
 
 
-def test_without_a_number_two_slots_are_claimed_at_start_and_more_once_sending_takes_several_iterations(
-    jobs,
-):
+def test_without_a_number_two_slots_are_claimed_at_start_and_more_once_sending_takes_several_iterations(jobs):
     """Sending a version takes some seven iterations here."""
     faults = "iteration.forward@iteration=1:stop"
     running = start(jobs, 60, "--reft-exchange-mbps", "200", "--ftp-faults", faults)

@@ -155,19 +155,6 @@ def test_a_substitute_that_is_lost_in_its_turn_is_replaced_by_another(job, point
     story.end()
 
 
-def test_a_substitute_whose_trainer_dies_while_it_restores_restores_again(job):
-    story = job()
-    for name in ("n0", "n1", "n2"):
-        story.begin(name)
-    story.until_committed(2)
-    story.destroy("n0")
-    counted = story.counted("n2")
-    story.begin("s0", "restore.tensors@restart=0:kill")
-    found = story.restored(6)
-    assert {entry["restored"] for entry in found[-3:]} == {counted}
-    story.end()
-
-
 @pytest.mark.parametrize(
     ("point", "replicated"),
     [("parity_store.xored@hit=21", False), ("exchange.check@hit=8", True), ("parity_store.seal.before@hit=4", True)],
@@ -192,9 +179,7 @@ def test_an_smp_killed_in_the_middle_goes_over_it_anew_and_what_then_counts_is_r
     story.end()
 
 
-def test_a_job_that_chooses_its_interval_leaves_time_for_the_exchange_and_rebuilds_a_lost_node(
-    job,
-):
+def test_a_job_that_chooses_its_interval_leaves_time_for_the_exchange_and_rebuilds_a_lost_node(job):
     """An exchange takes at least 1.6 s here, and an iteration 0.05 s; no failure is expected."""
     story = job()
     auto = ("--reft-interval", "auto", "--reft-hw-rate", "0", "--reft-sw-rate", "0")
@@ -251,9 +236,7 @@ def test_commits_that_stand_still_are_an_alarm_with_the_node_until_the_next_comm
     story.end()
 
 
-def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_resumes_from_that_memory(
-    job,
-):
+def test_files_removed_from_shared_memory_are_an_alarm_and_a_killed_rank_still_resumes_from_that_memory(job):
     """As systemd does at a logout (RemoveIPC), or a cleaning script: segments, parity store and lock of one node."""
     story = job()
     for name in ("n0", "n1", "n2"):

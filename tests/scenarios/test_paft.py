@@ -5,8 +5,6 @@ Replicas are pure data parallelism but where a story says otherwise. In bf16 thr
 moments, and the copies that ranks compute with; sharded, the copies alone.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ on machines of their own; schedules, communication and updates are the framework
 the definition of the schedule, played through below, not from the code that measures.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -52,9 +52,7 @@ def test_state_that_nothing_captures_is_named_by_the_first_iteration_that_lacks_
     assert said in " ".join(outcome["notices"])
 
 
-def test_what_a_data_set_makes_later_is_restored_and_what_the_script_carries_is_named_under_the_verdict(
-    tmp_path,
-):
+def test_what_a_data_set_makes_later_is_restored_and_what_the_script_carries_is_named_under_the_verdict(tmp_path):
     outcome = rehearsed(tmp_path, str(SCRIPT), "--case", "later")
     assert outcome["exact"], outcome
     named = [line for line in outcome["notices"] if "since nothing restores it: main.running 0.0, was " in line]

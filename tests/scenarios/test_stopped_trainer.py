@@ -3,8 +3,6 @@
 The stopped trainer is no child of an agent here, as one would be that escaped its agent's end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
@@ -93,9 +91,7 @@ def test_a_new_start_ends_a_stopped_trainer_and_resumes(make_node):
     assert all(entry["torn"] == [] for entry in entries(node.journal))
 
 
-def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_at_the_next_edge(
-    make_node,
-):
+def test_a_stopped_trainer_that_wakes_writes_one_bucket_at_most_and_is_refused_at_the_next_edge(make_node):
     node = make_node("fence.kill:skip")
     stopped = node.trainer(node.fence(), 10, f"{STOPPED_AT}:stop")
     wait_until_stopped(stopped.pid, BOUND)

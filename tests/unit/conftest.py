@@ -1,7 +1,5 @@
 """Real segments, SMPs and ranks for unit tests, bounded in time and removed afterwards."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

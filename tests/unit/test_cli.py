@@ -609,9 +609,7 @@ SAVING = (
 )
 
 
-def test_plan_begins_with_one_recommendation_and_its_reasons_and_ends_with_the_words_of_its_tables(
-    ft_plugins,
-):
+def test_plan_begins_with_one_recommendation_and_its_reasons_and_ends_with_the_words_of_its_tables(ft_plugins):
     advised, *tables, terms = ft_plugins(*PAPER, *SAVING).split("\n\n")
     lines = advised.splitlines()
     flags = "--reft --reft-redundancy raim5 --reft-group-nodes 6 --reft-interval 6 --reft-checkpoint-dir FOLDER "
@@ -712,9 +710,11 @@ def test_plan_of_memory_prints_each_purpose_and_whether_a_node_of_that_size_has_
     assert (node["count"], node["ranks"], purposes["losses"], purposes["fits"]) == (4, 8, 1, True)
     assert node["captured"] == pytest.approx(7e9 * 12 / 4, rel=1e-6)
     for words, nbytes in (
-        ("captured by one version", node["captured"]), (f"{node['slots']} slots of snapshots", node["snapshots"]),
-        ("parity or copies of other nodes", node["store"]), ("total", node["total"]),
-    ):  # fmt: skip
+        ("captured by one version", node["captured"]),
+        (f"{node['slots']} slots of snapshots", node["snapshots"]),
+        ("parity or copies of other nodes", node["store"]),
+        ("total", node["total"]),
+    ):
         row = next(line for line in text.splitlines() if line.startswith(f"  {words} "))
         figures = row.split()[-2:]
         assert figures == [f"{nbytes / 2**30:.2f}", f"{nbytes / node['captured']:.2f}"]
@@ -756,9 +756,7 @@ def test_plan_of_memory_takes_the_precision_and_the_flags_of_the_job(ft_plugins)
     assert baft["store"] == pytest.approx(2 * baft["captured"], rel=0.01), "copies of two versions"
 
 
-def test_plan_of_memory_prints_what_a_pod_needs_with_room_for_training_and_its_spare_part(
-    ft_plugins,
-):
+def test_plan_of_memory_prints_what_a_pod_needs_with_room_for_training_and_its_spare_part(ft_plugins):
     import yaml
 
     asked = (*MODEL, "--nodes", "4", "--kubernetes", "--training-gib", "100")

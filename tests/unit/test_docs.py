@@ -4,8 +4,6 @@ A block of `bash` is a list of commands; each of them is executed, or read by th
 cluster or minutes.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -174,9 +174,7 @@ def test_a_summary_says_how_often_from_when_to_when_and_which_was_the_longest(tm
     assert (second.fields["first"], second.fields["last"], second.fields["longest"]) == (SUMMED + 1, 2 * SUMMED, 0.5)
 
 
-def test_what_came_before_an_event_of_note_stands_before_it_and_every_recent_event_can_be_read(
-    tmp_path,
-):
+def test_what_came_before_an_event_of_note_stands_before_it_and_every_recent_event_can_be_read(tmp_path):
     path = tmp_path / "events.jsonl"
     events = Events("n", 0)
     events.subscribe(file_sink(path))
@@ -254,9 +252,7 @@ def test_what_was_not_declared_is_refused_in_tests_and_written_all_the_same_in_p
     assert len([*read(tmp_path / "e", damage := Damage())]) == 2 and str(damage) == "1 damaged event left out"
 
 
-def test_the_log_has_alarms_and_their_end_from_one_rank_where_all_report_the_same(
-    capsys,
-):
+def test_the_log_has_alarms_and_their_end_from_one_rank_where_all_report_the_same(capsys):
     for rank in (0, 1):
         events = Events("b", rank)
         events.subscribe(log_sink())

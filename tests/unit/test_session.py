@@ -27,16 +27,7 @@ Node = Any  # the fixture's class lives in conftest
 class Loop:
     """A training loop whose state tells the iteration: `w` holds it, `drawn` is a random number of each iteration."""
 
-    def __init__(
-        self,
-        rank,
-        world,
-        *,
-        replicated=False,
-        ballast=0,
-        meets=False,
-        **fingerprint,
-    ):
+    def __init__(self, rank, world, *, replicated=False, ballast=0, meets=False, **fingerprint):
         """`meets`: as in training, no rank updates before all have come so far."""
         self.meets = meets
         self.iteration = 0
@@ -213,9 +204,7 @@ def test_what_is_resumed_from(live, resume, loaded, resumed, restored):
     assert found["restored_iteration"] == (5 if restored else 0)
 
 
-def test_a_job_that_goes_back_to_before_an_iteration_has_lost_what_is_newer(
-    live,
-):
+def test_a_job_that_goes_back_to_before_an_iteration_has_lost_what_is_newer(live):
     live(7)  # three slots: versions 5, 6, 7
     found = live(0, resume="before:7")
     assert (found["error"], found["resumed"], found["restored_w"]) == (None, 6, {6.0})
@@ -277,9 +266,7 @@ def test_small_state_that_measures_more_at_a_restart_is_still_the_same_job(live)
     assert live(3, loop={"ballast": 49_900})["resumed"] == 3
 
 
-def test_small_state_of_an_unknown_type_ends_the_job_at_start_by_the_name_of_its_place(
-    live,
-):
+def test_small_state_of_an_unknown_type_ends_the_job_at_start_by_the_name_of_its_place(live):
     kind, text, _ = live(3, odd={0: {1, 2}})["error"]
     assert kind == "InventoryError" and "state['caller']['odd']" in text and "builtins.set" in text
 

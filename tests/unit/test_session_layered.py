@@ -52,10 +52,7 @@ class Job(local.LocalTraining):
         return digest
 
 
-def _life(
-    rank, world, block, last, kind = "sgd", run_dir = None,
-    token = 0, left_in = 0, clips = False,
-):  # fmt: skip
+def _life(rank, world, block, last, kind="sgd", run_dir=None, token=0, left_in=0, clips=False):
     """One incarnation, which ends in iteration `left_in`, after its update. Digests by iteration; events; schedule."""
     job = Job(rank, world, kind, clips)
     session = attach(job.host, Config.from_json(block), context(rank, world, run_dir, token))
@@ -70,10 +67,7 @@ def _life(
     return {"began": began, "digests": digests, "events": events, "state": session._sync.state()["layers"]}
 
 
-def simulated(
-    replicas, period, update_first, kind = "sgd", last = LAST, warmup = WARMUP,
-    tau = TAU, sets = (), divergences = None,
-):  # fmt: skip
+def simulated(replicas, period, update_first, kind="sgd", last=LAST, warmup=WARMUP, tau=TAU, sets=(), divergences=None):
     """Digests of all replicas after each iteration's update. `divergences`: receives that of what is averaged."""
     simulation, digests = local.Simulation(replicas, kind), {}
     sets = sets or [[LAYERS[layer] for layer in own] for own in equal_number(len(LAYERS), period).iterations]

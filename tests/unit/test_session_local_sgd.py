@@ -19,10 +19,7 @@ Node = Any  # the fixture's class lives in conftest
 NO_PENALTY = {"penalty": False}
 
 
-def _life(
-    rank, world, block, until, kind = "sgd", bad = None,
-    run_dir = None, token = 0, ends = True,
-):  # fmt: skip
+def _life(rank, world, block, until, kind="sgd", bad=None, run_dir=None, token=0, ends=True):
     one = Incarnation(local.LocalTraining(rank, world, kind, bad), block, run_dir, token).run(until)
     if ends:
         one.session.shutdown()
@@ -38,16 +35,7 @@ def _life(
     }
 
 
-def simulated(
-    replicas,
-    until,
-    combine,
-    tau,
-    warmup=0,
-    kind="sgd",
-    late=False,
-    bad=None,
-):
+def simulated(replicas, until, combine, tau, warmup=0, kind="sgd", late=False, bad=None):
     """Digests of the parameters that each iteration's gradients were computed with, and of those at the end, by
     replica. `late`: a synchronisation is applied before the next update."""
     simulation = local.Simulation(replicas, kind, bad)

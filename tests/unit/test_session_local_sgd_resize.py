@@ -20,9 +20,7 @@ TAU = 3
 RATES = {"diloco": (0.7, 0.9), "edit": (0.8, 0.85)}
 
 
-def _life(
-    rank, world, block, until, run_dir, token, ends
-):  # fmt: skip
+def _life(rank, world, block, until, run_dir, token, ends):
     one = Incarnation(local.LocalTraining(rank, world, "adam"), block, run_dir, token).run(until)
     if ends:
         one.session.shutdown()

@@ -86,10 +86,7 @@ class Job:
         }
 
 
-def _life(
-    rank, world, block, cases,
-    run_dir = None, token = 0, left_in = 0,
-):  # fmt: skip
+def _life(rank, world, block, cases, run_dir=None, token=0, left_in=0):
     """One incarnation, which ends in iteration `left_in`, after its update. Digests of all tensors by iteration, at its
     end: within its body a layer that was not used may still have to be synchronised."""
     job = Job(rank, world, cases)

@@ -23,10 +23,7 @@ POLICY = {"policy": "a_edit", "seconds": SECONDS, "warmup": WARMUP, "penalty": F
 PROTECTED = {"reft": {}, "sync": {**POLICY, "apply": "forward"}, "node_name": "n"}
 
 
-def life(
-    rank, world, block, last = LAST, kind = "sgd", run_dir = None,
-    token = 0, ends_in = None,
-):  # fmt: skip
+def life(rank, world, block, last=LAST, kind="sgd", run_dir=None, token=0, ends_in=None):
     """One incarnation. `ends_in`: a number of synchronisations after which it is left in mid-period."""
     training = local.LocalTraining(rank, world, kind)
     completed = {"completed": 0}

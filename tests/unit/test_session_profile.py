@@ -149,9 +149,7 @@ def test_where_some_ranks_cannot_plan_the_others_do_and_one_line_says_so(ranks, 
     assert "link from position 1 to 3 has no bandwidth" in lost[1] and "no bandwidth" in lost[3] and 2 not in lost
 
 
-def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(
-    tmp_path,
-):
+def test_copies_are_held_in_the_iterations_that_are_recorded_and_one_in_which_they_went_is_left_out(tmp_path):
     host, session, measured = _begun(tmp_path, settings=Profiling(warmup=2, iterations=3))
     gate = Gate(np.zeros(GATE_BYTES, dtype=np.uint8))
     measured.baft = Baft(0, BaftConfig(), Events("n", 0))

@@ -3,8 +3,6 @@
 In: the name of a bug. Out: the product with it, for the rest of this process.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import textwrap

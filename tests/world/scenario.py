@@ -3,8 +3,6 @@
 In: a seed. Out: a `Scenario`; smaller ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from dataclasses import dataclass

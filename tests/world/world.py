@@ -3,8 +3,6 @@
 In: a seed, or a `Scenario`. Out: `Outcome`: what was violated, with a transcript.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from ft_plugins.redundancy.grouping import redundancy_groups

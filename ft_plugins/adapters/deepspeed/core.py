@@ -161,9 +161,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         objects = self.engine, vars(self.engine), module, getattr(module, "_layer_specs", None), own
         trained = [one for one in module.parameters() if one.requires_grad]
         optimizer = self.engine.optimizer
-        return Given(
-            (*objects, optimizer, *state.updating(optimizer)), (*self.tensors().values(),), tuple(trained)
-        )
+        return Given((*objects, optimizer, *state.updating(optimizer)), (*self.tensors().values(),), tuple(trained))
 
     def _own_schedulers(self) -> dict[str, Any]:
         """Those that the script steps itself, searched once after its first update; until then, the restored ones."""

@@ -126,10 +126,7 @@ def report(host):
     return plain({"tensors": dict(host.tensors()), "parameters": parameters, "small": host.small_state()})
 
 
-def run(
-    rank, world, pp, told, around = lambda host, step: None,
-    before = lambda host, step: None, iterations = 4,
-):  # fmt: skip
+def run(rank, world, pp, told, around=lambda host, step: None, before=lambda host, step: None, iterations=4):
     """Train, with `around` called inside of each `before_update` and `before` before each iteration: losses, state."""
     engine = built(rank, world, pp, **told)
     from ft_plugins.adapters.deepspeed.core import DeepSpeedHost

@@ -25,10 +25,7 @@ class Reference:
     """The anchors of all parameters that a rank holds. `modules`: that of each; `norms`: of changes, by module, over
     all ranks of a replica."""
 
-    def __init__(
-        self, keys, start, modules,
-        norms = None,
-    ):  # fmt: skip
+    def __init__(self, keys, start, modules, norms=None):
         self._keys, self._modules, self._norms = keys, modules, norms or self._own_norms
         self.anchors = {name: torch.nn.Parameter(one.detach().clone()) for name, one in start.items()}
         outer, self._outer = OUTER.get(keys["policy"]), None

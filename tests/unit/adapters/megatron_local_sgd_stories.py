@@ -7,8 +7,6 @@ of two has one order. With the penalty, sums of norms have another order, so wei
 fp32: one in a hundred million.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import ExitStack
 from dataclasses import replace

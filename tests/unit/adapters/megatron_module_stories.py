@@ -147,9 +147,13 @@ def it_reports_the_edges_of_each_module_whatever_the_optimizer_holds():
     once = [*forward(*ALONE), *backward(*reversed(ALONE))]
     sharded = [*BF16, *SHARDED, "2"]
     for world, flags in (
-        (1, []), (1, BF16), (2, []), (2, [*BF16, *OVERLAPPED]),
-        (2, sharded), (2, [*sharded, *OVERLAPPED, "--overlap-param-gather"]),
-    ):  # fmt: skip
+        (1, []),
+        (1, BF16),
+        (2, []),
+        (2, [*BF16, *OVERLAPPED]),
+        (2, sharded),
+        (2, [*sharded, *OVERLAPPED, "--overlap-param-gather"]),
+    ):
         for words in gang(_followed, world, [*flags, "--global-batch", "2"], {}, seconds=60.0):
             assert words == once * (2 // world), (flags, words)
 

@@ -10,8 +10,6 @@ Sums of squares are exact here and in another order in the product: weights and 
 float64.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -106,10 +104,7 @@ class Simulated:
     """This rank's part of two replicas. `sync`: the keys of the policy; `members`: data-parallel ranks of a replica;
     `turns`: the modules that DreamDDP averages in each iteration of a period."""
 
-    def __init__(
-        self, rank, world, flags, sync, members,
-        turns = (), **more,
-    ):  # fmt: skip
+    def __init__(self, rank, world, flags, sync, members, turns=(), **more):
         self._sync, self._world, self._open = sync, world, ExitStack()
         self.jobs = [self._open.enter_context(gang_job(rank, world, *flags, **more))]
         with (

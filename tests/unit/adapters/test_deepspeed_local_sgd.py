@@ -6,8 +6,6 @@ Under DreamDDP it also takes means of some modules before an iteration, and writ
 replica. With two replicas the mean does not depend on an order, so all comparisons are bit for bit.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

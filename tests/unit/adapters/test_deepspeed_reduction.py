@@ -5,8 +5,6 @@ shows any wrong factor. Clipping is on, and active in every second iteration onl
 of its own if DeepSpeed did not broadcast those of the first one.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from types import SimpleNamespace

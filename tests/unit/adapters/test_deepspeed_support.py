@@ -15,10 +15,7 @@ class OnebitAdam(torch.optim.Adam):
     __module__ = "deepspeed.runtime.fp16.onebit.adam"
 
 
-def engine(
-    kind = "DeepSpeedEngine", optimizer = None, zero = None,
-    has_moe_layers = False, expert_parallel = False, **answers,
-):  # fmt: skip
+def engine(kind="DeepSpeedEngine", optimizer=None, zero=None, has_moe_layers=False, expert_parallel=False, **answers):
     """An engine of class `kind`, whose methods answer `answers`."""
     methods = {name: (lambda self, value=value: value) for name, value in answers.items()}
     found = type(kind, (), methods)()

@@ -88,9 +88,7 @@ def test_a_script_that_destroys_the_group_because_it_failed_is_not_captured_and_
     assert done[-1] == "over" and done.count(7) == orderly
 
 
-def test_a_group_that_is_destroyed_at_exit_after_an_error_is_left_as_after_a_failure(
-    monkeypatch,
-):
+def test_a_group_that_is_destroyed_at_exit_after_an_error_is_left_as_after_a_failure(monkeypatch):
     """As with `atexit.register(dist.destroy_process_group)`: no exception is under way then."""
     one, done = _amid_an_evaluation(monkeypatch)
     monkeypatch.setattr(sys, "last_type", LookupError, raising=False)

@@ -9,8 +9,6 @@ gradients were computed, and those at the end.
 Sizes do not divide: shards are uneven, and one is empty.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple

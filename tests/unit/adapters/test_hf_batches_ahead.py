@@ -171,9 +171,7 @@ def test_an_iterable_data_set_is_read_again(killed_after, capsys):
     assert ("were read again and dropped" in capsys.readouterr().out) == (killed_after % BATCHES > 0)
 
 
-def test_an_iterable_data_set_that_draws_is_named_when_it_does_and_refused_at_a_restart(
-    capsys,
-):
+def test_an_iterable_data_set_that_draws_is_named_when_it_does_and_refused_at_a_restart(capsys):
     loop = Loop(streamed(True)).iterate(0, 1)
     said = "draws random numbers of the process while it is read"
     assert capsys.readouterr().err.count(said) == 1, "in the first iteration"

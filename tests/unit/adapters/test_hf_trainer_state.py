@@ -1,7 +1,5 @@
 """What a Trainer and its callbacks count: captured whole, except for what differs from run to run."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -89,9 +87,7 @@ def test_a_restored_history_is_encoded_as_it_was_also_if_the_trainer_has_loaded_
     assert known.read(history) == saved
 
 
-def test_a_history_that_outgrows_its_room_loses_its_oldest_entries_which_is_named_once(
-    capsys,
-):
+def test_a_history_that_outgrows_its_room_loses_its_oldest_entries_which_is_named_once(capsys):
     history = [{"confusion": "x" * 1000, "step": n} for n in range(20)]
     known = LogHistory(room=5000)
     restored = []
@@ -127,9 +123,7 @@ def test_a_long_history_costs_what_is_new_of_it():
     assert restored == [dict(entry) for entry in history]
 
 
-def test_an_old_entry_that_is_edited_in_a_long_history_is_captured_later_and_named(
-    capsys,
-):
+def test_an_old_entry_that_is_edited_in_a_long_history_is_captured_later_and_named(capsys):
     known, history = LogHistory(), [{"loss": float(n)} for n in range(5000)]
     known.read(history)
     history[2500]["best"] = 1.0

@@ -1,7 +1,5 @@
 """What loops of plain torch read goes on exactly after a restart, or is refused by name, in the unfailed run too."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -457,9 +455,7 @@ def test_a_generator_that_the_captured_loader_was_made_with_is_not_made_for_anot
         train(Endless, lambda: next(loaders)(), 3, ITERATIONS)
 
 
-def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_refused(
-    capsys,
-):
+def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_refused(capsys):
     def outliving():
         return DataLoader(Drawing(0.0), 4, shuffle=True, num_workers=1, persistent_workers=True)
 
@@ -472,9 +468,7 @@ def test_workers_that_draw_and_outlive_a_pass_are_named_and_their_restart_is_ref
     assert capsys.readouterr().err.count("and outlive a pass (persistent_workers), so that what they load") == 1
 
 
-def test_workers_that_draw_for_a_loader_with_its_own_state_are_named_and_their_restart_is_refused(
-    capsys,
-):
+def test_workers_that_draw_for_a_loader_with_its_own_state_are_named_and_their_restart_is_refused(capsys):
     def stateful():
         return StatefulLoader(Drawing(0.0), 4, num_workers=1)
 

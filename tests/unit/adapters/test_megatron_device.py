@@ -93,9 +93,7 @@ def test_an_unprotected_job_that_does_not_ask_is_left_alone(tmp_path):
 
 
 @without_cuda
-def test_a_job_that_asks_is_patched_and_its_first_rank_says_what_and_that_the_version_is_untested(
-    tmp_path,
-):
+def test_a_job_that_asks_is_patched_and_its_first_rank_says_what_and_that_the_version_is_untested(tmp_path):
     said, state = ran(tmp_path, "--reft", "--distributed-backend", "gloo")
     assert said.startswith("ft_plugins: running Megatron on the CPU (--distributed-backend gloo; no CUDA device")
     assert "torch.cuda, " in said and "megatron.core.optimizer.distrib_optimizer" in said

@@ -59,9 +59,14 @@ def training_module(told, exit_code=None):
         told.append("dummy_train_step")
 
     def checkpoint_and_decide_exit(
-        model, optimizer, opt_param_scheduler, iteration,
-        num_floating_point_operations_so_far, checkpointing_context, train_data_iterator,
-    ):  # fmt: skip
+        model,
+        optimizer,
+        opt_param_scheduler,
+        iteration,
+        num_floating_point_operations_so_far,
+        checkpointing_context,
+        train_data_iterator,
+    ):
         told.append("save")
         return False
 

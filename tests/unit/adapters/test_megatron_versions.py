@@ -4,8 +4,6 @@ The tables are taken from the versions' sources; with --all, and a folder of che
 FTP_MEGATRON_LM_ROOT, they are compared with these.
 """
 
-from __future__ import annotations
-
 import argparse
 import enum
 import os
@@ -204,9 +202,7 @@ def configured(version, options, **set_):
 
 
 @pytest.mark.parametrize("given", [{}, {"phase_transition_iterations": None}, {"phase_transition_iterations": [4]}])
-def test_a_resume_before_the_first_evaluation_reads_no_option_that_only_newer_versions_have(
-    given,
-):
+def test_a_resume_before_the_first_evaluation_reads_no_option_that_only_newer_versions_have(given):
     args = argparse.Namespace(iteration=3, consumed_valid_samples=0, **given)
     loop = SimpleNamespace(args=args, _restored=True)
     with MegatronLoop.counted_validation(loop):
@@ -534,9 +530,12 @@ def test_the_tables_are_what_the_sources_say(checkout):
         for configs in (sources.CONFIGS[:2], sources.CONFIGS[2:3])
     )
     for options, known in (
-        (ARGUMENTS, named), (OF_MODEL, model), (OF_OPTIMIZER, optimizer), (OF_LOCAL_STEPS, model),
+        (ARGUMENTS, named),
+        (OF_MODEL, model),
+        (OF_OPTIMIZER, optimizer),
+        (OF_LOCAL_STEPS, model),
         (OF_SCHEDULE, model),
-    ):  # fmt: skip
+    ):
         assert {option.name: option.within(version) for option in options} == {
             option.name: option.name in known for option in options
         }

@@ -92,9 +92,7 @@ def test_the_module_keeps_its_own_loader_and_source(package):
     assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
 
 
-def test_the_modules_of_a_package_can_be_loaded_by_another_loader_and_are_called_back_for_all_the_same(
-    package,
-):
+def test_the_modules_of_a_package_can_be_loaded_by_another_loader_and_are_called_back_for_all_the_same(package):
     class Built(importlib.abc.Loader):
         def exec_module(self, module):
             module.__dict__.update(make=lambda: "built")

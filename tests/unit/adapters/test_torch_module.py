@@ -18,9 +18,7 @@ def test_which_parameters_are_trained_and_the_mode_of_modules_are_handed_over():
 
 
 @pytest.mark.parametrize("of_a_library", [True, False])
-def test_what_a_librarys_loop_has_changed_since_a_restore_is_set_again_before_the_first_iteration(
-    of_a_library,
-):
+def test_what_a_librarys_loop_has_changed_since_a_restore_is_set_again_before_the_first_iteration(of_a_library):
     """A callback of it may be called when training begins, again in each start."""
     first, second = Small(), Small()
     if of_a_library:

@@ -102,9 +102,7 @@ def test_a_frozen_module_is_named_as_soon_as_it_changes(from_step, capsys):
     assert said.err.count(f"iteration {from_step}: 'teacher' (Sequential, a variable of") == (from_step > 1)
 
 
-def test_an_average_that_begins_late_is_named_once_with_the_advice_of_the_loop_and_ends_nothing(
-    capsys,
-):
+def test_an_average_that_begins_late_is_named_once_with_the_advice_of_the_loop_and_ends_nothing(capsys):
     """A library's loop has no line to which get_state could be added."""
     small = Given()
     small.host.of_a_library("what callbacks keep", remedy)
@@ -121,9 +119,7 @@ def test_an_average_that_begins_late_is_named_once_with_the_advice_of_the_loop_a
     assert "as a submodule whose parameters require no gradients" in said and "ft_plugins.ignore(...)" in said
 
 
-def test_what_is_trained_from_the_start_in_a_librarys_loop_is_refused_with_its_advice(
-    monkeypatch,
-):
+def test_what_is_trained_from_the_start_in_a_librarys_loop_is_refused_with_its_advice(monkeypatch):
     monkeypatch.setattr(undeclared_search, "_ignored", [])
     average = AveragedModel(Given().model)
 

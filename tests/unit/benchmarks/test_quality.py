@@ -55,9 +55,7 @@ def test_runs_that_are_in_the_folder_are_not_done_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("scale", FULL.values())
-def test_losses_are_taken_right_after_synchronisations_and_garbage_comes_when_replicas_are_judged(
-    scale,
-):
+def test_losses_are_taken_right_after_synchronisations_and_garbage_comes_when_replicas_are_judged(scale):
     every = scale.iterations // scale.evaluations
     assert every % scale.tau == 0 and every * scale.evaluations == scale.iterations
     first, last = scale.garbage
@@ -80,13 +78,7 @@ def test_the_runs_of_a_seed_differ_in_nothing_but_policy_and_garbage():
     assert not any(one.is_garbage(SCALE.garbage[0], GARBAGE_RANK) for one in made if one.garbage is None)
 
 
-def outcome(
-    policy,
-    seed,
-    losses,
-    garbage=False,
-    left_out=None,
-):
+def outcome(policy, seed, losses, garbage=False, left_out=None):
     run = run_of("digits", seed, policy, SCALE, garbage)
     points = tuple((32 * number, loss) for number, loss in enumerate(losses, 1))
     records = (

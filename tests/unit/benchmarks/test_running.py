@@ -23,9 +23,7 @@ def test_the_time_left_follows_from_the_steps_that_have_ended():
     assert seconds_left(60, 6, done=5, took=50, step=1, since=4) == 6
 
 
-def test_a_missing_package_is_named_with_its_command_before_anything_is_measured(
-    monkeypatch,
-):
+def test_a_missing_package_is_named_with_its_command_before_anything_is_measured(monkeypatch):
     monkeypatch.setitem(running.BENCHMARKS, "needy", Benchmark(1, 1, ("no-such-package",)))
     monkeypatch.setattr(sys, "argv", ["needy.py"])
     with pytest.raises(SystemExit) as ended:

@@ -14,9 +14,7 @@ RANKS = 3
 ITERATIONS = 6
 
 
-def test_one_replica_struck_in_every_iteration_ends_as_the_clean_run_when_audited_and_else_does_not(
-    tmp_path,
-):
+def test_one_replica_struck_in_every_iteration_ends_as_the_clean_run_when_audited_and_else_does_not(tmp_path):
     learners.prepare(("text",))
     ended = {}
     for method in (CLEAN, UNAUDITED, AUDIT):

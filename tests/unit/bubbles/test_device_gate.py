@@ -1,7 +1,5 @@
 """A gate that the device opens: open within the device's bubbles, whatever the host does, and to no other bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -165,14 +165,7 @@ def turns_of(plan):
     yield {one.transfer.sender: one.every for one in plan.senders}
 
 
-def check(
-    plan,
-    transfers,
-    timelines,
-    bubbles,
-    speed,
-    reserve,
-):
+def check(plan, transfers, timelines, bubbles, speed, reserve):
     """Every byte once; no grant out of a shared window; no link carries more than it can between any two moments."""
     assert [one.transfer for one in plan.senders] == list(transfers)
     of = {one.sender: one for one in transfers}
@@ -249,12 +242,7 @@ def jobs(draw):
 
 @settings(max_examples=300)
 @given(jobs(), st.sampled_from(Granularity), st.sampled_from([0, 0.5, 1]), st.sampled_from([0, 4.25, 40]))
-def test_whatever_the_bubbles_every_byte_is_planned_once_or_refused_with_a_reason(
-    job,
-    granularity,
-    kept,
-    ready,
-):
+def test_whatever_the_bubbles_every_byte_is_planned_once_or_refused_with_a_reason(job, granularity, kept, ready):
     transfers, bubbles, speed = job
     timelines = around(bubbles, 30.0)
     reserve = Reserve(kept, kept / 2)

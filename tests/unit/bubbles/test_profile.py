@@ -1,7 +1,5 @@
 """How a job comes by a profile, keeps it, and gives it up: all ranks in step, by counting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise

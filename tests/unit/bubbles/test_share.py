@@ -39,9 +39,7 @@ def rate_at(rates, moment):
 
 @settings(max_examples=400)
 @given(senders)
-def test_the_rates_add_up_to_the_link_where_anyone_may_send_and_to_nothing_elsewhere(
-    given_,
-):
+def test_the_rates_add_up_to_the_link_where_anyone_may_send_and_to_nothing_elsewhere(given_):
     found = share([windows(free) for free, _ in given_], [need for _, need in given_], LINK)
     for tick in range(END):
         rates = [rate_at(one, tick + 0.5) for one in found]
@@ -52,9 +50,7 @@ def test_the_rates_add_up_to_the_link_where_anyone_may_send_and_to_nothing_elsew
 
 @settings(max_examples=200)
 @given(senders)
-def test_a_window_is_used_from_when_its_sender_has_a_rate_until_it_has_none_any_more(
-    given_,
-):
+def test_a_window_is_used_from_when_its_sender_has_a_rate_until_it_has_none_any_more(given_):
     """So that who goes first in windows of its own is not met by one that has longer ones."""
     whole = [windows(free) for free, _ in given_]
     for rates, given_windows in zip(share(whole, [need for _, need in given_], LINK), whole, strict=True):

@@ -46,15 +46,7 @@ def together(count, work):
     return found
 
 
-def meeting(
-    rank,
-    count,
-    store,
-    secret=SECRET,
-    on_node=1,
-    seconds=SECONDS,
-    encrypt=False,
-):
+def meeting(rank, count, store, secret=SECRET, on_node=1, seconds=SECONDS, encrypt=False):
     return RankMeeting(store, "0", rank, count, on_node, secret, "127.0.0.1", encrypt, seconds, Events())
 
 

@@ -14,9 +14,7 @@ from ft_plugins.transport.framed import Link
 KEY = bytes(32)
 
 
-def test_a_rank_may_leave_unread_what_it_is_sent_for_as_long_as_a_transfer_waits(
-    monkeypatch,
-):
+def test_a_rank_may_leave_unread_what_it_is_sent_for_as_long_as_a_transfer_waits(monkeypatch):
     made = []
 
     def link(*args):

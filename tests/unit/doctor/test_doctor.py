@@ -238,10 +238,16 @@ def test_five_planted_faults_are_the_five_findings(doctor, monkeypatch, tmp_path
     assert (status, found["exit_status"], found["node"]) == (2, 2, socket.gethostname())
     assert {each["grade"] for each in found["findings"]} == {"failure"}
     for expected, each in zip(
-        ("/dev/shm has 1.0 GiB free", "expected mode 0600", "no-such-host.invalid does not resolve",
-         "--ftp-interface no-such0: no device", "temporary files, /scratch, cannot be used"),
-        found["findings"], strict=True,
-    ):  # fmt: skip
+        (
+            "/dev/shm has 1.0 GiB free",
+            "expected mode 0600",
+            "no-such-host.invalid does not resolve",
+            "--ftp-interface no-such0: no device",
+            "temporary files, /scratch, cannot be used",
+        ),
+        found["findings"],
+        strict=True,
+    ):
         assert expected in each["what"]
     status, said = doctor("--parameters", "7e9", "--", *job, *flags)
     assert status == 2 and said.startswith(f"{socket.gethostname()}: will not work\n")

@@ -1,7 +1,5 @@
 """A claim that is not true is seen not to be: each against what a job has written, right and wrong."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The agent with a real SMP: two ranks forked from an agent that is forked from this process; real signals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -458,9 +456,7 @@ def test_a_job_that_fails_in_the_same_way_before_its_first_iteration_is_started_
     assert liveness.held(node.job.run_dir / "smp.lock")  # it keeps what there is
 
 
-def test_a_job_that_fails_before_its_first_version_but_not_before_its_first_iteration_is_tried_more_often(
-    node,
-):
+def test_a_job_that_fails_before_its_first_version_but_not_before_its_first_iteration_is_tried_more_often(node):
     outcome = node.run(fail_after_an_iteration)
     assert (outcome.status, outcome.restarts) == ("stuck", 3)
     assert "the beginning was tried again 3 times" in outcome.reason

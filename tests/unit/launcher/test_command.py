@@ -137,14 +137,7 @@ def failed(rank, message):
     ],
     ids=lambda value: value.status if isinstance(value, Outcome) else "",
 )
-def test_how_the_job_ended_is_the_status_and_at_most_one_line(
-    outcome,
-    code,
-    lines,
-    folder,
-    monkeypatch,
-    capsys,
-):
+def test_how_the_job_ended_is_the_status_and_at_most_one_line(outcome, code, lines, folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "execute", lambda planned: outcome)
     assert command.main([*PROTECTED, str(folder / "train.py")]) == code
     assert capsys.readouterr().err.splitlines() == [line + where() for line in lines]

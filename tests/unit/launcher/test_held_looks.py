@@ -1,7 +1,5 @@
 """Looks that the leader holds until there is news: at the service, at its port, and at the node that looks."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace

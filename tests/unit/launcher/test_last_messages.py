@@ -15,9 +15,7 @@ STEPS = st.tuples(
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(STEPS, max_size=40))
-def test_whatever_happens_those_are_silent_who_were_not_heard_from_for_so_long(
-    story,
-):
+def test_whatever_happens_those_are_silent_who_were_not_heard_from_for_so_long(story):
     alive, now = LastMessages(SILENCE), 1000.0
     last = {}
     watched = set()

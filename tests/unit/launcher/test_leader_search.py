@@ -1,7 +1,5 @@
 """Who comes to lead: stations of several nodes in this process, each at a port of its own, asked over the network."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -85,9 +83,7 @@ def test_the_first_of_the_last_round_leads_and_the_others_find_it(make):
     assert [node.search.look(patient=True) for node in (a, b, c)] == [found] * 3
 
 
-def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waited_for(
-    make,
-):
+def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waited_for(make):
     a, b, c = make("a", "b", "c")
     a.port.close()
     b.service.wake()
@@ -99,9 +95,7 @@ def test_a_node_leads_when_those_before_it_are_gone_or_asleep_or_have_been_waite
     assert b.search.look(patient=True) == found
 
 
-def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_there(
-    make,
-):
+def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_there(make):
     a, b = make("a", "b")
     assert elect(b, lead("x", 3))
     assert not elect(b, lead("y", 3)) and not elect(b, lead("y", 2))
@@ -110,9 +104,7 @@ def test_a_node_consents_once_a_generation_and_never_beside_a_lead_that_lives_th
     assert not elect(a, lead("x", 99))
 
 
-def test_a_node_that_has_forgotten_the_last_round_does_not_lead_those_that_remember_it(
-    make,
-):
+def test_a_node_that_has_forgotten_the_last_round_does_not_lead_those_that_remember_it(make):
     a, b, c = make("a", "b", "c")
     a.roster_file.roster = Roster(0)  # its machine was started again
     a.search._given.extend(node.endpoint for node in (a, b, c))
@@ -124,9 +116,7 @@ def test_a_node_that_has_forgotten_the_last_round_does_not_lead_those_that_remem
     assert [node.search.look(patient=True) for node in (a, c)] == [found] * 2
 
 
-def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generation(
-    make,
-):
+def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generation(make):
     a, b, c = make("a", "b", "c")
     known = a.search.meet([b.endpoint, c.endpoint])
     assert elect(c, lead("x", 1))  # somebody is quicker there
@@ -135,9 +125,7 @@ def test_a_node_that_is_refused_by_one_does_not_lead_and_tries_a_later_generatio
     assert found is not None and found.generation == 2
 
 
-def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(
-    make,
-):
+def test_a_node_does_not_take_the_lead_when_another_one_was_elected_meanwhile(make):
     [a] = make("a")
     own = Leader("a", "token-a", a.endpoint, 1, 1)
     assert elect(a, own)
@@ -183,9 +171,7 @@ def test_the_end_is_told_from_node_to_node(make):
     assert a.service.closed == "it has succeeded"  # the first word counts
 
 
-def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_lead(
-    make,
-):
+def test_an_implausible_generation_is_not_believed_and_keeps_no_node_from_the_lead(make):
     a, b = make("a", "b")
     for generation in (1 << 32, 1 << 30):
         for request in ("elect", "meet"):
@@ -230,9 +216,7 @@ WRONG = [
 ]
 
 
-def test_who_does_not_lead_says_so_and_a_request_that_makes_no_sense_is_refused(
-    make,
-):
+def test_who_does_not_lead_says_so_and_a_request_that_makes_no_sense_is_refused(make):
     [a] = make("a")
     assert a.service.answer({"do": "look", "token": "t"})["moved"] is True
     applying = ({"do": "apply", "token": "t", "application": APPLICATION | more} for more in IMPLAUSIBLE)

@@ -3,8 +3,6 @@
 Packages count as installed in the user's site-packages, which lie in the folder of the test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -261,9 +259,7 @@ def test_packages_that_would_not_be_as_in_a_new_process_are_left_to_the_ranks(ma
     assert "seldom" in imported.read_record(record_of(node.folder, node.command)).names
 
 
-def test_what_ranks_had_imported_is_imported_ahead_of_the_next_start_and_by_the_next_job(
-    make,
-):
+def test_what_ranks_had_imported_is_imported_ahead_of_the_next_start_and_by_the_next_job(make):
     node = make()
     node.words = ("-m", "train")
     node.parent = PreloadedParent(node.parent._job, node.command, 1, node.parent._events)
@@ -382,9 +378,7 @@ def test_what_a_module_puts_first_on_the_path_stays_there(make):
     assert node.forked() == [(1, 0)] and forked["path"] == cold["path"] and cold["path"][0] == "/first"
 
 
-def test_a_module_of_the_script_that_is_called_as_one_of_python_is_not_executed_ahead(
-    make,
-):
+def test_a_module_of_the_script_that_is_called_as_one_of_python_is_not_executed_ahead(make):
     node = make(script=f"import this\n{SCRIPT}")
     (node.folder / "this.py").write_text("open('executed', 'a').write('x')")
     node.parent.begin()

@@ -95,9 +95,7 @@ def test_a_module_that_was_not_imported_ahead_comes_after_its_package(module):
     assert package.late.more.FOUND == "its own"
 
 
-def test_what_a_later_import_uses_of_one_that_waits_is_there_for_it_and_waits_with_it(
-    module,
-):
+def test_what_a_later_import_uses_of_one_that_waits_is_there_for_it_and_waits_with_it(module):
     module("early")
     module("later", "import early, os\nFOUND = os.environ['PUT_OFF_EARLY']")
     before = state()

@@ -946,9 +946,7 @@ def ranks_of(agent):
 RANKS = [[(0, 0, 5, 0, 5), (1, 1, 5, 1, 5)], [(0, 2, 5, 2, 5), (1, 3, 5, 3, 5), (2, 4, 5, 4, 5)]]
 
 
-def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed(
-    monkeypatch,
-):
+def test_ranks_that_a_stranger_writes_into_the_store_of_a_round_are_not_believed(monkeypatch):
     port = free_port()
     handlers = []
     for name in "ab":

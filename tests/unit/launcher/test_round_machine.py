@@ -1,7 +1,5 @@
 """What a look at the leader of many nodes costs. What it decides: `rounds.txt`, and `tests/world`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from ft_plugins.launcher.rounds.node_messages import Leader

@@ -22,14 +22,14 @@ class Rounds:
 
     def __init__(self):
         self.now, self.candidates = 1000.0, {}
-        self.muted, self.working, self.known, self.survivors = set(), set(), set(), ()
+        self.muted, self.working, self.known, self.survivors, self.seen = set(), set(), set(), (), 0
 
     # ---- who sits where, and how large a round is ----
 
     def rules(self, least, most, sizes=(), own="", last=(), survived="", among=None, asked=False, **more):
         self.allowed = Rules(least, most, sizes, **more)
         if among is not None:
-            self.allowed = self.allowed.among(among, spares_asked=asked)
+            self.allowed = self.allowed.among(among, *[True] * asked)
         roster = Roster(4, tuple(Place(node, f"{node}:1") for node in last)) if last else None
         self.lead = RoundMachine(self.allowed, SILENCE, roster, self.now, own)
         self.survivors = survived
@@ -74,12 +74,13 @@ class Rounds:
 
     # ---- a round as its lead sees it ----
 
-    def come(self, *names, life=1, **seats):
+    def come(self, *names, life=1, trained=False, **seats):
         self.known |= {f"{name}/{life}" for name in names}
         seats = {name: Seat(*seat) for name, seat in seats.items()}
         for name in names:
             taken = name in self.survivors
-            application = Application(name, f"{name}/{life}", f"{name}:1", seats.get(name), took_part=taken)
+            more = {"trained": True, "opened": True} if trained else {}
+            application = Application(name, f"{name}/{life}", f"{name}:1", seats.get(name), took_part=taken, **more)
             if not self.lead.apply(application, self.now):
                 return f"not {name}"
 
@@ -144,6 +145,16 @@ class Rounds:
             self.lead.step(self.now)
         return self.state()
 
+    def stopped(self, seconds):
+        """The lead, while all others go on."""
+        self.now += seconds
+        return self.passes(0.5)
+
+    def news(self):
+        """Whether what looks show has changed since this was asked last."""
+        seen, self.seen = self.seen, self.lead.revision
+        return self.seen != seen
+
     def state(self):
         lead = self.lead
         facts = {
@@ -152,6 +163,7 @@ class Rounds:
         }  # fmt: skip
         said = [f"{lead.phase.value} {lead.round}: {' '.join(self.members)}".rstrip(": ")]
         said += ["begun"] * lead.begun + ["hopeless"] * lead.is_hopeless
+        said += [name for name in ("opened", "trained") if lead.proposal and getattr(lead.proposal, name)]
         return ", ".join(said + [f"{name} {transcripts.shown(of)}" for name, of in facts.items() if of])
 
     @property

@@ -87,9 +87,7 @@ def test_where_one_works_the_others_may_wait_for_it_and_it_is_said_once_that_not
     assert watch.look(lambda: False, ended=True) == ""
 
 
-def test_a_start_that_works_for_long_and_then_waits_hangs_after_the_alarm_that_nothing_attaches(
-    begin,
-):
+def test_a_start_that_works_for_long_and_then_waits_hangs_after_the_alarm_that_nothing_attaches(begin):
     watch, wait_for = begin(SPINS)
     wait_for(UNATTACHED)
     os.kill(watch.processes[0][0], signal.SIGSTOP)
@@ -98,9 +96,7 @@ def test_a_start_that_works_for_long_and_then_waits_hangs_after_the_alarm_that_n
     assert watch.look(lambda: True, ended=True) == ATTACHED
 
 
-def test_a_start_after_one_that_hung_or_that_another_node_ended_counts_that_one(
-    begin,
-):
+def test_a_start_after_one_that_hung_or_that_another_node_ended_counts_that_one(begin):
     watch, _ = begin(SLEEPS)
     assert watch.alarms == 0, "the first one"
     watch.begin({}, apart=False, again=False)
@@ -115,9 +111,7 @@ def test_a_start_after_one_that_hung_or_that_another_node_ended_counts_that_one(
     assert watch.alarms == 0, "the one before had attached"
 
 
-def test_a_start_is_over_when_all_have_attached_and_what_it_took_is_the_measure_of_the_next(
-    begin,
-):
+def test_a_start_is_over_when_all_have_attached_and_what_it_took_is_the_measure_of_the_next(begin):
     watch, _ = begin(SLEEPS)
     assert watch.look(lambda: True, ended=True) == "" and not watch.processes
     assert 0 < watch._before < BOUND

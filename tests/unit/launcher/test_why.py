@@ -130,9 +130,10 @@ def test_one_outage_of_nodes_whose_clocks_differ_stays_one(ahead):
     second = [failed(54, 0, 1, "lost a peer", "a"), failed(54 + ahead, 5, -9, "", "b")]
     after = [*both(56, "workers.restarted", restart=2, token=3), *both(58, "ranks.resumed", lineage=2, iteration=30)]
     for events, same, recovered in (
-        ([*start, *first], 1, False), ([*start, *first, *again, *second], 2, False),
+        ([*start, *first], 1, False),
+        ([*start, *first, *again, *second], 2, False),
         ([*start, *first, *again, *second, *after], 2, True),
-    ):  # fmt: skip
+    ):
         account = why(events)
         assert account is not None and (account.rank, account.node) == (5, "b")
         assert (account.others, account.same, account.recovered) == ("rank 0", same, recovered)

@@ -20,9 +20,7 @@ def test_a_flat_buffer_is_the_same_memory_without_a_graph():
     assert flat.tolist() == [0, 0, 0, 1, 1, 1]
 
 
-def test_deepspeeds_fused_adam_is_torchs_own_and_a_line_names_its_arithmetic(
-    capsys,
-):
+def test_deepspeeds_fused_adam_is_torchs_own_and_a_line_names_its_arithmetic(capsys):
     weight, compiled = torch.nn.Parameter(torch.ones(2)), []
     made = with_torch_adam(lambda *given: compiled.append(given))
     decoupled = made([weight], lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1)

@@ -42,9 +42,7 @@ def test_each_program_has_its_own_patches():
     assert "current_device" not in of_torch, "it asks DeepSpeed for its device"
 
 
-def test_what_deepspeed_has_removed_can_be_imported_and_says_so_when_it_is_used(
-    monkeypatch,
-):
+def test_what_deepspeed_has_removed_can_be_imported_and_says_so_when_it_is_used(monkeypatch):
     monkeypatch.setattr(forks, "_COMPRESS", "json.compress")  # any package without such a module
     monkeypatch.setitem(sys.modules, "json.compress", ModuleType("unset"))
     del sys.modules["json.compress"]

@@ -105,7 +105,8 @@ def test_the_downtime_is_told_apart():
     assert seconds.detect == pytest.approx(0.5)
     assert seconds.restart == pytest.approx(1070.3 - KILLED - 0.5)  # the last of four ranks attaches at 1070.3
     assert seconds.load == pytest.approx(0.13)  # the slowest of four ranks
-    assert seconds.down == pytest.approx(1072.51 - KILLED)
+    assert seconds.proof == pytest.approx(1072.51 - KILLED), "iteration 8, which was logged before"
+    assert seconds.down == pytest.approx(1073.51 - KILLED)
 
 
 def test_the_stall_is_the_median_over_fences_of_the_slowest_rank():

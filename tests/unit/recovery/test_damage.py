@@ -4,8 +4,6 @@ The SMP's own code attaches, a rank is a thread; around them stands a gather in 
 segment are changed between two starts of a job: its header page, headers, digest tables and small state of its slots.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
@@ -406,8 +404,9 @@ def test_a_damaged_constant_header_is_a_lost_segment_and_never_a_new_one(trained
         assert isinstance(begun.error, ResumeError)
         for part in (
             "ranks 0, 2: 4 (lineage 1), 5 (lineage 1), 6 (lineage 1); rank 1: none",
-            "rank 1: its segment was damaged", "--ftp-resume fresh",
-        ):  # fmt: skip
+            "rank 1: its segment was damaged",
+            "--ftp-resume fresh",
+        ):
             assert part in str(begun.error)
         assert any(event.name == "segment.corrupted" for event in job.seen)
         smp = None
@@ -417,9 +416,7 @@ def test_a_damaged_constant_header_is_a_lost_segment_and_never_a_new_one(trained
     assert auto.plan is not None and auto.plan.version is None, "as the user had said"
 
 
-def test_a_job_of_which_every_segment_is_damaged_does_not_begin_again_unasked(
-    trained,
-):
+def test_a_job_of_which_every_segment_is_damaged_does_not_begin_again_unasked(trained):
     job, _ = trained
     for rank in RANKS:
         flip(job, rank, 8, 0x01)
@@ -431,9 +428,7 @@ def test_a_job_of_which_every_segment_is_damaged_does_not_begin_again_unasked(
     assert job.start(job.smp()).plan is not None
 
 
-def test_a_job_of_which_every_slot_of_one_rank_is_damaged_names_what_the_others_hold(
-    trained,
-):
+def test_a_job_of_which_every_slot_of_one_rank_is_damaged_names_what_the_others_hold(trained):
     job, _ = trained
     for slot in range(SHAPE.slots):
         flip(job, 1, FIRST_SLOT + slot * SHAPE.slot_room + LINEAGE_WORD, 0x02)
@@ -443,9 +438,7 @@ def test_a_job_of_which_every_slot_of_one_rank_is_damaged_names_what_the_others_
         assert part in str(begun.error)
 
 
-def test_where_the_lineage_of_every_rank_is_damaged_the_sealed_slots_decide(
-    trained,
-):
+def test_where_the_lineage_of_every_rank_is_damaged_the_sealed_slots_decide(trained):
     job, _ = trained
     for rank in RANKS:
         for at in range(8 * _RECORDS, 8 * (_RECORDS + MirroredRecord.room(4) + MirroredRecord.room(5)), 8):
@@ -544,9 +537,7 @@ def empty(segment):
         segment.dirty(slot.index, None, 1)
 
 
-def test_a_bit_that_flips_on_a_node_that_is_left_is_one_more_loss_and_not_the_end_of_the_version(
-    four,
-):
+def test_a_bit_that_flips_on_a_node_that_is_left_is_one_more_loss_and_not_the_end_of_the_version(four):
     """RAIM6: what was lost is decoded from the flipped bit, in the round in which its own rank finds it."""
     empty(four[0])
     four[1].data(2)[17] ^= 4

@@ -1,7 +1,5 @@
 """The recovery plan, against brute force over random survivors, and case by case in `plan.txt`."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 
@@ -346,6 +344,13 @@ class Job:
             holders = [node for position, node in plan.holders.items() if node != position]
             said.append(f"holders elsewhere: {shown(holders)}; gone: {shown(plan.gone)}")
         return "\n".join(said + ["state is lost"] * plan.state_lost + ["nothing is lost"] * plan.fresh)
+
+    def reason(self):
+        return self._plan(None).reason
+
+    def proves(self, at):
+        """What is said where the state of an iteration before is loaded."""
+        return self._plan(None).table(at)
 
     def choose(self, mode, loaded=0):
         plan = choose_source(self._plan(iteration_bound(mode)), mode, loaded)

@@ -93,14 +93,7 @@ def test_a_difference_that_ended_the_job_is_looked_for_again_and_another_version
         ((), (INPUTS,), True, "warn", ProofVerdict.DIFFERS, False),
     ],
 )
-def test_items_that_differ_are_judged_by_all_that_led_to_them(
-    parts,
-    compared,
-    deterministic,
-    mode,
-    verdict,
-    ends,
-):
+def test_items_that_differ_are_judged_by_all_that_led_to_them(parts, compared, deterministic, mode, verdict, ends):
     found = {"b": (3, 0.5), "a": (1, math.nan)}
     judged = judge_state(42, 10, found, parts, compared, deterministic, mode)
     assert judged.verdict == RankVerdict(verdict, 10, 2, 42, 0.5) and judged.ends is ends
@@ -123,13 +116,7 @@ def test_no_item_that_differs_proves_unless_the_ledger_knows_better():
         ([{STATE}], (STATE, INPUTS), False, ProofVerdict.DIFFERS, 43),
     ],
 )
-def test_iterations_are_judged_by_the_ledger_alone(
-    compared,
-    differing,
-    deterministic,
-    verdict,
-    last,
-):
+def test_iterations_are_judged_by_the_ledger_alone(compared, differing, deterministic, verdict, last):
     judged = judge_parts(dict(enumerate(compared, 43)), differing, 10, deterministic)
     assert judged == RankVerdict(verdict, 10, 0, last)
 

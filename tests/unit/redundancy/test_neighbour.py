@@ -4,8 +4,6 @@ Random pipelines over random nodes, the shapes of real jobs, and 8,192 ranks. Wh
 against bytes, copied and put together again by the same pure code that SMPs use.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import dataclass

@@ -66,9 +66,7 @@ def test_no_two_pieces_of_a_stripe_are_on_one_node_and_each_node_takes_part_once
 
 @settings(max_examples=200, deadline=None)
 @given(groups(24))
-def test_each_node_keeps_as_much_parity_as_the_others_and_every_parity_is_kept_once(
-    group,
-):
+def test_each_node_keeps_as_much_parity_as_the_others_and_every_parity_is_kept_once(group):
     sizes, losses = group
     placement = place_parity(sizes, losses)
     cuts = len(sizes) - losses

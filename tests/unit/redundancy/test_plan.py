@@ -3,8 +3,6 @@
 What a plan says is checked against bytes counted one by one, for random jobs and for the topologies of real ones.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 What a plan says is carried out byte by byte, for random jobs with random replica sets.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -73,9 +71,7 @@ def spread(job, stream, group):
 
 @settings(max_examples=150, deadline=None)
 @given(jobs())
-def test_every_byte_is_in_exactly_one_section_and_local_where_its_set_is_on_several_nodes_of_the_group(
-    job,
-):
+def test_every_byte_is_in_exactly_one_section_and_local_where_its_set_is_on_several_nodes_of_the_group(job):
     plan = job.plan()
     held = {encoding: Counter() for encoding in Encoding}
     for section in plan.sections:

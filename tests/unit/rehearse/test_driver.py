@@ -211,9 +211,7 @@ def test_lines_are_written_where_there_is_no_terminal(capsys):
     assert len(lines) == 1 + 1 + 10 + 1
 
 
-def test_where_it_is_not_known_how_many_ranks_a_job_has_those_that_are_there_are_counted(
-    capsys,
-):
+def test_where_it_is_not_known_how_many_ranks_a_job_has_those_that_are_there_are_counted(capsys):
     display = display_on(Console(force_terminal=False, width=200), ranks=None)
     display.begin("the run", iterations=20)
     display.show(Progress(DrivePhase.STARTING, 0, None, 3, 1.0))

@@ -48,9 +48,7 @@ def test_a_step_that_was_not_noted_adds_its_time_to_the_next_phase(missing, unkn
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_while_a_core_is_written_the_job_waits_for_it_whether_the_time_of_the_failure_is_known_or_not(
-    known,
-):
+def test_while_a_core_is_written_the_job_waits_for_it_whether_the_time_of_the_failure_is_known_or_not(known):
     events = [restarted(11.25, 11.5, 13.0, dumping=7.5), resumed()]
     [one] = recovery_phases([killed(7.25), *events] if known else events)
     assert (one.phases["detect"], one.phases["dump"]) == (0.25 if known else None, 3.75)

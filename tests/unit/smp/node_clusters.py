@@ -165,10 +165,18 @@ class Cluster:
     rank, unless `groups` are given."""
 
     def __init__(
-        self, folder, job, count, losses = 1, *, per_node = 2, encrypt = False,
-        sizes = lambda rank: 1_500_000 + 70_001 * rank, detect = DETECT,
-        groups = None,
-    ):  # fmt: skip
+        self,
+        folder,
+        job,
+        count,
+        losses=1,
+        *,
+        per_node=2,
+        encrypt=False,
+        sizes=lambda rank: 1_500_000 + 70_001 * rank,
+        detect=DETECT,
+        groups=None,
+    ):
         self.folder, self.job, self.encrypt = folder, job, encrypt
         self.secret = write_secret(folder)
         self.ranks = [range(at * per_node, (at + 1) * per_node) for at in range(count)]

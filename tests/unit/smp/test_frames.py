@@ -82,9 +82,7 @@ def test_the_frames_of_any_lost_rank_add_up_to_its_slot(draw):
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_frames_of_a_rank_that_computes_parity_itself_add_up_to_its_data_alone(
-    draw,
-):
+def test_the_frames_of_a_rank_that_computes_parity_itself_add_up_to_its_data_alone(draw):
     """Part of each slot is of a replica set of all ranks; what lies before and behind it is the rank's own."""
     count = draw.draw(st.integers(2, 5))
     ranks_on = draw.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))

@@ -1,7 +1,5 @@
 """The watch of a node's ranks by its SMP: what it reports, what it has restarted, and when."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field, replace

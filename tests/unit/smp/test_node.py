@@ -21,7 +21,7 @@ from ft_plugins.bubbles.bubble_plan import LARGEST_RATE_DUTY
 from ft_plugins.bubbles.filling import Grant
 from ft_plugins.bubbles.gate.gate import Gate
 from ft_plugins.bubbles.gate.gate_pacer import GatePacer
-from ft_plugins.errors import FtError, ProtocolError, ResumeError
+from ft_plugins.errors import FtError, ProtocolError
 from ft_plugins.smp.exchange.traffic import RatePacer
 from ft_plugins.smp.tree import other_nodes
 from ft_plugins.smp.tree.protection import Protection
@@ -81,17 +81,6 @@ def test_what_counts_is_rebuilt_on_fresh_nodes_and_protected_again(cluster, coun
     assert job.rebuilds(Version(2, 5), (lost[0] + 1) % count)
 
 
-@pytest.mark.parametrize("how", [{}, STAGES], ids=["parity", "copies"])
-def test_more_nodes_than_parity_or_copies_make_up_for_are_refused(cluster, how):
-    job = cluster(4)
-    job.protect(**how)
-    job.train(1, 1)
-    fresh = job.substitute(0, 1)
-    with pytest.raises(ResumeError, match="lost"):
-        job.rebuild(fresh[1], 2, Version(1, 1), (0, 1))
-    assert not fresh[1].holds(2, Version(1, 1))
-
-
 def test_the_end_of_an_exchange_does_not_wait_until_large_slots_are_verified(cluster, monkeypatch):
     """The node's reports wait for it: for longer than a node may be silent, it would seem lost."""
     job = cluster(2)
@@ -139,66 +128,6 @@ def test_what_takes_time_is_done_before_any_node_begins_to_miss_another(cluster)
     assert stores == [parity_path_of(job.job, node.name).stat().st_ino for node in job.nodes], "the same memory"
     job.until_committed(2)
     job.train(3, 3, lineage=2)
-
-
-def test_a_version_that_is_only_half_sent_leaves_the_one_before_to_be_rebuilt(cluster):
-    job = cluster(3)
-    job.protect()
-    job.train(1, 2)
-    job.protect(2, Version(1, 2), mbps=0.8)  # ten seconds for each MB: not done meanwhile
-    job.begin(3, 2)
-    job.write(4, 13, 2)  # ten iterations go by while it is being sent: neither version is overwritten
-    for node in job.nodes:
-        for rank in job.ranks[node.position]:
-            assert node.holds(rank, Version(1, 2)) and node.holds(rank, Version(2, 3))
-            assert node.holds(rank, Version(2, 13)) and node.holds(rank, Version(2, 12))
-    assert all(node.status("committed") == [1, 2] for node in job.nodes)
-    (fresh,) = job.substitute(2)
-    with pytest.raises(FtError, match="is not here"):
-        job.rebuild(fresh, 4, Version(2, 3), (2,))
-    job.rebuild(fresh, 4, Version(1, 2), (2,))
-    assert fresh.holds(4, Version(1, 2))
-
-
-def test_an_smp_that_is_replaced_in_the_middle_gathers_anew_and_loses_nothing(cluster, monkeypatch):
-    job = cluster(3)
-    job.protect()
-    job.train(1, 2)
-    version = Version(1, 2)
-    sending, take = threading.Event(), RatePacer.take
-
-    def held(pacer, nbytes, stop):
-        while not (stop.is_set() or sending.wait(0.01)):
-            pass
-        return take(pacer, nbytes, stop)
-
-    monkeypatch.setattr(RatePacer, "take", held)  # nothing is through before the SMP is replaced
-    for position in (1, 0):  # position 0 takes the decisions
-        lineage = version.lineage + 1
-        job.protect(lineage, version)
-        version = Version(lineage, version.iteration + 1)
-        sending.clear()
-        job.begin(version.iteration, lineage)
-        job.nodes[position].replace_smp()
-        sending.set()
-        assert job.nodes[position].tier.inventory()["parity"] == [(version.lineage - 1, version.iteration - 1)]
-        job.until_committed(version.iteration, lineage)
-    assert job.rebuilds(version, 2)
-
-
-@pytest.mark.parametrize("silent", [0, 2])
-def test_a_silent_node_is_declared_lost_by_the_others_and_by_them_only(cluster, silent):
-    job = cluster(3)
-    job.protect(4)
-    job.nodes[silent].driver._stop.set()  # nothing is heard of it any more; its connections stay open
-    others = [node for node in job.nodes if node.position != silent]
-    files = [node.run_dir / "lost.json" for node in others]
-    wait(lambda: all(file.exists() for file in files), 10 * DETECT)
-    for file in files:
-        assert file.read_text() == f'{{"token": 4, "lost": ["node n{silent}"]}}'
-    for node in others:
-        node.tier.suspend()
-        assert not (node.run_dir / "lost.json").exists(), "a new incarnation starts with a clean slate"
 
 
 def test_a_stranger_on_the_port_of_a_dead_smp_costs_the_next_one_only_the_port(cluster):

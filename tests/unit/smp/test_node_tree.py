@@ -123,9 +123,7 @@ def test_a_version_is_committed_without_waiting_for_the_next_look_at_memory(clus
     job.train(2, 5)
 
 
-def test_threads_of_a_node_are_those_of_its_group_and_do_not_grow_with_the_job(
-    cluster,
-):
+def test_threads_of_a_node_are_those_of_its_group_and_do_not_grow_with_the_job(cluster):
     job = cluster(16)
     most = Counter()
     stop = threading.Event()

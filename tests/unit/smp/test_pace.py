@@ -39,9 +39,7 @@ def test_the_distance_is_between_the_last_two_that_counted_in_one_lineage():
 
 
 @pytest.mark.parametrize("last", [Version(1, 90), Version(1, 100)])
-def test_a_restored_version_that_is_committed_again_does_not_say_how_often_this_incarnation_commits(
-    last,
-):
+def test_a_restored_version_that_is_committed_again_does_not_say_how_often_this_incarnation_commits(last):
     restored = Version(1, 100)
     pace = Pace(1, last, restored)
     assert not pace.committed(restored) and (pace.usual, pace.iterations) == (0, None)

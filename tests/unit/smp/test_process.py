@@ -185,9 +185,7 @@ def test_ranks_are_held_on_request_and_no_later_incarnation_is(node):
     assert not segment.header.held and not segment.header.held_at
 
 
-def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_never_repeats_a_token(
-    node,
-):
+def test_the_end_in_order_removes_segments_and_half_made_ones_and_a_later_start_never_repeats_a_token(node):
     first = node.start()
     paths = [attach(node, rank=rank) for rank in range(3)]
     token = node.fence()
@@ -458,9 +456,7 @@ def test_the_memory_of_another_job_or_layout_is_refused_by_what_differs_and_noth
     assert {"fingerprint": found.fingerprint, "shape": asdict(found.shape)}.items() >= changed.items()
 
 
-def test_small_state_of_another_size_or_slots_claimed_in_another_way_are_still_the_same_job(
-    daemon,
-):
+def test_small_state_of_another_size_or_slots_claimed_in_another_way_are_still_the_same_job(daemon):
     """Its room is claimed from what it measures at start, which differs by a few bytes from one start to the next; the
     slots as with --reft-slots 5, and then without it."""
     path = attached(daemon)

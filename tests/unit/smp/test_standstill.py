@@ -176,9 +176,7 @@ def bounds(begun=200, committed=None, epoch=RESTORED):
     ],
     ids=str,
 )
-def test_whatever_a_report_exceeds_none_of_its_versions_is_used_and_its_sender_lives_on(
-    wrong,
-):
+def test_whatever_a_report_exceeds_none_of_its_versions_is_used_and_its_sender_lives_on(wrong):
     right = Summary(6, 204, v(204), v(200), v(196), v(200), v(192), v(196), (0,), v(200))
     assert bounds().summary(1, right) == (right, "")
     usable, reason = bounds().summary(1, replace(right, **wrong))

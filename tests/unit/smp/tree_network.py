@@ -1,7 +1,5 @@
 """A job of which only the tree's nodes exist: real `TreeState`s, and a network and a clock that are made up."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random histories of ranks that live by the fence, are compared and killed, over the slots that the rules choose."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 

@@ -156,9 +156,7 @@ def test_there_are_several_buckets_of_both_kinds(rig):
     assert len(rig.layout.background) >= 6
 
 
-def test_the_sealed_version_is_the_state_at_its_version_point_and_training_goes_on_right_after_the_fence(
-    rig,
-):
+def test_the_sealed_version_is_the_state_at_its_version_point_and_training_goes_on_right_after_the_fence(rig):
     capture = rig.capture()
     expected = {}
     for iteration in range(1, 8):

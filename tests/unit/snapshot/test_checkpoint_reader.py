@@ -38,10 +38,7 @@ def shard(name, tensor, rank, start, stop):
     return Item(name, "float32", (stop - start,), nbytes, Role.MOMENT, (rank,), piece=piece)
 
 
-def written(
-    base, tensors, cuts, nodes, bucket_bytes,
-    replicas = 1, indexed = True,
-):  # fmt: skip
+def written(base, tensors, cuts, nodes, bucket_bytes, replicas=1, indexed=True):
     """A checkpoint of as many ranks as there are nodes: each tensor replicated over all of them, or cut into pieces.
     With several replicas each has its own of what is cut, larger by its number, and `cuts` of its own."""
     world = len(nodes)
@@ -109,14 +106,7 @@ def folder(tmp_path):
     data=st.data(),
 )
 @settings(max_examples=25, deadline=None)
-def test_every_tensor_comes_back_whole(
-    tmp_path_factory,
-    ranks,
-    sizes,
-    bucket_bytes,
-    cache_bytes,
-    data,
-):
+def test_every_tensor_comes_back_whole(tmp_path_factory, ranks, sizes, bucket_bytes, cache_bytes, data):
     tensors = {f"t{number}": torch.randn(size) for number, size in enumerate(sizes)}
     cuts = {}
     for name, tensor in tensors.items():

@@ -1,7 +1,5 @@
 """Slots are claimed when capture needs them, and no version that a rank may need is overwritten meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import replace

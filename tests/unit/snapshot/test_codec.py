@@ -1,7 +1,5 @@
 """Small state: what goes in comes out, types included; what cannot is refused by the name of its place."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import enum

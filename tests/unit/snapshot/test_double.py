@@ -241,9 +241,7 @@ def test_parity_is_the_xor_of_what_the_others_capture_and_replicas_are_found_equ
         assert job.mismatched(iteration) == []
 
 
-def test_parity_is_computed_of_what_is_exchanged_next_alone_and_never_over_what_is_committed(
-    world,
-):
+def test_parity_is_computed_of_what_is_exchanged_next_alone_and_never_over_what_is_committed(world):
     job = world("3 nodes")
     for iteration in range(1, 10):
         job.train(iteration)
@@ -262,9 +260,7 @@ def test_parity_is_computed_of_what_is_exchanged_next_alone_and_never_over_what_
     assert not any(segment.has_parity(Version(1, 9)) for segment in job.segments)
 
 
-def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awaited(
-    world,
-):
+def test_a_version_of_another_lineage_with_the_same_iteration_is_not_what_is_awaited(world):
     job = world("2 nodes")
     job.train(3)
     for segment in job.segments:
@@ -385,9 +381,7 @@ def test_a_late_write_into_a_parity_bucket_does_not_become_part_of_it(world):
     segment.verify(index)
 
 
-def test_parity_of_what_is_restored_is_computed_once_tensors_are_loaded_and_its_slot_stays_as_it_is(
-    world,
-):
+def test_parity_of_what_is_restored_is_computed_once_tensors_are_loaded_and_its_slot_stays_as_it_is(world):
     """Also where damage is found in the parity that is here: from that nothing could be decoded."""
     job = world("3 nodes")
     job.train(1)

@@ -72,9 +72,7 @@ def test_fewer_bytes_than_ranks_leaves_some_with_an_empty_share():
 
 @settings(max_examples=200, deadline=None)
 @given(jobs())
-def test_the_pieces_of_all_ranks_give_back_every_byte_of_every_item_once(
-    job,
-):
+def test_the_pieces_of_all_ranks_give_back_every_byte_of_every_item_once(job):
     inventories, nodes, bucket_bytes = job
     captured = Counter()
     for inventory in inventories:
@@ -100,9 +98,7 @@ def test_the_ranks_of_a_set_cut_it_alike(job):
 
 @settings(max_examples=200, deadline=None)
 @given(jobs())
-def test_buckets_are_bounded_disjoint_in_order_and_lie_where_recovery_reads(
-    job,
-):
+def test_buckets_are_bounded_disjoint_in_order_and_lie_where_recovery_reads(job):
     inventories, nodes, bucket_bytes = job
     for inventory in inventories:
         layout = plan_layout(inventory, nodes, bucket_bytes)

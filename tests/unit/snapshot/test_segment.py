@@ -245,9 +245,7 @@ def test_a_mismatch_names_rank_bucket_slot_and_version(segment):
         segment.verify(2)
 
 
-def test_a_flip_in_the_constants_of_the_header_loses_the_segment_and_nothing_else_is_made_of_it(
-    segment,
-):
+def test_a_flip_in_the_constants_of_the_header_loses_the_segment_and_nothing_else_is_made_of_it(segment):
     """They decide whether the segment is this job's, whose it is and where its parts lie."""
     length = int.from_bytes(segment.bytes[1024:1032].tobytes(), "little")
     for at in [*range(11 * 8), *range(1024, 1032 + length)]:

@@ -28,6 +28,7 @@ from ft_plugins.snapshot.segment.slots import (
     needed_free,
     pinnable_slot,
     recovery_order,
+    slot_given_up,
     slot_to_claim,
     slot_to_reuse,
     slots_for,
@@ -187,6 +188,12 @@ class Rank:
 
     def captured_after(self, lineage, iteration):
         return [version for _, version in captured_after(self.all, lineage, iteration)]
+
+    def given_up(self):
+        return shown(slot_given_up(self.all))
+
+    def words(self):
+        return [one.mark.word for one in self.all]
 
     def marks(self):
         return marks_of([(one.version, one.mark) for one in self.all])

@@ -103,9 +103,7 @@ def test_no_schedule_of_contiguous_sets_is_shorter(case):
 
 
 @given(planned())
-def test_of_the_shortest_schedules_the_one_with_the_largest_sets_first_is_chosen(
-    case,
-):
+def test_of_the_shortest_schedules_the_one_with_the_largest_sets_first_is_chosen(case):
     profile, period = case
     every = list(contiguous(len(profile), period))
     best = min(period_ns(profile, other) for other in every)

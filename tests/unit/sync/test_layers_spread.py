@@ -41,9 +41,7 @@ def like_a_model(source, layers, ratio):
 
 
 @given(planned())
-def test_spread_layers_are_never_worse_than_contiguous_ones_nor_below_the_bound(
-    case,
-):
+def test_spread_layers_are_never_worse_than_contiguous_ones_nor_below_the_bound(case):
     profile, period = case
     schedule = spread_layers(profile, period)
     assert schedule.period == period

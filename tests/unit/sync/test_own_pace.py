@@ -1,7 +1,5 @@
 """Replicas that train at their own pace agree when to synchronise: no deadlock, and no wait beyond one iteration."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -113,9 +113,7 @@ def test_all_ranks_change_together_and_a_restart_goes_through_the_same_iteration
     assert {one.restarts for one in third[0]["measured"]} == {2}
 
 
-def test_from_a_version_before_the_last_change_half_of_the_interval_of_then_is_used(
-    live,
-):
+def test_from_a_version_before_the_last_change_half_of_the_interval_of_then_is_used(live):
     assert of_all_ranks(live(15, AUTO, CHOICES))[1][-3:] == [9, 12, 15]
     assert of_all_ranks(live(19, AUTO, resume="before:13")) == (12, [13, 14, 15, 16, 17, 18, 19])
 

@@ -97,9 +97,7 @@ def test_a_secret_that_a_rank_cannot_read_is_refused_on_all_by_name_wherever_it_
         assert "put the same file on every node" in words
 
 
-def test_a_secret_that_only_some_ranks_are_given_and_none_can_read_is_refused_too(
-    ranks,
-):
+def test_a_secret_that_only_some_ranks_are_given_and_none_can_read_is_refused_too(ranks):
     found = ranks(_joins, 2, ["", "/absent"])
     assert [words[:38] for words, _ in found] == ["rank 1: --ftp-secret-file /absent: can"] * 2
     assert ranks(_joins, 2, ["", ""]) == [("", False)] * 2, "without one nothing is asked for"

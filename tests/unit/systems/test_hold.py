@@ -35,9 +35,7 @@ def held(header, captured=True):
     return thread
 
 
-def test_a_rank_whose_node_is_to_leave_waits_at_the_version_that_is_exchanged_until_it_is_released(
-    header,
-):
+def test_a_rank_whose_node_is_to_leave_waits_at_the_version_that_is_exchanged_until_it_is_released(header):
     header.held = True
     header.await_version(Version(LINEAGE, 7))
     thread = held(header)

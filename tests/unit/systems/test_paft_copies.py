@@ -125,9 +125,7 @@ def test_snapshots_of_the_state_are_worth_what_they_were(ranks):
     assert ranks(_voided, 2) == [[None] * 7] * 2
 
 
-def test_an_error_in_an_owned_shard_is_in_all_copies_alike_and_the_audit_says_beforehand_that_it_sees_none(
-    ranks,
-):
+def test_an_error_in_an_owned_shard_is_in_all_copies_alike_and_the_audit_says_beforehand_that_it_sees_none(ranks):
     found = ranks(_run, 2, AUDIT, "update.gradients@iteration=4,rank=1:gauss=0.01")
     clean = ranks(_run, 2, None)
     assert all("audit.failed" not in one["events"] for one in found)

@@ -86,9 +86,7 @@ class Module:
         self.new_group = functools.partial(calls.append, "new")
 
 
-def test_functions_that_make_groups_do_what_they_did_and_are_measured_until_the_model_is_built(
-    monkeypatch,
-):
+def test_functions_that_make_groups_do_what_they_did_and_are_measured_until_the_model_is_built(monkeypatch):
     clock = iter(float(second) for second in range(100))
     monkeypatch.setattr(stamps.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(stamps, "_taken", stamps.Stamps())

@@ -53,9 +53,7 @@ def counted(monkeypatch):
     return seen, RejectedConnections(events), now
 
 
-def test_the_first_is_reported_at_once_and_those_after_it_together_a_minute_later(
-    monkeypatch,
-):
+def test_the_first_is_reported_at_once_and_those_after_it_together_a_minute_later(monkeypatch):
     seen, rejected, now = counted(monkeypatch)
     rejected.count("10.0.0.1", "no secret")
     assert [event.fields["count"] for event in seen] == [1] and rejected.due is None

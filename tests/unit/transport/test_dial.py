@@ -68,9 +68,7 @@ def test_where_the_first_address_does_not_answer_there_is_time_for_the_next_one(
     assert waits[0] - began < 0.8 * SECONDS, "or none is left for the next one and the handshake"
 
 
-def test_an_error_names_the_address_because_elsewhere_the_name_may_have_another(
-    monkeypatch,
-):
+def test_an_error_names_the_address_because_elsewhere_the_name_may_have_another(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = listener.getsockname()
     known_as(monkeypatch, (socket.AF_INET, closed))

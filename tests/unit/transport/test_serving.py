@@ -1,7 +1,5 @@
 """Connections that are idle cost no thread, and those with requests no more than there may be."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading

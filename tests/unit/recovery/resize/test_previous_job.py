@@ -79,10 +79,7 @@ class Nodes:
         assert previous.nodes == ("n0", "n1", "n2", "n3")
         return [Spare("n2", WHERE, answer(2, 7, self.losses))] if self.lives else []
 
-    def rebuild_previous(
-        self, rank, plan, told, fingerprint,
-        spare, spares,
-    ):  # fmt: skip
+    def rebuild_previous(self, rank, plan, told, fingerprint, spare, spares):
         assert fingerprint == PREVIOUS, "a rank of the previous job: storage identifies it by that fingerprint"
         assert spare in (None, WHERE) and list(spares) in ([WHERE], [])
         assert max(plan.holders.values(), default=0) < len(self.members) + len(spares), "nobody else can be read"
@@ -123,9 +120,7 @@ def never(rank, fetched):
     return False
 
 
-def test_what_the_spare_holds_is_fetched_and_what_is_lost_is_decoded_with_its_help(
-    job,
-):
+def test_what_the_spare_holds_is_fetched_and_what_is_lost_is_decoded_with_its_help(job):
     nodes = Nodes((0, 1), never, lives_on=True)
     previous = job(nodes)
     found = previous.plan_resize(FINGERPRINT)
@@ -143,9 +138,7 @@ def test_a_spare_lost_before_its_part_was_fetched_is_a_lost_node(job):
     assert nodes.asked == [(2, True), (2, False)], "decoded from the parity of the others"
 
 
-def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_for(
-    job,
-):
+def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_for(job):
     for refuses in (lambda rank, fetched: rank == 3, lambda rank, fetched: fetched):
         nodes = Nodes((0, 1), refuses, lives_on=False)
         with pytest.raises(ResumeError, match="4 ranks is damaged .*RAIM5 makes up for 1.*previous number"):
@@ -153,9 +146,7 @@ def test_one_lost_over_the_decoding_that_needs_it_is_more_than_parity_makes_up_f
         assert not nodes.lives
 
 
-def test_one_lost_over_the_decoding_is_done_without_where_parity_makes_up_for_both(
-    job,
-):
+def test_one_lost_over_the_decoding_is_done_without_where_parity_makes_up_for_both(job):
     nodes = Nodes((0, 1), lambda rank, fetched: rank == 3, lives_on=False, losses=2)
     found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4
@@ -176,9 +167,7 @@ def test_what_was_decoded_from_a_corrupt_slot_is_decoded_again_without_it(job):
     assert nodes.asked == [*FIRST_ROUND, (2, False), (3, False)]
 
 
-def test_what_was_not_decoded_once_is_tried_again_and_given_up_the_second_time(
-    job,
-):
+def test_what_was_not_decoded_once_is_tried_again_and_given_up_the_second_time(job):
     nodes = Nodes((0, 1), lambda rank, fetched: nodes.asked == FIRST_ROUND, lives_on=True)
     found = job(nodes).plan_resize(FINGERPRINT)
     assert found is not None and found.version == V4 and nodes.asked == [*FIRST_ROUND, (3, False)]

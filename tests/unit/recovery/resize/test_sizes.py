@@ -35,13 +35,7 @@ def anything(topology, per_node):
     return True
 
 
-def rank_by_rank(
-    topology,
-    nodes,
-    admits,
-    impossible,
-    largest,
-):
+def rank_by_rank(topology, nodes, admits, impossible, largest):
     """The reference: each number of nodes with the nodes of all ranks written out, at a quadratic cost."""
     names = set(nodes)
     per_node = len(nodes) // len(names)
