@@ -62,6 +62,8 @@ ROWS = (
               peers={"torchrun and checkpoints": "megatron_own_checkpoint_recovery_seconds"}, most=5.0, headline=True),
     ResultRow("recovery", "deepspeed_recovery_seconds", "the same, DeepSpeed",
               peers={"torchrun and checkpoints": "deepspeed_own_checkpoint_recovery_seconds"}, most=5.0),
+    ResultRow("recovery", "megatron_restart_seconds", "s from a kill until the last completed iteration was computed "
+              "again, to be compared, Megatron"),
     ResultRow("recovery", "recovery_x", "the same under torchrun with checkpoints, in multiples; the worse", least=5.0),
     ResultRow("bubble_overhead", "overhead_worst", "cost of copies in bubbles, upper end of its interval, worst of 5 "
               "shapes", most=0.01, limit=0.0, peers={"sent at once": "unplanned_overhead_worst"}, share=True,

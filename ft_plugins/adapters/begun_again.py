@@ -96,9 +96,8 @@ class BegunAgain:
         if saved is not None:
             self._unsettled = last = saved["last"]
             self._learn(last)
-            now = self._walk(self._within)
             self._first |= saved["first"]
-            self._compare(last, now)
+            self._compare(last, self._walk(self._within))
 
     def recomputed(self, iteration: int, saved: Mapping[str, Any]) -> None:
         """The version point of the restored `iteration`, whose version has `saved`, after it was computed again."""
@@ -115,8 +114,7 @@ class BegunAgain:
     def said(self) -> str:
         """What has begun again since this was asked last, in words; '' for nothing."""
         words, self._again = self._again, []
-        more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-        return "; ".join(words[:_SHOWN]) + more
+        return "; ".join([*words[:_SHOWN], *[f"and {len(words) - _SHOWN} more"] * (len(words) > _SHOWN)])
 
     def _learn(self, moving: Iterable[str]) -> None:
         """These paths move."""

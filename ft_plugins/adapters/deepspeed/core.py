@@ -94,8 +94,9 @@ class DeepSpeedHost(DeepSpeedStepping):
         self._numbers = ModuleNumbers(engine.module)
         self.observed = BegunAgain(
             lambda: module_roots("model", engine.module, state.updating(engine.optimizer)),
-            lambda: (*self.tensors().values(), *engine.module.parameters()), ignored,
-        )  # fmt: skip
+            lambda: (*self.tensors().values(), *engine.module.parameters()),
+            lambda: [*ignored(), *(self._positions.sources() if self._positions is not None else ())],
+        )
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))
 

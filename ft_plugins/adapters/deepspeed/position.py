@@ -253,6 +253,10 @@ class Positions:
         source = self._sources[role]() if role in self._sources else None
         return isinstance(source, LoaderPass) and not source.ended
 
+    def sources(self) -> list[Any]:
+        """What is read from, as far as it is known by now."""
+        return [source() for source in self._sources.values()]
+
     def read(self) -> dict[str, Any]:
         return {**{role: self._state(role, source()) for role, source in self._sources.items()}, **self._pending}
 

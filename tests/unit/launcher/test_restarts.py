@@ -1,5 +1,7 @@
 """The restart policy: stories of failures, in `restarts.txt`, and what holds for any."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,12 +29,14 @@ class Job:
     """The incarnations of a job, how each has ended, and what the policy says."""
 
     def __init__(self):
-        self.ended, self.versions, self.left = [], [], []
+        self.ended, self.left = [], []
+        self.incarnations = restarts.Incarnations()
+        self.watcher = SimpleNamespace(held=lambda: self.left)
 
     def held(self, *versions):
         """What there is to go back to: `iteration/tier`, and `/certified`."""
         for iteration, tier, *certified in (version.split("/") for version in versions):
-            self.left.append(HeldVersion(int(iteration), tier, bool(certified)))
+            self.left.append(HeldVersion(int(iteration), tier, *[True] * len(certified)))
 
     def lives(self, *spans, words="RuntimeError: loss is NaN at iteration {}", ranks=(0, 0, 0, 0), status=1):
         """Incarnations that resumed at an iteration and had completed another one in the end: `4-6`; `-` before any."""
@@ -49,21 +53,35 @@ class Job:
 
     def fails(self, *versions, first=False, left=None, span=None, hangs=False, **how):
         """Again and again, each time with this version as the newest that can be restored."""
-        said, at = [], (None, 0) if span is None else map(int, span.split("-"))
-        resumed, completed = at
+        said = []
+        self.watcher.begun, self.watcher.progress = (
+            lambda: not first,
+            lambda token: span and [*map(int, span.split("-"))],
+        )
         for version in versions:
+            self.watcher.newest = lambda version=version: version
             end = LostPeers((f"{HANG}the start on node a",)) if hangs else failure(**how)
-            self.ended.append(Life(end, resumed, completed, first))
-            self.versions.append(version)
-            verdict = judge(self.ended, self.versions, left, lambda: self.left)
+            verdict = self.incarnations.end(end, left, self.watcher, 1, lambda: False)
             said.append("restart" if verdict.restart else f"{verdict.status}: {verdict.reason}")
         same = [(word, said.count(word)) for word in dict.fromkeys(said)]
         return "\n".join(f"{count} x {word}" if count > 1 else word for word, count in same)
+
+    def without_an_smp(self, count):
+        """Failures of a job that nothing protects."""
+        ends = [self.incarnations.end(failure(), None, None, 1, lambda: True) for _ in range(count)]
+        return [end.status if not end.restart else "restart" for end in ends]
+
+    def newest(self):
+        return transcripts.shown(self.incarnations.newest)
 
     def cause(self, *workers):
         """Of these, `rank/status/seconds`."""
         ends = [(int(rank), int(status), float(at)) for rank, status, at in (each.split("/") for each in workers)]
         return restarts.root_cause([failure("", *end) for end in ends]).rank
+
+    def name(self, words, **how):
+        """In a list of the ranks that ended with another one."""
+        return failure(words, **how).name
 
     def line(self, words, node="", **how):
         return failure(words, **how).line(node)
