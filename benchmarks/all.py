@@ -105,12 +105,16 @@ def last_lines(folder: Path) -> LastLines:
     return {path.stem: json.loads(path.read_text()) for path in paths}
 
 
-def publish(lines: LastLines, folder: Path) -> Path:
-    """Put the last lines of a whole run into the baseline, and write the table from it; returns the page."""
+def commit_now() -> str:
+    """What is measured; asked before the first benchmark begins."""
     command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip() or "unknown"
+
+
+def publish(lines: LastLines, folder: Path, commit: str) -> Path:
+    """Put the last lines of a whole run into the baseline, and write the table from it; returns the page."""
     baseline: LastLines = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-    baseline |= {name: {**line, "commit": commit.stdout.strip() or "unknown"} for name, line in lines.items()}
+    baseline |= {name: {**line, "commit": commit} for name, line in lines.items()}
     BASELINE.write_text(json.dumps(dict(sorted(baseline.items())), indent=1) + "\n")
     for path in (drawn for name in lines for drawn in sorted((folder / name).glob("*.png"))):
         (PICTURES / path.parent.name).mkdir(parents=True, exist_ok=True)
@@ -135,15 +139,15 @@ def main() -> None:
     chosen = parser.parse_args()
     words = [f"--{name}" for name in ("quick", "smoke") if getattr(chosen, name)]
     folder = (chosen.output or FOLDER) / "-".join(["", *(word.strip("-") for word in words)]).strip("-")
-    runnable = ready(chosen.only, chosen.smoke)
+    runnable, commit = ready(chosen.only, chosen.smoke), commit_now()
     if chosen.against is not None and chosen.against.is_dir():
         figures = measure_pairs(runnable, words, folder, chosen.against.resolve(), chosen.pairs)
     else:
         figures = measure(runnable, words, folder)
-        lines = {name: line for name, line in last_lines(folder).items() if name in chosen.only}
+        lines = {name: line for name, line in last_lines(folder).items() if name in runnable}
         if words:
             (folder / "results.md").write_text(page(ROWS, lines))
-        print(f"the table: {folder / 'results.md' if words else publish(lines, folder)}")
+        print(f"the table: {folder / 'results.md' if words else publish(lines, folder, commit)}")
         if chosen.against is not None:
             print(difference(lines, chosen.against))
     print(last_line("all", figures, bool(words)))
