@@ -203,10 +203,11 @@ class Session:
     def restore_position(self) -> None:
         """Restore data position and generators, if that has not been done; the first iteration does."""
         if self._pending is not None:
-            self._carrying.restore_position(self._pending)
+            self._carrying.restore_position(self._pending, self._proves)
             self._pending = None
             if self._transcript is not None:
                 self._transcript.restored(self._at)
+            self._say_begun_again()
 
     @property
     def _proves(self) -> bool:

@@ -4,13 +4,12 @@
     captured    version points: at the 1st, 2nd, 4th, ... 256th, and then each 256th, a walk shows what moves; a version
                 has that, at first and now
     restored    right before the first iteration after a restore: what is there is compared
-    recomputed  the restored iteration was computed again: what came into being in it is compared with the version
+    recomputed  the restored iteration was computed again: what came into being in it is compared with the version, and
+                what had begun again, but is what it was by now (a variable that each iteration sets), is not named
 
 What is at its first value again and not at the captured one has begun again, and so has a whole number that has turned
-back towards its first value. It is named an iteration later, unless it is by then what each iteration makes of it anew:
-a loss, a cache. Where the restore was proven by an iteration that left it alone, its next change decides. It is a fact
-about the script, not a verdict: a sum that is only printed begins again too. Whether training depends on it the proof
-shows (`recovery.proof_plan`).
+back towards its first value. It is a fact about the script, not a verdict: a sum that is only printed begins again too.
+Whether training depends on it the proof shows (`recovery.proof_plan`).
 
 Invariant: a version's part is bounded, the nearest values first; later version points walk to what moves alone, and
 wait for no device.
@@ -52,11 +51,11 @@ class BegunAgain:
         self._first: dict[str, Text] = {}
         self._moving: dict[str, None] = {}  # paths, the nearest first
         self._within: set[str] = set()  # what is walked to for them
+        self._expected: dict[str, Text] = {}  # of the version that is computed again, and not compared so far
         self._known: tuple[int, dict[str, Any]] = (0, {})  # the iteration of the last version point, its values
-        self._begun: dict[str, str] = {}  # what has begun again, in words, by path
-        self._unsettled: Texts = {}  # of the restored version, until an iteration shows what is set anew
-        self._recomputed = 0  # that iteration is the version's own; 0: it is the next one
+        self._begun: dict[str, str] = {}  # what has begun again, in words, by path; until it is seen to matter
         self._again: list[str] = []  # not said yet
+        self._named: set[str] = set()
         self._left_out = False
         self.differing: tuple[str, ...] = ()  # what else was not what it was, where the iteration was computed again
 
@@ -76,36 +75,40 @@ class BegunAgain:
         now = self._walk(None if learning else self._within, devices=learning)
         if learning:
             self._learn([path for path, text in now.items() if self._first.setdefault(path, text) != text])
-        if self._unsettled:
-            known = set(self._begun)
-            if iteration == self._recomputed:  # what came into being in it, too
-                self._compare(self._unsettled, now)
-            for path, words in list(self._begun.items()):
-                if self._recomputed and path in known and now.get(path) == self._first.get(path):
-                    continue  # the proof was indifferent to it: how it moves next shows what it is
-                del self._begun[path]
-                if path not in now or not is_set_anew(self._first.get(path), self._unsettled[path], now[path]):
-                    self._again.append(words)
-            self._unsettled = self._unsettled if self._begun else {}
+        if self._expected:
+            self._compare(self._expected, now)
+            self._expected = {}
+            self._name()
         fitting = self._fitting({path: now[path] for path in self._moving if path in now})
         self._known = iteration, {"first": {path: self._first[path] for path in fitting}, "last": fitting}
         return self._known[1]
 
-    def restored(self, saved: Mapping[str, Any] | None) -> None:
-        """Right before the first iteration, when all else is restored. `saved`: None if the version has nothing."""
+    def restored(self, saved: Mapping[str, Any] | None, proves: bool = False) -> None:
+        """Right before the first iteration, when all else is restored. `saved`: None if the version has nothing;
+        `proves`: `recomputed` will be called."""
         if saved is not None:
-            self._unsettled = last = saved["last"]
+            last = saved["last"]
             self._learn(last)
+            now = self._walk(self._within)
             self._first |= saved["first"]
-            self._compare(last, self._walk(self._within))
+            self._compare(last, now)
+            if not proves:
+                self._name()
 
-    def recomputed(self, iteration: int, saved: Mapping[str, Any]) -> None:
-        """The version point of the restored `iteration`, whose version has `saved`, after it was computed again."""
-        self._unsettled = last = saved["last"]
-        self._recomputed = iteration
+    def recomputed(self, saved: Mapping[str, Any]) -> None:
+        """The version point of the restored iteration, whose version has `saved`, right after it was computed again."""
+        last = saved["last"]
+        self._expected = dict(last)  # also what the script has set since
         self._learn(last)
         self._first = {**saved["first"], **self._first}
         now = self._walk(self._within)
+        unread = {path for path, was in last.items() if was == ON_DEVICE}  # whether it is the same is not known
+        self._begun = {
+            path: words
+            for path, words in self._begun.items()
+            if (words.endswith("(tensor)") if path in unread else now.get(path) != last.get(path))
+        }
+        self._name()
         self.differing = tuple(
             path for path, was in last.items()
             if path in now and now[path] != was and ON_DEVICE not in (was, now[path]) and not self._is_ignored(path)
@@ -121,6 +124,11 @@ class BegunAgain:
         if new := [path for path in moving if path not in self._moving]:
             nearest = sorted((*self._moving, *new), key=lambda path: path.count(".") + path.count("["))
             self._moving, self._within = dict.fromkeys(nearest), prefixes(nearest)
+
+    def _name(self) -> None:
+        """Name each value once."""
+        self._again += [words for path, words in self._begun.items() if path not in self._named]
+        self._named.update(self._begun)
 
     def _walk(self, within: Collection[str] | None, devices: bool = True) -> dict[str, Text]:
         objects = {id(one) for one in self._ignored() if not isinstance(one, str)}
@@ -172,12 +180,3 @@ def has_begun_again(first: Text | None, was: Text, now: Text) -> bool:
         return False
     turned = type(first) is type(was) is type(now) is int and (now - was) * (was - first) < 0  # type: ignore[operator]
     return now == first or turned
-
-
-def is_set_anew(first: Text | None, was: Text, now: Text) -> bool:
-    """Whether a value that was at `first` again right after a restore is, an iteration later, what it would be had it
-    gone on, as far as that can be seen: a number nearer to what it `was`, an object where there was none. Pure."""
-    try:
-        return now != first and abs(float(now) - float(was)) < abs(float(now) - float(first))  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return now == was != ON_DEVICE or first == "None"

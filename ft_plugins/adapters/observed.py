@@ -123,11 +123,9 @@ def walk(
 def prefixes(paths: Iterable[str]) -> set[str]:
     """The paths, and those of everything on the way to them, as `walk` makes them: of `a.b[0].c` also `a`, `a.b` and
     `a.b[0]`."""
-    return (
-        {path[: one.start()] for path in paths for one in _PARTS.finditer(path)}
-        | {*paths}
-        | {path[: one.end()] for path in paths for one in re.finditer(r"\]", path)}
-    )
+    return {path[: one.start()] for path in paths for one in _PARTS.finditer(path)} | {*paths} | {
+        path[: one.end()] for path in paths for one in re.finditer(r"\]", path)
+    }
 
 
 def names_in(path: str) -> set[str]:

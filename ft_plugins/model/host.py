@@ -219,10 +219,11 @@ class ObservedValues(Protocol):
     def captured(self, iteration: int) -> dict[str, Any]:
         """At the version point after `iteration`: what a version has of them; 0: as large as that may become."""
 
-    def restored(self, saved: Mapping[str, Any] | None) -> None:
-        """After `restore_position`: compare with what the restored version has; None: it has nothing."""
+    def restored(self, saved: Mapping[str, Any] | None, proves: bool) -> None:
+        """After `restore_position`: compare with what the restored version has; None: it has nothing. `proves`:
+        `recomputed` will be called."""
 
-    def recomputed(self, iteration: int, saved: Mapping[str, Any]) -> None:
+    def recomputed(self, saved: Mapping[str, Any]) -> None:
         """The version point of an iteration that was computed again, before `captured`; its version has `saved`."""
 
     def said(self) -> str:

@@ -95,7 +95,7 @@ class DeepSpeedHost(DeepSpeedStepping):
         self.observed = BegunAgain(
             lambda: module_roots("model", engine.module, state.updating(engine.optimizer)),
             lambda: (*self.tensors().values(), *engine.module.parameters()),
-            lambda: [*ignored(), *(self._positions.sources() if self._positions is not None else ())],
+            lambda: [*ignored(), *(self._positions.restored_by_themselves() if self._positions is not None else ())],
         )
         own = state.grouped(engine.optimizer)  # by name now: a script may wrap layers later, as for random-LTD
         self._members = packed(numbered([self._names.get(one, "unknown") for one in parameters] for parameters in own))

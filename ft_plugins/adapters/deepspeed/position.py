@@ -253,9 +253,9 @@ class Positions:
         source = self._sources[role]() if role in self._sources else None
         return isinstance(source, LoaderPass) and not source.ended
 
-    def sources(self) -> list[Any]:
-        """What is read from, as far as it is known by now."""
-        return [source() for source in self._sources.values()]
+    def restored_by_themselves(self) -> list[Any]:
+        """Of what is read from, as far as it is known by now, what has a `state_dict`."""
+        return [one for source in self._sources.values() if hasattr(one := source(), "state_dict")]
 
     def read(self) -> dict[str, Any]:
         return {**{role: self._state(role, source()) for role, source in self._sources.items()}, **self._pending}

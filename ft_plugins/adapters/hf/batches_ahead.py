@@ -270,3 +270,4 @@ class BatchesAhead:
 def _iterating(original: Callable[..., Any], loader: Any) -> Iterator[Any]:
     ahead = vars(loader).get(AHEAD)
     return original(loader) if ahead is None else ahead.counted(original(loader))
+

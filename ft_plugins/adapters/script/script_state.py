@@ -99,7 +99,10 @@ class Marks:
         """Whether a marked buffer of a module, of its own, has other contents, if its present tensor is `among` these,
         by id. Waits for devices."""
         now = {name: one for name, one in kept_buffers(module).items() if id(one) in among}
-        return any(name in now and _digest(now[name]) != was for name, was in self._buffers.get(module, {}).items())
+        return any(
+            name in now and _digest(now[name]) != was
+            for name, was in self._buffers.get(module, {}).items()
+        )
 
     def marked(self, tensor: torch.Tensor) -> bool:
         """Whether this very tensor was marked."""

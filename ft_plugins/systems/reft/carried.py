@@ -95,18 +95,19 @@ class CarryingHost:
         self.restored_state = None if name is None else small.get(name)
         self._host.restore(_without(small))
 
-    def restore_position(self, small: Mapping[str, Any]) -> None:
+    def restore_position(self, small: Mapping[str, Any], proves: bool = False) -> None:
+        """`proves`: the restored version is the one before, and the next iteration proves the restore."""
         self._host.restore_position(_without(small))
         if self.observed is not None:
             getattr(self._host, "placed", bool)()  # by the loop of a library
-            self.observed.restored(small.get(OBSERVED))
+            self.observed.restored(small.get(OBSERVED), proves)
 
     def recomputed(self, small: Mapping[str, Any]) -> tuple[str, ...]:
         """The version point of the restored iteration, whose version has `small`, after it was computed again. Returns
         what is not what it was."""
         if self.observed is None or OBSERVED not in small:
             return ()
-        self.observed.recomputed(self.completed, small[OBSERVED])
+        self.observed.recomputed(small[OBSERVED])
         return self.observed.differing
 
     def regrouped(self, small: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from ft_plugins.launcher.agent.restarts import (
     judge,
     restores_so_far,
 )
-from ft_plugins.smp.watch.hang import HANG
 from tests import transcripts
 
 
@@ -51,7 +50,7 @@ class Job:
     def advice(self):
         return restarts.advice(self.ended, self.left)
 
-    def fails(self, *versions, first=False, left=None, span=None, hangs=False, **how):
+    def fails(self, *versions, first=False, left=None, span=None, lost="", **how):
         """Again and again, each time with this version as the newest that can be restored."""
         said = []
         self.watcher.begun, self.watcher.progress = (
@@ -60,7 +59,7 @@ class Job:
         )
         for version in versions:
             self.watcher.newest = lambda version=version: version
-            end = LostPeers((f"{HANG}the start on node a",)) if hangs else failure(**how)
+            end = LostPeers((lost,)) if lost else failure(**how)
             verdict = self.incarnations.end(end, left, self.watcher, 1, lambda: False)
             said.append("restart" if verdict.restart else f"{verdict.status}: {verdict.reason}")
         same = [(word, said.count(word)) for word in dict.fromkeys(said)]

@@ -74,12 +74,12 @@ class Rounds:
 
     # ---- a round as its lead sees it ----
 
-    def come(self, *names, life=1, trained=False, **seats):
+    def come(self, *names, life=1, trained=False, failed=False, **seats):
         self.known |= {f"{name}/{life}" for name in names}
         seats = {name: Seat(*seat) for name, seat in seats.items()}
         for name in names:
             taken = name in self.survivors
-            more = {"trained": True, "opened": True} if trained else {}
+            more = {"failed": failed, **({"trained": True, "opened": True} if trained else {})}
             application = Application(name, f"{name}/{life}", f"{name}:1", seats.get(name), took_part=taken, **more)
             if not self.lead.apply(application, self.now):
                 return f"not {name}"
