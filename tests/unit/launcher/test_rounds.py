@@ -174,11 +174,6 @@ class Rounds:
 test_rounds = transcripts.of(__file__, Rounds)
 
 
-def test_names_are_in_the_order_in_which_people_read_them():
-    as_read = ["r2", "r2n", "r2n0", "r2n1", "r2n10", "r10n1"]
-    assert sorted(sorted(as_read), key=natural) == as_read
-
-
 def test_a_node_that_no_longer_waits_is_not_watched_any_longer_unless_it_is_of_the_round():
     job = Rounds()
     job.rules(2, 2)
