@@ -13,12 +13,13 @@ from ft_plugins.launcher.agent import restarts
 from ft_plugins.launcher.rounds import round_machine, rounds
 from ft_plugins.launcher.rounds.node_service import NodeService
 from ft_plugins.recovery import proof_plan, recovery_plan, restore
+from ft_plugins.smp.serve import owner
 from ft_plugins.smp.tree import agreement, pinned, tree_state
 from ft_plugins.snapshot.checkpoint import checkpoint
 from ft_plugins.snapshot.segment import claims, segment
 from ft_plugins.snapshot.segment.slots import Pin, SlotState
 
-from . import memory, rank
+from . import launcher, memory, rank, world
 from .scenario import Fault, Scenario, draw
 
 
@@ -211,6 +212,19 @@ def older_before():
     proof_plan._before = lambda rank, version: min(rank.restorable())
 
 
+def survivors_of_a_round():
+    """What trained before a restart goes on beside it."""
+    launcher.Agent._kill = lambda self: None
+    owner.liveness.kill_and_wait = lambda owners, seconds: []
+    rank.Rank._check_token = lambda self: None
+
+
+def iterations_twice():
+    """An iteration counts twice."""
+    real = world.World.completed
+    world.World.completed = lambda self, *given: (real(self, *given), real(self, *given))
+
+
 @dataclass(frozen=True)
 class Bug:
     """`finds`: what it violates, '' for anything. `job`: the seed, or the scenario, of a job in which it does."""
@@ -259,5 +273,7 @@ BUGS = {
     "newest parity gives way": Bug(newest_parity_gives_way, 1, "not whole"),
     "few slots": Bug(few_slots, 1, "left out"),
     "early commits": Bug(early_commits, 1, "committed what no rank completed"),
+    "survivors of a round": Bug(survivors_of_a_round, 6, "two rounds at once"),
+    "iterations twice": Bug(iterations_twice, 1, "a version twice"),
     "older before": Bug(older_before, 1, "unproven"),
 }

@@ -94,7 +94,7 @@ def test_a_figure_is_published_only_if_the_run_shows_what_its_row_claims():
     few = {"shapes": 5, "pairs": 2}
     assert shown("overhead_worst", overhead_worst=0.006, **few) == "not measured here: 2 pairs of at least 10"
     garbage = {"text_edit_garbage_x": 1.0, "text_diloco_garbage_x": 1.01}
-    assert shown("text_edit_garbage_x", **garbage) == "not measured here: this garbage harms no policy (DiLoCo 1.01)"
+    assert shown("text_edit_garbage_x", **garbage) == "not measured here: this garbage does not harm DiLoCo (1.01)"
 
 
 def test_a_goal_counts_as_reached_only_if_no_peer_does_better_in_the_same_run():
@@ -132,9 +132,9 @@ def test_a_whole_run_enters_the_baseline_and_the_pages_follow_from_it(tmp_path, 
     (tmp_path / "recovery").mkdir()
     (tmp_path / "recovery" / "recovery.json").write_text(line)
     (tmp_path / "recovery" / "p.png").write_bytes(b"png")
-    assert every.publish(every.last_lines(tmp_path), tmp_path) == tmp_path / "PAGE"
+    assert every.publish(every.last_lines(tmp_path), tmp_path, "abc") == tmp_path / "PAGE"
     baseline = json.loads((tmp_path / "BASELINE").read_text())
-    assert baseline["recovery"]["figures"] == {"lost_iterations": 7.0} and baseline["recovery"]["commit"]
+    assert baseline["recovery"]["figures"] == {"lost_iterations": 7.0} and baseline["recovery"]["commit"] == "abc"
     assert baseline.keys() == json.loads(source.read_text()).keys(), "what was not measured again stays"
     assert "![p](pictures/recovery/p.png)" in (tmp_path / "PAGE").read_text()
     assert (tmp_path / "pictures" / "recovery" / "p.png").read_bytes() == b"png"

@@ -89,9 +89,6 @@ class Job:
         """Of the line of so long an error."""
         return len(failure(characters * "x").line("b"))
 
-    def lost(self, *who):
-        return LostPeers(who).line()
-
     def next(self, restart, held=None, left=None):
         return Verdict(restart, "failed", "").what_comes(held, left)
 

@@ -150,6 +150,9 @@ class Rounds:
         self.now += seconds
         return self.passes(0.5)
 
+    def watched(self, *names):
+        return [name for name in names if f"{name}/1" in self.lead._alive]
+
     def news(self):
         """Whether what looks show has changed since this was asked last."""
         seen, self.seen = self.seen, self.lead.revision
@@ -172,18 +175,6 @@ class Rounds:
 
 
 test_rounds = transcripts.of(__file__, Rounds)
-
-
-def test_a_node_that_no_longer_waits_is_not_watched_any_longer_unless_it_is_of_the_round():
-    job = Rounds()
-    job.rules(2, 2)
-    job.come("a", "b")
-    job.passes(1)
-    job.come("a", "x")
-    assert "x/1" in job.lead._alive
-    job.leave("x")
-    job.leave("a")
-    assert "x/1" not in job.lead._alive and "a/1" in job.lead._alive
 
 
 def model(candidates, size):
