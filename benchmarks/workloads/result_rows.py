@@ -23,7 +23,7 @@ ROWS = (
               limit=0.0, headline=True, peers={name: f"{name}_stall_matmul_x" for name in _PEERS}),
     ResultRow(_STALL, "stall_after_load_x", "the same right after a minute of heavy load on all cores", most=0.05,
               limit=0.0, since="2026-11-29"),
-    ResultRow(_STALL, "committed_x", "a snapshot with its digests beside matrix products, in multiples of "
+    ResultRow(_STALL, "committed_x", "a snapshot with its digests under matrix products, in multiples of "
               "copying it; DLRover takes no digests, and stops training", most=1.5, limit=1.0,
               peers={name: f"{name}_committed_matmul_x" for name in _MEMORY_PEERS}),
     *(ResultRow(_STALL, f"step_slowdown_{load}_x", f"a step {of} that captures, less one that does not, in the same")

@@ -96,10 +96,10 @@ def test_a_further_system_needs_only_its_class():
     from ft_plugins.config import SystemConfig
 
     class SecondConfig(SystemConfig):
-        level = Field(2, ge=1, description="how deep")
+        level: int = Field(2, ge=1, description="how deep")
 
     class Wider(Config):
-        second = Field(None, description="switch on the second")
+        second: SecondConfig | None = Field(None, description="switch on the second")
 
     added = [key for key in derive(Wider, "ftp") if key.path[0] == "second"]
     assert [(key.flag, key.dest, key.switch, key.expected) for key in added] == [

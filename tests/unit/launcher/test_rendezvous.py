@@ -689,7 +689,7 @@ def test_a_node_with_another_secret_is_refused_and_disturbs_no_one(start, tmp_pa
     kind, text = without.tell("join").error()
     assert kind == "ConfigError" and "does not know the secret of this job" in text and "--ftp-secret-file" in text
     assert without.ask("shutdown") is True
-    other = start(3, "c", nodes="2:2", detect_seconds=1, secret_file=wrong, join_timeout=6, wait_seconds=0)
+    other = start(3, "c", nodes="2:2", detect_seconds=SILENCE, secret_file=wrong, join_timeout=6, wait_seconds=0)
     kind, text = other.tell("join").error()
     assert kind == "RendezvousTimeoutError" and "does not know the secret" in text and "--ftp-secret-file" in text
     said = capfd.readouterr().err

@@ -14,6 +14,8 @@ from ft_plugins.launcher.preload.what_to_import import (
 )
 
 SCRIPT = """
+from __future__ import annotations
+import numpy as np, torch.nn
 from typing import TYPE_CHECKING
 from beside import thing
 if TYPE_CHECKING:
