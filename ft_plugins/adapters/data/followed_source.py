@@ -116,7 +116,7 @@ class FollowedSource:
         self._lengths.reading()
 
     def _finished(self, source: LoaderPass, was_read: bool) -> None:
-        self._reads.boundary()
+        self._reads.boundary(was_read)
         self._ended = True
         self._lengths.ended()
         over, self._over = self._over(), lambda: None

@@ -18,15 +18,17 @@ In: what the loop reads from. Out: plain values, and back.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from ...errors import ConfigError, ResumeError
 from ...events import say
-from .data_parts import parts
+from .data_parts import data_parts, parts
 from .followed_source import FollowedSource
 from .loader_order import require_repeatable, watch_draws
 from .loader_reads import LoopReads
@@ -93,10 +95,12 @@ class OwnState(FollowedSource):
     """The position of an object that keeps it itself.
 
     A StatefulDataLoader uses a loaded state in the next `iter`. Its `state_dict` makes it use that at once, before the
-    generators are restored.
+    generators are restored. Data without worker processes may begin each later pass at the state that they were given,
+    as streaming `datasets` do within one epoch: they forget it when the next pass begins.
     """
 
     _said = False
+    _starts: Sequence[tuple[Any, str, Any, Any]] = ()  # a holder, attribute, value before, copy of the given
 
     def _place(self, first: bool) -> dict[str, Any]:
         before = generator_states(self._source)
@@ -124,6 +128,7 @@ class OwnState(FollowedSource):
         if saved.get("drawing"):
             raise ResumeError(f"{_DRAWN}; start with --ftp-resume fresh")
         source, used_at_once = self._source, isinstance(self._source, DataLoader)
+        holders = [(part, dict(vars(part))) for _, part in data_parts(source) if is_stateful(part)]
 
         def load() -> None:
             source.load_state_dict(saved["state"])
@@ -131,8 +136,22 @@ class OwnState(FollowedSource):
                 self._state()
 
         self._as_it_began(saved, load)
+        self._starts = [
+            (part, name, before[name], copy.deepcopy(value))
+            for part, before in holders
+            for name, value in vars(part).items()
+            if name in before and value is not before[name] and isinstance(value, Mapping)
+        ]
         if saved["dropped"]:
             self._discard()
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        for part, name, before, given in self._starts:
+            with suppress(RuntimeError, ValueError):  # tensors or arrays, whose comparison is none: not set back
+                if getattr(part, name) == given:  # else it moves with the pass
+                    setattr(part, name, before)
+        self._starts = ()
 
     def _discard(self) -> None:
         if isinstance(self._source, DataLoader):

@@ -66,10 +66,11 @@ class LoopReads:
         self._turn()
         self._count += 1
 
-    def boundary(self) -> None:
-        """A pass over a given loader begins or ends."""
+    def boundary(self, was_read: bool = False) -> None:
+        """A pass over a given loader begins or ends. `was_read`: `reading` was called, but there was no batch."""
         self._turn()
         self._boundary = True
+        self._count -= was_read
 
     def require(self) -> None:
         """Before the update of an iteration. Raises ConfigError."""

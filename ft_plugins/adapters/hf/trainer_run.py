@@ -31,7 +31,7 @@ from ...errors import ResumeError
 from ...events import say
 from ..script.script_hooks import replaced, wrap
 from ..script.script_state import Marks
-from ..script.undeclared_search import ignore_alone
+from ..script.undeclared_search import ignore, ignore_alone
 from .batches_ahead import BatchesAhead
 from .refusals import refuse_built, require_followed, require_loop
 from .trainer_state import TrainerProgress
@@ -92,6 +92,7 @@ class TrainerRun:
         self._epoch = 0
         self._over = False  # whether training has ended
         self._marks = Marks()  # of what callbacks may not change before the first iteration
+        ignore("gather_function")  # the Trainer makes it anew, and sets it back after each evaluation
         wrap(trainer, "_init_training_state", self._initializing)
         wrap(trainer, "_prepare_for_training", self._preparing)
 

@@ -230,6 +230,38 @@ def torchdata_loader(**named):
     return module.StatefulDataLoader(Numbers(rise), 4, **named)
 
 
+class Stream(IterableDataset):
+    """Begins each pass where it was placed last, as streaming `datasets` do within one epoch."""
+
+    def __init__(self):
+        self.numbers, self.placed, self.at = Numbers(0.0), None, {"read": 0}
+
+    def __iter__(self):
+        self.at = dict(self.placed or {"read": 0})
+        while self.at["read"] < len(self.numbers):
+            self.at["read"] += 1
+            yield self.numbers[self.at["read"] - 1]
+
+    def state_dict(self):
+        return dict(self.at)
+
+    def load_state_dict(self, state):
+        self.placed = state
+
+
+class StreamLoader(StatefulLoader):
+    def state_dict(self):
+        return super().state_dict() | {"data": self.dataset.state_dict()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.dataset.load_state_dict(state["data"])
+
+
+def torchdata_stream():
+    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Stream(), 4)
+
+
 class Drawing(Numbers):
     """Draws random numbers, in its worker processes."""
 
@@ -380,7 +412,9 @@ LOADERS = {
     "weights": lambda: DataLoader(Numbers(), 4, sampler=Weights(np.random.RandomState(5))),
     "stateful": lambda: StatefulLoader(Numbers(), 4),
     "stateful epochs": lambda: StatefulLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
+    "stream": lambda: StreamLoader(Stream(), 4),
     "torchdata": lambda: torchdata_loader(shuffle=True),
+    "torchdata stream": torchdata_stream,
     "torchdata epochs": lambda: torchdata_loader(sampler=DistributedSampler(Numbers(), 1, 0)),
     "torchdata workers": lambda: torchdata_loader(shuffle=True, num_workers=2),
     "torchdata persistent": lambda: torchdata_loader(shuffle=True, num_workers=2, persistent_workers=True),
