@@ -112,7 +112,7 @@ class EdgeReporter:
     # ---- forward ----
 
     def _before(self, followed: Sequence[_Followed], inputs: Any) -> None:
-        again = _in_backward()
+        again = torch._C._current_graph_task_id() != -1  # this thread is running a backward
         if not again:
             self._end_until(None)  # of a backward that has failed
         tracked = torch.is_grad_enabled()
@@ -180,11 +180,6 @@ class EdgeReporter:
 def _in_reverse(calls: Sequence[Callable[[], None]], gradients: Any) -> None:
     for call in reversed(calls):
         call()
-
-
-def _in_backward() -> bool:
-    """Whether this thread is running a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _history(values: Any) -> Any:

@@ -77,7 +77,9 @@ def _require_complete(optimizer: torch.optim.Optimizer) -> None:
             "elsewhere; use torch.amp"
         )
     for name, value in vars(optimizer).items():
-        if name not in _KNOWN and name not in _SCRATCH and any(_has_tensors(part) for part in _parts(value)):
+        if name in _KNOWN or name in _SCRATCH:
+            continue
+        if any(isinstance(one, torch.Tensor | torch.optim.Optimizer | torch.nn.Module) for one in _parts(value)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} keeps tensors in '{name}', not in its state, so that they cannot be "
                 "captured; use an optimizer that keeps them in optimizer.state, by parameter"
@@ -89,10 +91,6 @@ def _parts(value: Any, depth: int = 3) -> Iterator[Any]:
     if depth and isinstance(value, dict | list | tuple | set):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _parts(part, depth - 1)
-
-
-def _has_tensors(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | torch.optim.Optimizer | torch.nn.Module)
 
 
 def _verified_method(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> _Method:

@@ -54,7 +54,7 @@ def config(
         case Format.table if context.args:
             print(chosen.table())
         case Format.table:
-            _console().print(explained())
+            Console(width=None if sys.stdout.isatty() else 200).print(explained())  # lines of a file are not cut
         case Format.markdown:
             print(markdown())
         case Format.json:
@@ -65,11 +65,6 @@ def config(
             print(shlex.join(shown.flags()))
         case Format.schema:
             print(json.dumps(Config.model_json_schema(), indent=2))
-
-
-def _console() -> Console:
-    """A console of 200 columns unless stdout is a terminal, so that lines of a pipe or file are not cut."""
-    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def all_defaults() -> Config:

@@ -97,7 +97,8 @@ def test_a_lost_node_is_replaced_and_the_run_ends_in_the_state_of_an_unfailed_on
         deadline, killed_one = time.monotonic() + RUN_SECONDS, False
         while running.follow(0.1, RUN_SECONDS).phase is not DrivePhase.DONE:
             assert time.monotonic() < deadline, running.tail(60)
-            if not killed_one and _newest_committed(running) >= LOST_FROM:
+            committed = [e.fields["iteration"] for e in running.events() if e.name == "version.committed"]
+            if not killed_one and max(committed, default=0) >= LOST_FROM:
                 running.kill_node()
                 killed_one = True
         assert killed_one, "the job ended before its node was lost"
@@ -106,7 +107,3 @@ def test_a_lost_node_is_replaced_and_the_run_ends_in_the_state_of_an_unfailed_on
     assert sorted(event.fields["about"] for event in rebuilt) == list(range(half, lost.ranks)), "of the lost node"
     found = comparison(unfailed.saved, saved, lost.iterations)
     assert not found.differences, "\n".join([str(found), *found.differences])
-
-
-def _newest_committed(running):
-    return max((e.fields["iteration"] for e in running.events() if e.name == "version.committed"), default=0)

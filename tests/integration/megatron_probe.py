@@ -34,15 +34,14 @@ def objects(chunks, optimizer, scheduler):
         "lr": [group["lr"] for group in optimizer.param_groups],
         "weight_decay": [group["weight_decay"] for group in optimizer.param_groups],
         "optimizer": optimizer.state_dict(),
-        "optimizer_state": [[dict(state) for state in o.optimizer.state.values()] for o in flat(optimizer)],
+        "optimizer_state": [
+            [dict(state) for state in o.optimizer.state.values()]
+            for o in getattr(optimizer, "chained_optimizers", [optimizer])
+        ],
         "parameters": [{name: p.detach().clone() for name, p in chunk.named_parameters()} for chunk in chunks],
         "microbatches": [get_num_microbatches(), get_current_global_batch_size()],
         "rerun": [machine.state.name, dict(machine.large_value_counts), dict(machine.max_values)],
     }
-
-
-def flat(optimizer):
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def generators():

@@ -72,12 +72,9 @@ def lose_a_node(words, folder, case, on_node=4):
         lost = False
         while running.follow(0.1, RUN_SECONDS).phase is not DrivePhase.DONE:
             assert time.monotonic() < deadline, running.tail(60)
-            if not lost and newest_committed(running) >= LOST_FROM:
+            committed = [e.fields["iteration"] for e in running.events() if e.name == "version.committed"]
+            if not lost and max(committed, default=0) >= LOST_FROM:
                 running.kill_node()
                 lost = True
         assert lost, "the job ended before its node was lost"
         return running.events()
-
-
-def newest_committed(running):
-    return max((e.fields["iteration"] for e in running.events() if e.name == "version.committed"), default=0)

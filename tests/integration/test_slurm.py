@@ -247,7 +247,8 @@ def test_a_spare_takes_the_place_of_a_node_whose_processes_were_killed_and_the_j
     job = cluster.submit(str(SCRIPT), *words(tmp_path), options=("--nodes=3",))
     wait_until(lambda: len([1 for node in NODES if job.events(node)]) == 3, BOUND, job.output)
     wait_until(lambda: sum(1 for node in NODES if _trains(job, node)) == 2, BOUND, job.output)
-    wait_until(lambda: any(_committed(job, node) for node in NODES), BOUND, job.output)
+    said = lambda: (line["name"] for node in NODES for line in job.events(node, "events.recent.jsonl"))  # noqa: E731
+    wait_until(lambda: "version.committed" in said(), BOUND, job.output)  # a lost node could be rebuilt
     lost = next(node for node in NODES if node != "n1" and _trains(job, node))
     for process in cluster.leftovers():  # all that runs on that node: what a lost node ends
         with suppress(psutil.Error):
@@ -256,11 +257,6 @@ def test_a_spare_takes_the_place_of_a_node_whose_processes_were_killed_and_the_j
     assert job.until("COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", job.output()[-4000:]
     assert job.restarts() == 0
     require_exact(tmp_path)
-
-
-def _committed(job, node):
-    """Whether a lost node could be rebuilt."""
-    return any(line["name"] == "version.committed" for line in job.events(node, "events.recent.jsonl"))
 
 
 def _trains(job, node):

@@ -77,16 +77,14 @@ class FollowedSource:
         else:
             self._require_continued(saved)
         before, present = generator_states(self._source), self._values.changed()  # also what the loop has set since
-        begun = LoaderPass(source, self._beginning(original), self._passes)
+        begin = watched(original) if isinstance(self._source, DataLoader) else original
+        begun = LoaderPass(source, begin, self._passes)
         self._current = weakref.ref(begun)
         if saved is not None:
             self._continue(begun, saved, made_before=False)
             set_generator_states(before, self._source)
             self._values.put(present)
         return begun
-
-    def _beginning(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return watched(original) if isinstance(self._source, DataLoader) else original
 
     def _begin_anew(self) -> None:
         self._lengths.begin()

@@ -231,10 +231,6 @@ def _element(value: Any) -> Any:
     return value if type(value) in (int, float, bool, str) else id(value)
 
 
-def _is_frozen(value: Any) -> bool:
-    return bool(type(value).__dataclass_params__.frozen)
-
-
 def assign(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, in place where others may refer to the present value."""
     present = vars(owner).get(name)
@@ -247,7 +243,9 @@ def assign(owner: Any, name: str, value: Any) -> None:
         case (deque(), deque()) if present.maxlen == value.maxlen:
             present.clear()
             present.extend(value)
-        case _ if type(present) is type(value) and codec.plain_fields(present) and not _is_frozen(present):
+        case _ if (
+            type(present) is type(value) and codec.plain_fields(present) and not type(value).__dataclass_params__.frozen
+        ):
             for each, one in vars(value).items():
                 assign(present, each, one)
         case (np.ndarray(), np.ndarray()) if (present.shape, present.dtype) == (value.shape, value.dtype):

@@ -218,7 +218,9 @@ def _in_the_way(engine: Any, shards: ShardGroups | None) -> Iterator[str]:
             f"{kind} was built over all data-parallel ranks before --sync was known: give --sync to ft-run, or pass "
             "the configuration to deepspeed.initialize as a file or a dictionary"
         )
-    elif any(_ranks(group) != shards.inner for group in _sharded_over(engine.optimizer)):
+    elif any(
+        tuple(sorted(dist.get_process_group_ranks(group))) != shards.inner for group in _sharded_over(engine.optimizer)
+    ):
         yield f"{kind} shards over other ranks than {list(shards.inner)}: this version of DeepSpeed is not supported"
 
 
@@ -228,7 +230,3 @@ def _sharded_over(optimizer: Any) -> list[Any]:
         return list(optimizer.real_dp_process_group)
     own = {id(one.ds_process_group): one.ds_process_group for group in optimizer.fp16_groups for one in group}
     return [optimizer.dp_process_group, *own.values()]
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(sorted(dist.get_process_group_ranks(group)))

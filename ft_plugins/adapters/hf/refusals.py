@@ -32,7 +32,7 @@ def require_loop(trainer: Any, version: str) -> None:
 def require_followed(trainer: Any, trial: Any, systems: Iterable[str] = ()) -> None:
     """Raises UnsupportedError that names everything in use that is not followed."""
     kind, args = type(trainer), trainer.args
-    own = [name for name in _LOOP if not _module_of(getattr(kind, name)).startswith("transformers.")]
+    own = [name for name in _LOOP if not str(getattr(kind, name).__module__).startswith("transformers.")]
     parallel = getattr(trainer.accelerator, "parallelism_config", None) is not None or trainer.get_tp_size() > 1
     built = {
         "trainer": True,
@@ -43,7 +43,3 @@ def require_followed(trainer: Any, trial: Any, systems: Iterable[str] = ()) -> N
         "sharded": getattr(trainer, "is_distributed_loading_by_transformers", False),
     }
     refuse_built(built, args, systems=systems)
-
-
-def _module_of(function: Any) -> str:
-    return str(getattr(function, "__module__", ""))

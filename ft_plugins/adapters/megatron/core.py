@@ -109,7 +109,8 @@ class MegatronCoreHost(MegatronReduction):
         self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
-        self.observed = BegunAgain(self._modules, lambda: (*self.tensors().values(), *self._copied()), ignored)
+        computed_with = lambda: (one for chunk in self.chunks for one in chunk.parameters())  # noqa: E731
+        self.observed = BegunAgain(self._modules, lambda: (*self.tensors().values(), *computed_with()), ignored)
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED
@@ -166,10 +167,6 @@ class MegatronCoreHost(MegatronReduction):
     def _modules(self) -> Iterator[Root]:
         for at, chunk in enumerate(self.chunks):
             yield from module_roots(f"chunk{at}", _unwrapped(chunk), () if at else self._inner())
-
-    def _copied(self) -> Iterator[torch.Tensor]:
-        """The parameters that the model computes with."""
-        return (one for chunk in self.chunks for one in chunk.parameters())
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         return [optimizer.optimizer for optimizer in self.optimizers if not is_stub(optimizer)]

@@ -87,13 +87,9 @@ def built(rank, world, pp, **told):
     return engine
 
 
-def dtype_of(engine):
-    return next(iter(engine.module.parameters())).dtype
-
-
 def train(engine, iterations, before=lambda step: None):
     """The losses. `before` is called before each iteration."""
-    batches, losses = Batches(dtype_of(engine)), []
+    batches, losses = Batches(next(engine.module.parameters()).dtype), []
     for step in range(engine.global_steps + 1, iterations + 1):
         before(step)
         if hasattr(engine, "train_batch"):

@@ -81,11 +81,6 @@ def _module(chunk, name, parameter):
     return "embedding" if "embedding." in name or getattr(parameter, "shared_embedding", False) else "head"
 
 
-def copied(job):
-    """What this rank updates, as it is now."""
-    return {name: part.values.numpy().copy() for name, part in parts(job).items()}
-
-
 def whole(job):
     """The parameters of the model on this rank."""
     with job.gathered():
@@ -157,7 +152,7 @@ class Simulated:
             for replica, job in enumerate(self.jobs):
                 if apply == "wait":
                     self._write(job)
-                found[replica]["after"].append(copied(job))
+                found[replica]["after"].append({name: part.values.numpy().copy() for name, part in parts(job).items()})
         for replica, job in enumerate(self.jobs):
             self._write(job)
             found[replica]["end"] = whole(job)

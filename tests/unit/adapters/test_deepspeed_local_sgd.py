@@ -191,7 +191,11 @@ class Simulated:
             reduced.weight[0] = reduced.WEIGHTS[step % 2]
             due = self._case.turn(step)
             self._averages = bool(due)
-            self._means = {name: self._mean(name) for name in self._reference.anchors if module_of(name) in due}
+            self._means = {
+                name: mean_of([self._synchronised(replica)[name] for replica in range(REPLICAS)])
+                for name in self._reference.anchors
+                if module_of(name) in due
+            }
             for replica, engine in enumerate(self._engines):
                 if self._case.apply == "forward":
                     self._write(self._hosts[replica])
@@ -207,9 +211,6 @@ class Simulated:
         for host in self._hosts:
             self._write(host)
         return [(one, reduced.parameters(engine)) for one, engine in zip(after, self._engines, strict=True)]
-
-    def _mean(self, name):
-        return mean_of([self._synchronised(replica)[name] for replica in range(REPLICAS)])
 
     def _write(self, host):
         replica = self._hosts.index(host)

@@ -224,10 +224,10 @@ class StatefulPass:
         return batch
 
 
-def torchdata_loader(**named):
+def torchdata_loader(data=None, **named):
     module = pytest.importorskip("torchdata.stateful_dataloader")
     rise = 0.01 * ("num_workers" not in named)  # what workers count is theirs
-    return module.StatefulDataLoader(Numbers(rise), 4, **named)
+    return module.StatefulDataLoader(data or Numbers(rise), 4, **named)
 
 
 class Stream(IterableDataset):
@@ -256,10 +256,6 @@ class StreamLoader(StatefulLoader):
     def load_state_dict(self, state):
         super().load_state_dict(state)
         self.dataset.load_state_dict(state["data"])
-
-
-def torchdata_stream():
-    return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Stream(), 4)
 
 
 class Drawing(Numbers):
@@ -414,7 +410,7 @@ LOADERS = {
     "stateful epochs": lambda: StatefulLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 1, 0)),
     "stream": lambda: StreamLoader(Stream(), 4),
     "torchdata": lambda: torchdata_loader(shuffle=True),
-    "torchdata stream": torchdata_stream,
+    "torchdata stream": lambda: torchdata_loader(Stream()),
     "torchdata epochs": lambda: torchdata_loader(sampler=DistributedSampler(Numbers(), 1, 0)),
     "torchdata workers": lambda: torchdata_loader(shuffle=True, num_workers=2),
     "torchdata persistent": lambda: torchdata_loader(shuffle=True, num_workers=2, persistent_workers=True),

@@ -248,13 +248,9 @@ def test_recomputations_lie_inside_of_the_model(reentrant):
         assert words[9 + 4 * at : 13 + 4 * at] == again
 
 
-def function_of_a_module(reporter, layer):
-    return reporter.wrapped(lambda x: x @ layer.weight, {"tied": [layer.weight]})
-
-
 def test_functions_are_followed_too():
     log, layer, first = EdgeLog(), nn.Linear(4, 4), nn.Linear(4, 4)
-    call = function_of_a_module(EdgeReporter(log), layer)
+    call = EdgeReporter(log).wrapped(lambda x: x @ layer.weight, {"tied": [layer.weight]})
     call(first(torch.ones(2, 4))).sum().backward()
     assert log.taken() == forward("tied") + backward("tied")
     with pytest.raises(RuntimeError):

@@ -40,10 +40,6 @@ def one_f_one_b(ranks, microbatches):
     return orders
 
 
-def gpipe(ranks, microbatches):
-    return [[(kind, i, rank) for kind in "FB" for i in range(microbatches)] for rank in range(ranks)]
-
-
 def interleaved(ranks, microbatches, chunks=2):
     """Megatron's, for microbatches in multiples of the ranks."""
     orders = []
@@ -194,7 +190,7 @@ SCHEDULES = {
     "1F1B": one_f_one_b(4, 8),
     "interleaved": interleaved(4, 8),
     "DeepSpeed": deepspeed(4, 8),
-    "GPipe": gpipe(4, 8),
+    "GPipe": [[(kind, i, rank) for kind in "FB" for i in range(8)] for rank in range(4)],
 }
 
 

@@ -258,10 +258,6 @@ def crash_with_a_core(told):
     return len(touched)
 
 
-def end_without_attaching(told):
-    return launch_context(os.environ).restart
-
-
 def wait_until_it_is_said(told):
     """Idle ranks, as of a service outside that comes only after the second start was found idle too."""
     context = launch_context(os.environ)
@@ -410,7 +406,7 @@ def test_ranks_that_end_without_having_attached_are_an_alarm_and_an_error_where_
 ):
     words = ["--ftp-require-protection"] * required
     node.job = replace(node.job, config=Config.from_flags([*node.job.config.flags(), *words])[0])
-    outcome = node.run(end_without_attaching)
+    outcome = node.run(lambda told: launch_context(os.environ).restart)
     assert (outcome.status, outcome.restarts) == (status, 0)
     assert len(node.events("ranks.unattached")) == 1
     assert "ft_plugins.attach(host)" in capfd.readouterr().err

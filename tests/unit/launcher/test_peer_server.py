@@ -35,9 +35,6 @@ class Running:
         self.post = PeerServer(listener, US, reply, self.gone.append, tick, events)
         self.place = f"127.0.0.1:{self.post.port}"
 
-    def call(self):
-        return socket.create_connection(("127.0.0.1", self.post.port), WAIT)
-
     def until(self, holds):
         deadline = time.monotonic() + WAIT
         while not holds():
@@ -91,7 +88,7 @@ def test_where_this_nodes_own_part_fails_all_connections_end_and_it_is_said_here
 
     broken = Running(tick)
     broken.post.check()
-    others = [broken.call() for _ in range(3)]
+    others = [socket.create_connection(("127.0.0.1", broken.post.port), WAIT) for _ in range(3)]
     assert peers.ask(broken.place, {}, WAIT, US)
     ready.set()
     for other in others:
