@@ -47,6 +47,10 @@ _OUTLIVING = (
     "depend on all passes before: leave out persistent_workers, or let __getitem__ draw from a generator that it seeds "
     "by the index"
 )
+_STREAMING = (
+    "a second pass over the data begins: worker processes that outlive a pass (persistent_workers) may begin each pass "
+    "after a restart where a restored streaming data set was placed: leave out persistent_workers"
+)
 _DRAWN = (
     "the loader's worker processes draw random numbers, which its state_dict does not have, so "
     "a restart would draw others: let __getitem__ draw from a generator that it seeds by the index, or leave out "
@@ -147,6 +151,12 @@ class OwnState(FollowedSource):
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
+        if (
+            self._reads.iteration() > 1
+            and getattr(self._source, "persistent_workers", False)
+            and not is_sampled(self._source)
+        ):
+            raise ConfigError(_STREAMING)
         for part, name, before, given in self._starts:
             with suppress(RuntimeError, ValueError):  # tensors or arrays, whose comparison is none: not set back
                 if getattr(part, name) == given:  # else it moves with the pass

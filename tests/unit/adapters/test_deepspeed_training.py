@@ -103,16 +103,15 @@ def test_a_rank_that_joined_leaves_if_protection_does_not_start(where, monkeypat
     def fail(*args):
         raise ResumeError("at the start")
 
-    def join(config, context):
-        return context, left.append
-
     made = type("Loop", (), {"__init__": lambda *args: None, "resume": lambda self: None, where: fail})
     monkeypatch.setattr(training, "DeepSpeedLoop", made)
     monkeypatch.setattr(training, "launch_context", lambda: SimpleNamespace(config=Config(), run_dir=None))
     settings = {"ft_plugins": {"reft": {}}}
     engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=settings))
     with pytest.raises(ResumeError):
-        EngineHooks(join).initialize(lambda config=None: (engine,), config=settings)
+        EngineHooks(lambda config, context: (context, left.append)).initialize(
+            lambda config=None: (engine,), config=settings
+        )
     assert left == [False]
 
 

@@ -328,10 +328,6 @@ def first_difference(found, expected, case, equal):
     return None
 
 
-def close(one, other):
-    return one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.keys is not EDIT])
 def test_a_job_equals_its_replicas_simulated_one_after_another(found, expected, name):
     """Bit for bit: a sum of two gradients has no order, and means of parameters are rounded once, from float64."""
@@ -374,6 +370,7 @@ def test_under_the_penalty_a_job_equals_its_simulation(found, expected, name):
     """To the order of reductions: the reference sums a norm over a whole module, the job over each shard; a weight that
     differs in its last bit of float64 may round a parameter to the next float32 now and then."""
     case, (_, judged) = CASES[name], expected[name]
+    close = lambda one, other: one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6)  # noqa: E731
     assert first_difference(found[name], expected[name], case, close) is None
     for used, events in found[name]:
         held = {module_of(parameter) for parameter, one in used[0].items() if one.size}

@@ -678,6 +678,11 @@ def test_an_iterator_made_where_an_epoch_begins_is_refused_with_the_line_to_writ
         train(Begun, LOADERS["shuffled"], 5, ITERATIONS)
 
 
+def test_workers_that_outlive_a_pass_over_a_stream_are_refused_where_its_next_pass_begins():
+    with pytest.raises(ConfigError, match="a second pass over the data begins: .*: leave out persistent_workers"):
+        train(Endless, lambda: StreamLoader(Stream(), 4, num_workers=1, persistent_workers=True), 6)
+
+
 # ---- samplers and data sets ----
 
 
