@@ -192,6 +192,11 @@ def few_slots():
     claims.SlotClaims._claim = lambda self: False
 
 
+def unasked_memory():
+    """A slot is claimed whether there is room or not."""
+    rank.check_room = lambda *given: None
+
+
 def early_commits():
     """What is announced is committed."""
     real = agreement.decide
@@ -272,6 +277,7 @@ BUGS = {
     "dropped pins": Bug(dropped_pins, 1, "dropped"),
     "newest parity gives way": Bug(newest_parity_gives_way, 1, "not whole"),
     "few slots": Bug(few_slots, 1, "left out"),
+    "unasked memory": Bug(unasked_memory, 76, "beyond the budget"),
     "early commits": Bug(early_commits, 1, "committed what no rank completed"),
     "survivors of a round": Bug(survivors_of_a_round, 6, "two rounds at once"),
     "iterations twice": Bug(iterations_twice, 1, "a version twice"),

@@ -178,13 +178,19 @@ class WorldSegment(Segment):
         return True
 
     def claim_slot(self, index, permitted=lambda: None):
-        if self.path.machine.short:
-            raise BudgetError(f"rank {self.rank}: no memory for another slot")
         permitted()
+        if self.path.machine.short:
+            hubs.ACTIVE.world.broken("beyond the budget", f"rank {self.rank} claims slot {index}, and memory is short")
         self._slots[index].claim()
 
     def _discard_pages(self, index):
         pass
+
+
+def check_room(nbytes, claim, place):
+    """As `snapshot.segment.paths.check_room`."""
+    if place.machine.short:
+        raise BudgetError(f"{claim}: no memory for another slot")
 
 
 def create(path, shape, rank, fingerprint, world_size, lost):

@@ -20,6 +20,7 @@ from ft_plugins.snapshot.segment.claims import CaptureOwner, SlotClaims
 from ft_plugins.snapshot.segment.slots import Version, choose_parity
 
 from .hub import Signal
+from .memory import check_room
 from .smp import Client, Place
 
 MASK = (1 << 61) - 1
@@ -175,7 +176,9 @@ class Rank:
     def _train(self, collective, plan, state, iteration):
         world, hub = self.world, self.world.hub
         segment, lineage, salt = self.segment, plan.lineage, self.gang.number
-        claims = SlotClaims(segment, CaptureOwner(), permitted=self._check_token)
+        owner = CaptureOwner()
+        owner.check_room = lambda nbytes: check_room(nbytes, f"rank {self.rank}", segment.path)
+        claims = SlotClaims(segment, owner, permitted=self._check_token)
         while iteration < self.last:
             iteration += 1
             hub.current.sleep(world.draw(world.step_seconds))

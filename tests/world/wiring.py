@@ -114,7 +114,7 @@ REPLACED = {
     node_driver: {"ExchangeSender": sending.Sender, "_POLL_SECONDS": 0.2, "OBSERVE_SECONDS": 0.2},
     recovery_nodes: {"Client": smp.Client},
     claims: {
-        "segments_beside": lambda path: [], "check_room": _quiet, "missing": lambda paths, slots: 0,
+        "segments_beside": lambda path: [], "check_room": memory.check_room, "missing": lambda paths, slots: 0,
     },
     roster_file: {
         "files": _FILES, "read_bytes": smp.read_bytes, "say": _say, "sizes": SimpleNamespace(SizeReport=SizeReport),

@@ -81,6 +81,11 @@ def _module(chunk, name, parameter):
     return "embedding" if "embedding." in name or getattr(parameter, "shared_embedding", False) else "head"
 
 
+def copied(job):
+    """What this rank updates, as it is now."""
+    return {name: part.values.numpy().copy() for name, part in parts(job).items()}
+
+
 def whole(job):
     """The parameters of the model on this rank."""
     with job.gathered():
@@ -152,7 +157,7 @@ class Simulated:
             for replica, job in enumerate(self.jobs):
                 if apply == "wait":
                     self._write(job)
-                found[replica]["after"].append({name: part.values.numpy().copy() for name, part in parts(job).items()})
+                found[replica]["after"].append(copied(job))
         for replica, job in enumerate(self.jobs):
             self._write(job)
             found[replica]["end"] = whole(job)

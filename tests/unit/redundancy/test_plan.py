@@ -82,11 +82,6 @@ def bytes_of(extents):
     return [(extent.rank, at) for extent in extents for at in range(extent.offset, extent.offset + extent.nbytes)]
 
 
-def in_slots(job):
-    """(rank, offset) of each byte that is captured, once."""
-    return Counter((rank, at) for rank, size in enumerate(job.nbytes) for at in range(size))
-
-
 # what is sent where
 
 
@@ -102,7 +97,7 @@ def test_every_byte_of_every_slot_is_in_exactly_one_send_for_each_parity(job):
                     extents = list(plan.sections[send.area.section].extents(send.node, send.start, send.stop))
                     sent.update(bytes_of(extents))
                     assert {extent.rank for extent in extents} <= set(plan.ranks[position]), "it is not there to send"
-        assert sent == in_slots(job)
+        assert sent == Counter((rank, at) for rank, size in enumerate(job.nbytes) for at in range(size))
 
 
 @settings(max_examples=150, deadline=None)

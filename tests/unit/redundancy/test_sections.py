@@ -65,10 +65,6 @@ def bytes_of(extents):
     return [(extent.rank, at) for extent in extents for at in range(extent.offset, extent.offset + extent.nbytes)]
 
 
-def spread(job, stream, group):
-    return {job.nodes[extent.rank] for extent in stream if extent.rank in group}
-
-
 @settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_every_byte_is_in_exactly_one_section_and_local_where_its_set_is_on_several_nodes_of_the_group(job):
@@ -83,7 +79,7 @@ def test_every_byte_is_in_exactly_one_section_and_local_where_its_set_is_on_seve
         entry
         for stream in job.replicated
         for group in job.groups
-        if len(spread(job, stream, group)) > 1
+        if len({job.nodes[extent.rank] for extent in stream if extent.rank in group}) > 1
         for entry in bytes_of([extent for extent in stream if extent.rank in group])
     ]
     assert held[Encoding.LOCAL] == Counter(local)

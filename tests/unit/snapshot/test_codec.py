@@ -171,14 +171,10 @@ class Sorted(collections.OrderedDict[str, int]):
     pass
 
 
-def unreachable():
-    """A named tuple whose class no name leads to."""
-    return collections.namedtuple("Hidden", "left right")(1, 2)
-
-
 @pytest.mark.parametrize(
     "value",
-    [Text("a"), Number(3), Real(1.5), np.str_("a"), np.bytes_(b"a"), Named(1, 2), unreachable(), Sorted(a=1),
+    [Text("a"), Number(3), Real(1.5), np.str_("a"), np.bytes_(b"a"), Named(1, 2), Sorted(a=1),
+     collections.namedtuple("Hidden", "left right")(1, 2),  # no name leads to its class
      collections.defaultdict(lambda: 3), torch.nn.Parameter(torch.zeros(1)), np.ma.array([1], mask=[True])],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip

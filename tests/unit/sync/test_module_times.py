@@ -77,10 +77,6 @@ def made(steps):
     return found
 
 
-def total(found):
-    return sum(one.forward + one.backward for one in found)
-
-
 @given(STEPS, st.integers(0, 400))
 def test_no_second_is_counted_twice(steps, end):
     listed = made(steps)
@@ -88,7 +84,7 @@ def test_no_second_is_counted_twice(steps, end):
     assert all(one.forward >= 0 and one.backward >= 0 for one in found.values())
     assert list(found) == list(dict.fromkeys(edge.module for edge in listed))
     elapsed = max(end - min(listed[0].seconds, end), 0) if listed else 0
-    assert total(list(found.values())) <= elapsed
+    assert sum(one.forward + one.backward for one in found.values()) <= elapsed
 
 
 @given(STEPS)

@@ -33,11 +33,6 @@ def reducing(timeline, rank):
     return replace(timeline, rank=rank, seconds=end, spans=(*timeline.spans, reduced))
 
 
-def busy(timeline):
-    """Without a bubble."""
-    return replace(timeline, spans=(Span(Kind.FORWARD, 0.0, timeline.seconds, 0),))
-
-
 class Job:
     """`wide` pipelines of so many stages, `per_node` ranks of them on a node, stage by stage. The first rank of all has
     no bubbles, and the links of nodes are several."""
@@ -52,7 +47,8 @@ class Job:
         world = stages * wide
         self.pipelines = [tuple(range(first, world, wide)) for first in range(wide)]
         self.timelines = [reducing(played[rank // wide], rank) for rank in range(world)]
-        self.timelines[0] = busy(self.timelines[0])
+        busy = Span(Kind.FORWARD, 0.0, self.timelines[0].seconds, 0)
+        self.timelines[0] = replace(self.timelines[0], spans=(busy,))  # without a bubble
         self.senders = tuple(SenderFacts(0.001 * (rank % 7), 100 + rank) for rank in range(world))
         nodes = [f"n{rank // per_node}" for rank in range(world)]
         nbytes = [SIZES[rank % wide % len(SIZES)] for rank in range(world)]
