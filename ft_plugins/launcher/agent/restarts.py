@@ -178,9 +178,9 @@ class Life:
     @property
     def early(self) -> tuple[object, ...] | None:
         """What is equal in two lives that ended in the same way before the job's first iteration; None if nothing shows
-        that they did. A signal never does, because it may come from outside."""
+        that they did. Neither a signal nor a lost peer does, because the cause may be outside."""
         return (self.end.exitcode, self.end.error) if (
-            self.first and isinstance(self.end, WorkerFailure) and self.end.exitcode > 0
+            self.first and isinstance(self.end, WorkerFailure) and self.end.exitcode > 0 and not self.end.secondary
         ) else None  # fmt: skip
 
     @property
