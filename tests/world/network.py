@@ -180,7 +180,7 @@ class Network:
 
     def listen(self, process, where, accept):
         """`accept(end)` runs in a thread of `process` for each connection. Raises OSError if the port is taken."""
-        if where in self.listeners and self.listeners[where][0].alive:
+        if where in self.listeners and (at := self.listeners[where][0]).alive and at.machine is process.machine:
             raise OSError(98, "Address already in use")
         self.listeners[where] = (process, accept)
 

@@ -228,6 +228,8 @@ class World:
         machine.alive, self.lost_any = False, True
         for process in [one for one in self.hub.processes.values() if one.machine is machine]:
             process.end(-9)
+        if not any(one.machine.alive for one in self.all):
+            self.forget()
 
     def forget(self):
         """All memory is gone: what comes is another job, unless storage has something of this one."""
@@ -240,6 +242,7 @@ class World:
         """Another machine in its place, of the same name or of a new one."""
         if self.finished or self.all[node.number] is not node:
             return
+        same = same or not any(self.by_name[one].machine.alive for one in self.endpoints)  # or nobody finds the job
         name = node.name if same else f"r{len(self.by_name)}"
         fresh = Node(self, node.number, name)
         self.all[node.number] = self.by_name[name] = fresh
@@ -422,7 +425,9 @@ class World:
         key = self._pair(version)
         sealed = self.sealed_by.setdefault(key, {})
         sealed[rank] = segment
-        if len(sealed) == self.size and all(one.path.machine.alive and one.linked for one in sealed.values()):
+        if len(sealed) == self.size and all(
+            one.path.machine.alive and one.linked and not one.header.short for one in sealed.values()
+        ):
             self.sealed_all = key, {one.path.machine for one in sealed.values()}
 
     def _check_files(self):

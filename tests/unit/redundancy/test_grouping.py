@@ -176,14 +176,11 @@ def test_a_node_sends_to_the_nodes_of_its_groups_alone_and_is_rebuilt_from_them(
     for position, ranks in enumerate(plan.ranks):
         targets = {send.area.position for send in plan.sends[position]}
         targets |= {holder for rank in ranks for holder in plan.small_state_holders(rank)}
-        targets |= {place[check.source.rank] for rank in ranks for check in plan.checks(rank, buckets(plan, rank))}
+        for rank in ranks:  # a bucket of data, and one for each part of parity
+            buckets = [(0, plan.nbytes[rank]), *((part.offset, part.stop - part.start) for part in plan.parts[rank])]
+            targets |= {place[check.source.rank] for check in plan.checks(rank, buckets)}
         targets |= {other for rank in ranks for section in plan.sections_of_rank[rank] for other in section.positions}
         assert targets <= mates[position]
-
-
-def buckets(plan, rank):
-    """A bucket of data, and one for each part of parity."""
-    return [(0, plan.nbytes[rank]), *((part.offset, part.stop - part.start) for part in plan.parts[rank])]
 
 
 def streams(groups):

@@ -48,7 +48,7 @@ some_layers = st.sets(st.integers(0, 11))
 
 def cost_as_printed(profile, layers):
     """Forwards, and a summand of Eq. 8 with the recursion of Eq. 7 for timestamps; `layers` in backward order."""
-    backward = [later - earlier for earlier, later in pairwise(ends_in_order(profile))]
+    backward = [b - a for a, b in pairwise([profile.forward_ns, *reversed(profile.backward_ends_ns)])]
     order = list(reversed(range(len(profile))))
     before = sum(backward[: order.index(layers[0])])
     first = backward[order.index(layers[0])]
@@ -59,10 +59,6 @@ def cost_as_printed(profile, layers):
     communication = starts[-1] + profile.communication_ns[layers[-1]] - starts[0]
     rest = sum(backward) - before - first
     return profile.forward_ns + before + first + max(rest, communication)
-
-
-def ends_in_order(profile):
-    return [profile.forward_ns, *reversed(profile.backward_ends_ns)]
 
 
 # ------------------------------------------------------------------------------------------------ cost
