@@ -64,7 +64,10 @@ def numbers_drawn(device: bool = True) -> tuple[Any, ...]:
 
 def streams(tracker: Tracker) -> dict[str, torch.Tensor]:
     """The tracker's streams by name, copied."""
-    return {name: _bytes_of(state) for name, state in tracker.get_states().items()}
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
+        for name, state in tracker.get_states().items()
+    }
 
 
 def _require_same_streams(tracker: Tracker, captured: Mapping[str, torch.Tensor]) -> None:
@@ -81,10 +84,6 @@ def restore_streams(tracker: Tracker, captured: Mapping[str, torch.Tensor]) -> N
     _require_same_streams(tracker, captured)
     present = tracker.get_states()
     tracker.set_states({name: _stream(present[name], state) for name, state in captured.items()})
-
-
-def _bytes_of(stream: torch.Tensor | torch.Generator) -> torch.Tensor:
-    return stream.get_state() if isinstance(stream, torch.Generator) else stream.clone()
 
 
 def _stream(current: torch.Tensor | torch.Generator, captured: torch.Tensor) -> torch.Tensor | torch.Generator:

@@ -247,8 +247,13 @@ def test_a_spare_takes_the_place_of_a_node_whose_processes_were_killed_and_the_j
     job = cluster.submit(str(SCRIPT), *words(tmp_path), options=("--nodes=3",))
     wait_until(lambda: len([1 for node in NODES if job.events(node)]) == 3, BOUND, job.output)
     wait_until(lambda: sum(1 for node in NODES if _trains(job, node)) == 2, BOUND, job.output)
-    said = lambda: (line["name"] for node in NODES for line in job.events(node, "events.recent.jsonl"))  # noqa: E731
-    wait_until(lambda: "version.committed" in said(), BOUND, job.output)  # a lost node could be rebuilt
+    wait_until(  # a lost node could be rebuilt
+        lambda: any(
+            line["name"] == "version.committed" for node in NODES for line in job.events(node, "events.recent.jsonl")
+        ),
+        BOUND,
+        job.output,
+    )
     lost = next(node for node in NODES if node != "n1" and _trains(job, node))
     for process in cluster.leftovers():  # all that runs on that node: what a lost node ends
         with suppress(psutil.Error):

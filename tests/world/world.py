@@ -242,7 +242,7 @@ class World:
         """Another machine in its place, of the same name or of a new one."""
         if self.finished or self.all[node.number] is not node:
             return
-        same = same or not any(self.by_name[one].machine.alive for one in self.endpoints)  # or nobody finds the job
+        same = same or not any(self.by_name[one].machine.alive for one in self.endpoints)  # else no node finds the job
         name = node.name if same else f"r{len(self.by_name)}"
         fresh = Node(self, node.number, name)
         self.all[node.number] = self.by_name[name] = fresh

@@ -18,7 +18,6 @@ In: what the loop reads from. Out: plain values, and back.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,8 +25,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ...errors import ConfigError, ResumeError
+from ...errors import ConfigError, InventoryError, ResumeError
 from ...events import say
+from ...snapshot.capture import codec
 from .data_parts import data_parts, parts
 from .followed_source import FollowedSource
 from .loader_order import require_repeatable, watch_draws
@@ -99,12 +99,12 @@ class OwnState(FollowedSource):
     """The position of an object that keeps it itself.
 
     A StatefulDataLoader uses a loaded state in the next `iter`. Its `state_dict` makes it use that at once, before the
-    generators are restored. Data without worker processes may begin each later pass at the state that they were given,
-    as streaming `datasets` do within one epoch: they forget it when the next pass begins.
+    generators are restored. A data set in this process may keep a loaded state, and begin every later pass there, as a
+    streaming one of `datasets` does within one epoch. So what it keeps is set back when the next pass begins.
     """
 
     _said = False
-    _starts: Sequence[tuple[Any, str, Any, Any]] = ()  # a holder, attribute, value before, copy of the given
+    _kept: Sequence[tuple[Any, str, Any, bytes]] = ()  # object, attribute, its value before, the loaded state
 
     def _place(self, first: bool) -> dict[str, Any]:
         before = generator_states(self._source)
@@ -132,7 +132,8 @@ class OwnState(FollowedSource):
         if saved.get("drawing"):
             raise ResumeError(f"{_DRAWN}; start with --ftp-resume fresh")
         source, used_at_once = self._source, isinstance(self._source, DataLoader)
-        holders = [(part, dict(vars(part))) for _, part in data_parts(source) if is_stateful(part)]
+        stateful = [one for _, one in data_parts(source) if is_stateful(one) and hasattr(one, "__dict__")]
+        values_before = [dict(vars(one)) for one in stateful]
 
         def load() -> None:
             source.load_state_dict(saved["state"])
@@ -140,11 +141,11 @@ class OwnState(FollowedSource):
                 self._state()
 
         self._as_it_began(saved, load)
-        self._starts = [
-            (part, name, before[name], copy.deepcopy(value))
-            for part, before in holders
-            for name, value in vars(part).items()
-            if name in before and value is not before[name] and isinstance(value, Mapping)
+        self._kept = [
+            (one, name, before[name], loaded)
+            for one, before in zip(stateful, values_before, strict=True)
+            for name, value in vars(one).items()
+            if name in before and value is not before[name] and (loaded := _encoded(value)) is not None
         ]
         if saved["dropped"]:
             self._discard()
@@ -157,11 +158,10 @@ class OwnState(FollowedSource):
             and not is_sampled(self._source)
         ):
             raise ConfigError(_STREAMING)
-        for part, name, before, given in self._starts:
-            with suppress(RuntimeError, ValueError):  # tensors or arrays, whose comparison is none: not set back
-                if getattr(part, name) == given:  # else it moves with the pass
-                    setattr(part, name, before)
-        self._starts = ()
+        for one, name, before, loaded in self._kept:
+            if _encoded(getattr(one, name, None)) == loaded:  # else it moves with the pass
+                setattr(one, name, before)
+        self._kept = ()
 
     def _discard(self) -> None:
         if isinstance(self._source, DataLoader):
@@ -172,6 +172,13 @@ class OwnState(FollowedSource):
         if made_before and isinstance(self._source, DataLoader):
             begun.begin()
         begun.epoch.read = saved["pass"]["read"]
+
+
+def _encoded(state: Any) -> bytes | None:
+    """A state as bytes; None if it is no mapping, or cannot be captured."""
+    with suppress(InventoryError):
+        return codec.encode(state) if isinstance(state, Mapping) else None
+    return None
 
 
 class LoaderPosition(FollowedSource):

@@ -79,7 +79,10 @@ def _update(running: Any, value: Any, depth: int) -> bool:
             running.update(repr(value).encode())
             return False  # by themselves they are no batch
         case Mapping() if depth:
-            known = [_update(running, part, depth - 1) for _, part in islice(sorted(value.items(), key=_by_name), MANY)]
+            known = [
+                _update(running, part, depth - 1)
+                for _, part in islice(sorted(value.items(), key=lambda entry: str(entry[0])), MANY)
+            ]
             return any(known)
         case list() | tuple() if depth:
             known = [_update(running, part, depth - 1) for part in value[:MANY]]
@@ -110,10 +113,6 @@ def plain_number(value: Any) -> float | None:
         case int() | float():
             return float(value)
     return None
-
-
-def _by_name(entry: tuple[Any, Any]) -> str:
-    return str(entry[0])
 
 
 def _sample(tensor: torch.Tensor) -> bytes:

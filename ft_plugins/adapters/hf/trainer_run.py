@@ -92,7 +92,7 @@ class TrainerRun:
         self._epoch = 0
         self._over = False  # whether training has ended
         self._marks = Marks()  # of what callbacks may not change before the first iteration
-        ignore("gather_function")  # the Trainer makes it anew, and sets it back after each evaluation
+        ignore("gather_function")  # which the Trainer replaces in each evaluation
         wrap(trainer, "_init_training_state", self._initializing)
         wrap(trainer, "_prepare_for_training", self._preparing)
 

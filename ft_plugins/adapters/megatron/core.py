@@ -109,8 +109,11 @@ class MegatronCoreHost(MegatronReduction):
         self.scheduler, self._consumed_samples = scheduler, consumed_samples
         self._counters, self._position, self._identity = dict(counters), dict(position), dict(identity)
         self._observer: Observer | None = None
-        computed_with = lambda: (one for chunk in self.chunks for one in chunk.parameters())  # noqa: E731
-        self.observed = BegunAgain(self._modules, lambda: (*self.tensors().values(), *computed_with()), ignored)
+        self.observed = BegunAgain(
+            self._modules,
+            lambda: (*self.tensors().values(), *(one for chunk in self.chunks for one in chunk.parameters())),
+            ignored,
+        )
         self._restored: list[torch.Tensor] | None = None  # scales of casts; None if nothing was restored
         if fp8_scaling.in_use(self.chunks):
             self.checkpoint_lacks = fp8_scaling.LACKED

@@ -370,8 +370,15 @@ def test_under_the_penalty_a_job_equals_its_simulation(found, expected, name):
     """To the order of reductions: the reference sums a norm over a whole module, the job over each shard; a weight that
     differs in its last bit of float64 may round a parameter to the next float32 now and then."""
     case, (_, judged) = CASES[name], expected[name]
-    close = lambda one, other: one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6)  # noqa: E731
-    assert first_difference(found[name], expected[name], case, close) is None
+    assert (
+        first_difference(
+            found[name],
+            expected[name],
+            case,
+            lambda one, other: one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6),
+        )
+        is None
+    )
     for used, events in found[name]:
         held = {module_of(parameter) for parameter, one in used[0].items() if one.size}
         assert sorted(verdicts(events, case.mesh[1])) == sorted(one for one in judged if one[2] in held)

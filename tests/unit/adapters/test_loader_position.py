@@ -234,7 +234,7 @@ class Stream(IterableDataset):
     """Begins each pass where it was placed last, as streaming `datasets` do within one epoch."""
 
     def __init__(self):
-        self.numbers, self.placed, self.at = Numbers(0.0), None, {"read": 0}
+        self.numbers, self.placed, self.shard, self.at = Numbers(0.0), None, None, {"read": 0}
 
     def __iter__(self):
         self.at = dict(self.placed or {"read": 0})
@@ -246,7 +246,7 @@ class Stream(IterableDataset):
         return dict(self.at)
 
     def load_state_dict(self, state):
-        self.placed = state
+        self.placed, self.shard = state, {"file": object()}  # and what cannot be captured
 
 
 class StreamLoader(StatefulLoader):
