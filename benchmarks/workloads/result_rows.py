@@ -42,8 +42,7 @@ ROWS = (
     ResultRow("gpu_snapshot", "slowdown", "cost of a snapshot after every step of a GPT that keeps the device busy",
               most=0.01, limit=0.0, share=True, needs=_GPU),
     ResultRow("double_capture", "double_worst", "processor time of capture with parity of replicas, over capture "
-              "without, "
-              "worst of 2 to 16 nodes", most=2.5, needs=_GROUPS),
+              "without, worst of 2 to 16 nodes", most=2.5, needs=_GROUPS),
     ResultRow("double_capture", "sent_worst", "of a share, what then is sent to other nodes, worst of 2 to 16 nodes",
               most=0.01, share=True, how="computed", needs=_GROUPS),
     ResultRow("double_capture", "weak_scaling", "speed of saving with 16 replicas over one, of 16 times; a share "
@@ -55,8 +54,7 @@ ROWS = (
     ResultRow("ledger_cost", "per_second", "of an iteration of 1 s, what the ledger of inputs takes", most=0.001,
               share=True),
     ResultRow("watch_cost", "share", "of a second, what metrics, events and scalars take, at an iteration a second "
-              "and a "
-              "scrape every 15 s", most=0.001, share=True, how="computed"),
+              "and a scrape every 15 s", most=0.001, share=True, how="computed"),
     ResultRow("parity", "encode_x", "RAIM5 encoding, in multiples of an XOR in place; processor time of a thread, "
               "worst group", least=0.9),
     ResultRow("parity", "decode_x", "RAIM5 decoding with all digests verified, in the same", least=0.7),
@@ -76,8 +74,8 @@ ROWS = (
     ResultRow("recovery", "megatron_restart_seconds", "s from a kill until the last completed iteration was computed "
               "again, to be compared, Megatron"),
     ResultRow("recovery", "recovery_x", "from a kill to its iteration under torchrun, a checkpoint every 24, over "
-              "ours; the "
-              "worse framework", least=5.0, needs=(Need("deepspeed_recovery_seconds", 0.0, "needs DeepSpeed"),)),
+              "ours; the worse framework", least=5.0,
+              needs=(Need("deepspeed_recovery_seconds", 0.0, "needs DeepSpeed"),)),
     ResultRow("bubble_overhead", "overhead_worst", "cost of copies in bubbles, upper end of its interval, worst of 5 "
               "shapes", most=0.01, limit=0.0, peers={"a copy in every iteration, at "
               "once": "unplanned_overhead_worst"}, share=True,
@@ -106,8 +104,7 @@ ROWS = (
               least=0.2, paper="20%",
               share=True, how="simulated", since=_LATER),
     ResultRow("simulate", "bert_iterations_reserved_middle", "iterations between two copies of 4 bytes a parameter, "
-              "BERT, "
-              "pairs of stages, median, with the reserve of its Algorithm 1", most=3.0, paper="1 to 3",
+              "BERT, pairs of stages, median, with the reserve of its Algorithm 1", most=3.0, paper="1 to 3",
               how="simulated", since=_LATER),
     ResultRow("simulate", "bert_iterations_middle", "the same without that reserve", how="simulated"),
     ResultRow("simulate", "chimera_of_1f1b", "bubbles with Chimera's schedule over those with 1f1b, 16 stages",
