@@ -125,7 +125,7 @@ def on(path: str) -> Predicate:
 
 def equals(path: str, *values: Any) -> Predicate:
     """Whether a setting, in small letters, is one of `values`."""
-    return lambda settings: _small(at(settings, path)) in values
+    return lambda settings: (set_to.lower() if isinstance(set_to := at(settings, path), str) else set_to) in values
 
 
 def above(path: str, most: float) -> Predicate:
@@ -141,10 +141,6 @@ def every(*predicates: Predicate) -> Predicate:
 def some(*predicates: Predicate) -> Predicate:
     """Whether any of them holds."""
     return lambda settings: any(one(settings) for one in predicates)
-
-
-def _small(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _shown(settings: Any, keys: Iterable[str]) -> str:

@@ -204,12 +204,16 @@ def pull(collective: Collective, ranges: Sequence[PullRange], read: Callable[[in
         else:
             receive.setdefault(one.reader, []).extend(_frames(one))
     counts = {reader: len(frames) for reader, frames in receive.items()}
-    packed = np.array(list(counts.items()), dtype=_COUNT)
-    asked, rounds = _asked_of(own, collective.gather(packed.tobytes()))
+    asked, rounds = _asked_of(own, collective.gather(_packed(counts)))
     with collective.transfers() as transfers:
         send = _exchange_requests(transfers, receive, asked)
         for number in range(rounds):
             _round(transfers, number, send, receive, read, into)
+
+
+def _packed(counts: Mapping[int, int]) -> bytes:
+    """By reader, the number of frames, as a message."""
+    return np.array(list(counts.items()), dtype=_COUNT).tobytes()
 
 
 def _asked_of(own: int, messages: Sequence[bytes]) -> tuple[dict[int, int], int]:
