@@ -3,7 +3,9 @@
     begin       the first walk, before the first iteration of a process
     captured    version points: at the 1st, 2nd, 4th, ... 256th, and then each 256th, a walk shows what moves; a version
                 has that, at first and now
-    restored    right before the first iteration after a restore: what is there is compared
+    restored    right before the first iteration after a restore: what is there is compared. Without a proof it is named
+                at once, but for whole numbers: one that an iteration sets, as a loop sets its variable, has passed the
+                captured one by the next version point
     recomputed  the restored iteration was computed again: what came into being in it is compared with the version, and
                 what had begun again, but is what it was by now (a variable that each iteration sets), is not named
 
@@ -21,14 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from ..events import say
 from .observed import MOST_OF_MODULES, Root, is_examined, names_in, prefixes, script_roots, walk
-from .script.script_state import storage_of
-from .value_text import ON_DEVICE, Text, is_a
+from .script.script_state import address_of, nested
+from .value_text import ON_DEVICE, Text
 
 ROOM = 16 << 10  # bytes of a version
 _MORE = 16  # of a value, but for its path and texts
@@ -54,6 +57,7 @@ class BegunAgain:
         self._expected: dict[str, Text] = {}  # of the version that is computed again, and not compared so far
         self._known: tuple[int, dict[str, Any]] = (0, {})  # the iteration of the last version point, its values
         self._begun: dict[str, str] = {}  # what has begun again, in words, by path; until it is seen to matter
+        self._counts: dict[str, Text] = {}  # the captured values of whole numbers in it that are not named yet
         self._again: list[str] = []  # not said yet
         self._named: set[str] = set()
         self._left_out = False
@@ -63,21 +67,25 @@ class BegunAgain:
         """Before the first iteration of this process, and before anything is set in it."""
         self._first = self._walk(None)
 
-    def captured(self, iteration: int) -> dict[str, Any]:
+    def captured(self, iteration: int, state: Mapping[str, Any]) -> dict[str, Any]:
         """At the version point after `iteration`, asked once or several times: 'first' and 'last', the texts of what
-        training changes by path, at the job's first look and now, within `ROOM` bytes; 0: something as large."""
+        training changes by path, at the job's first look and now, within `ROOM` bytes; 0: something as large. What
+        `state` holds, the version's small state, is captured."""
         if not iteration:
             return {"first": {}, "last": {}, "reserve": bytes(ROOM)}
         if iteration == self._known[0]:
             return self._known[1]
         self._points += 1
         learning = is_examined(self._points)
-        now = self._walk(None if learning else self._within, devices=learning)
+        now = self._walk(None if learning else self._within, devices=learning, state=state)
         if learning:
             self._learn([path for path, text in now.items() if self._first.setdefault(path, text) != text])
-        if self._expected:
+        if self._counts or self._expected:
+            for path, was in self._counts.items():
+                if now.get(path, was) != was and not has_begun_again(self._first[path], was, now[path]):
+                    del self._begun[path]
             self._compare(self._expected, now)
-            self._expected = {}
+            self._counts = self._expected = {}
             self._name()
         fitting = self._fitting({path: now[path] for path in self._moving if path in now})
         self._known = iteration, {"first": {path: self._first[path] for path in fitting}, "last": fitting}
@@ -93,6 +101,7 @@ class BegunAgain:
             self._first |= saved["first"]
             self._compare(last, now)
             if not proves:
+                self._counts = {path: last[path] for path in self._begun if type(now[path]) is int}
                 self._name()
 
     def recomputed(self, saved: Mapping[str, Any]) -> None:
@@ -127,16 +136,16 @@ class BegunAgain:
 
     def _name(self) -> None:
         """Name each value once."""
-        self._again += [words for path, words in self._begun.items() if path not in self._named]
-        self._named.update(self._begun)
+        new = [path for path in self._begun if path not in self._named and path not in self._counts]
+        self._again += [self._begun[path] for path in new]
+        self._named.update(new)
 
-    def _walk(self, within: Collection[str] | None, devices: bool = True) -> dict[str, Text]:
+    def _walk(self, within: Collection[str] | None, devices: bool = True, state: Any = None) -> dict[str, Text]:
         objects = {id(one) for one in self._ignored() if not isinstance(one, str)}
-        storages = set() if within is not None else {storage_of(one) for one in self._tensors()} - {0}
+        storages = set() if within is not None else {address_of(one) for one in nested([*self._tensors(), state])} - {0}
 
         def left_out(value: Any) -> bool:
-            of_ours = bool(storages) and is_a(value, torch.Tensor) and storage_of(value) in storages
-            return of_ours or id(value) in objects
+            return id(value) in objects or bool(storages) and address_of(value) in storages
 
         with suppress(Exception):  # objects of the script may do as they like
             roots = list(self._modules())
@@ -148,21 +157,19 @@ class BegunAgain:
     def _compare(self, version: Texts, now: Texts) -> None:
         for path, was in version.items():
             if path in now and has_begun_again(self._first.get(path), was, now[path]) and not self._is_ignored(path):
-                is_tensor = str(now[path]).startswith("a tensor")
-                self._begun[path] = f"{path} (tensor)" if is_tensor else f"{path} {now[path]}, was {was}"
+                values = f"{now[path]}, was {was}"
+                self._begun[path] = f"{path} {'(tensor)' if values.startswith('a tensor') else values}"
 
     def _is_ignored(self, path: str) -> bool:
         return not names_in(path).isdisjoint(one for one in self._ignored() if isinstance(one, str))
 
     def _fitting(self, values: Texts) -> dict[str, Text]:
         """As many as a version has room for, in their order."""
-        fitting: dict[str, Text] = {}
-        left = ROOM
-        for path in values:
-            texts = str(self._first[path]), str(values[path])
-            left -= len(path.encode()) * 2 + sum(len(one.encode()) for one in texts) + _MORE
-            if left >= 0:
-                fitting[path] = values[path]
+        used = accumulate(
+            len(path.encode()) * 2 + len(str(self._first[path]).encode()) + len(str(text).encode()) + _MORE
+            for path, text in values.items()
+        )
+        fitting = {path: values[path] for path, bytes_used in zip(values, used, strict=True) if bytes_used <= ROOM}
         if len(fitting) < len(values) and not self._left_out:
             self._left_out = True
             say(

@@ -225,8 +225,9 @@ def is_known_module(kind: type) -> bool:
 
 def _hooks(own: Mapping[str, Any], names: Iterable[str]) -> str:
     """The script's hooks; '' for none: those of libraries are the same in every start."""
-    found = (hook for name in names for hook in (own.get(name) or {}).values())
-    return ", ".join(name for one in found if not _is_closed(name := name_of(one)))
+    return ", ".join(
+        label for name in names for one in (own.get(name) or {}).values() if not _is_closed(label := name_of(one))
+    )
 
 
 def _suspended(generator: Any) -> Iterator[Root]:

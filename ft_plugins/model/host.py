@@ -216,8 +216,9 @@ class ObservedValues(Protocol):
     def begin(self) -> None:
         """Before the first iteration of a process, and before `restore_position`."""
 
-    def captured(self, iteration: int) -> dict[str, Any]:
-        """At the version point after `iteration`: what a version has of them; 0: as large as that may become."""
+    def captured(self, iteration: int, state: Mapping[str, Any]) -> dict[str, Any]:
+        """At the version point after `iteration`: what a version has of them, but for what is in its small state,
+        `state`; 0: as large as that may become."""
 
     def restored(self, saved: Mapping[str, Any] | None, proves: bool) -> None:
         """After `restore_position`: compare with what the restored version has; None: it has nothing. `proves`:

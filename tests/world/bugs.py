@@ -244,9 +244,9 @@ def _plain(seed):
     return replace(draw(seed), interval=1, free=3, parity=False)
 
 
-def _job(seed, iterations, stored, fault):
-    """Three nodes, and one fault."""
-    return Scenario(seed, 3, 0, 1, 1, iterations, 1.0, (0.1, 0.12), (0.0, 0.05), 0.0, stored, 1, 3, False, (fault,))
+def _job(seed, iterations, stored, *faults):
+    """Three nodes."""
+    return Scenario(seed, 3, 0, 1, 1, iterations, 1.0, (0.1, 0.12), (0.0, 0.05), 0.0, stored, 1, 3, False, faults)
 
 
 BUGS = {
@@ -255,7 +255,13 @@ BUGS = {
     "frozen commit": Bug(
         frozen_commit, _job(1, 60, 0, Fault(("iteration", 9), 0.0, "lie", (1, 2), 0.5)), "unprotected"
     ),
-    "banned version": Bug(banned_version, _plain(37), "lost"),
+    "banned version": Bug(
+        banned_version,
+        _job(
+            1, 24, 0, Fault(("iteration", 9), 0.0, "lose node", (0, 1)), Fault(("rebuild", 1), 0.0, "cut", (1, 2), 0.5)
+        ),
+        "ended without a cause",
+    ),
     "undone pins": Bug(undone_pins, 213, "not pinned"),
     "second leader": Bug(second_leader, _plain(9)),
     "checkpoint without files": Bug(

@@ -16,7 +16,7 @@ In: a loader. Out: encoded values by attribute path, and back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from types import ModuleType
 from typing import Any
@@ -186,12 +186,10 @@ def _room_left(value: Any, room: int, depth: int = 8) -> int:
             return room - value.nbytes if value.device.type == "cpu" and type(value) is torch.Tensor else -1
         case np.ndarray() | np.generic():
             return room - value.nbytes
-        case list() | tuple() if depth and len(value) <= room:
+        case list() | tuple() | deque() if depth and len(value) <= room:
             items: Iterable[Any] = value
         case dict() if depth and len(value) <= room:
             items = chain(value.keys(), value.values())
-        case deque() if depth and len(value) <= room:
-            items = value
         case _ if depth and codec.plain_fields(value):
             items = vars(value).values()
         case _:
@@ -210,12 +208,8 @@ def mark_of(value: Any) -> Any:
             return id(value), value._version, tuple(value.shape)
         case np.ndarray():
             return id(value), value.shape, value.flat[:: max(1, value.size // _SAMPLE)].tobytes()
-        case list() | tuple():
+        case list() | tuple() | dict() | deque() | set():
             return id(value), len(value), [_element(one) for one in _sample(value)]
-        case dict():
-            return id(value), len(value), [_element(one) for one in islice(value.values(), _SAMPLE)]
-        case deque() | set():
-            return id(value), len(value), [_element(one) for one in islice(value, _SAMPLE)]
         case torch.nn.Module() | ModuleType():
             return id(value)
     length = len(value) if hasattr(type(value), "__len__") and not isinstance(value, type) else 0
@@ -223,8 +217,10 @@ def mark_of(value: Any) -> Any:
     return id(value), length, {name: one for name, one in numbers if type(one) in (int, float, bool, str)}
 
 
-def _sample(values: Sequence[Any]) -> Sequence[Any]:
-    return values[:: max(1, len(values) // _SAMPLE)]
+def _sample(values: Collection[Any]) -> Iterable[Any]:
+    if isinstance(values, list | tuple):
+        return values[:: max(1, len(values) // _SAMPLE)]
+    return islice(values.values() if isinstance(values, dict) else values, _SAMPLE)
 
 
 def _element(value: Any) -> Any:
@@ -248,9 +244,9 @@ def assign(owner: Any, name: str, value: Any) -> None:
         ):
             for each, one in vars(value).items():
                 assign(present, each, one)
-        case (np.ndarray(), np.ndarray()) if (present.shape, present.dtype) == (value.shape, value.dtype):
+        case ((np.ndarray(), np.ndarray()) | (torch.Tensor(), torch.Tensor())) if (
+            (present.shape, present.dtype) == (value.shape, value.dtype)
+        ):
             present[...] = value
-        case (torch.Tensor(), torch.Tensor()) if (present.shape, present.dtype) == (value.shape, value.dtype):
-            present.copy_(value)
         case _:
             setattr(owner, name, value)

@@ -39,8 +39,7 @@ class PlainAttributes:
         """The encoded values that have changed since the construction, by path."""
         values = dict(self._changed())
         while sum(map(len, values.values())) > _TOGETHER:
-            path = max(values, key=lambda path: len(values[path]))
-            del values[path]
+            del values[max(values, key=lambda path: len(values[path]))]
         return values
 
     def _changed(self) -> Iterator[tuple[str, bytes]]:
@@ -71,10 +70,8 @@ class PlainAttributes:
     def _places(self) -> Iterator[tuple[str, Any, bool]]:
         for owner, one in self._owners().items():
             for name, value in getattr(one, "__dict__", {}).items():
-                if isinstance(one, type) and name.startswith("__"):
-                    continue
-                ours = self._ours(owner, name)
-                if not (ours and isinstance(value, torch.nn.Module)):
+                ours, of_python = self._ours(owner, name), isinstance(one, type) and name.startswith("__")
+                if not (of_python or ours and isinstance(value, torch.nn.Module)):
                     yield f"{owner}.{name}", value, ours
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..host_parts import local_part
-from ..value_text import Text, sample_digest, text_of
+from ..value_text import Text, is_a, sample_digest, text_of
 
 _DEPTH = 3  # of the containers that are searched for tensors
 _MANY = 20_000  # elements: a larger container is one of data, not of weights
@@ -131,18 +131,24 @@ def _digest(tensor: torch.Tensor) -> int:
         return 0
 
 
+def address_of(value: Any) -> int:
+    """The address of the memory of a tensor or an array; 0 of anything else."""
+    if is_a(value, np.ndarray):
+        return int(value.ctypes.data)
+    return storage_of(value) if is_a(value, torch.Tensor) else 0
+
+
 class Returned:
     """What a caller's `get_state` returned."""
 
     def __init__(self, value: Any) -> None:
-        values = list(_nested(value))
-        self.storages = {storage_of(one) for one in tensors_in(values)} - {0}
-        self.storages |= {one.ctypes.data for one in values if isinstance(one, np.ndarray)}
+        values = list(nested(value))
+        self.storages = {address_of(one) for one in values} - {0}
         self._texts = {_text(one) for one in values} - {None}
 
     def has(self, state: Mapping[str, Any]) -> bool:
         """Whether all values of `state` are in it."""
-        return bool(state) and all(_text(one) in self._texts for one in _nested(state) if _text(one) is not None)
+        return bool(state) and all(_text(one) in self._texts for one in nested(state) if _text(one) is not None)
 
     def has_tensor(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor in it has the same shape, and the same values in a sample."""
@@ -156,8 +162,9 @@ def _text(value: Any) -> Text | None:
     return text_of(value.contiguous() if type(value) is torch.Tensor else value, devices=True)
 
 
-def _nested(value: Any, depth: int = 2 * _DEPTH) -> Iterator[Any]:
+def nested(value: Any, depth: int = 2 * _DEPTH) -> Iterator[Any]:
+    """`value`, and what is in it, where it is a mapping, a list or a tuple."""
     yield value
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     for part in list(parts) if depth else ():
-        yield from _nested(part, depth - 1)
+        yield from nested(part, depth - 1)

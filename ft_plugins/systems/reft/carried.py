@@ -65,7 +65,7 @@ class CarryingHost:
 
     def _small(self) -> dict[str, Any]:
         small = self._host.small_state()
-        return small if self.observed is None else {**small, OBSERVED: self.observed.captured(self.completed)}
+        return small if self.observed is None else {**small, OBSERVED: self.observed.captured(self.completed, small)}
 
     def hold(self) -> None:
         """Keep what may change before the update: the host's small state, and copies of items such as buffers. For a

@@ -144,7 +144,7 @@ def it_names_what_a_script_changes_in_modules_where_a_restart_begins_it_again():
         trained(built, 1)
         layer.config.seen = float(iteration)  # as its timers, which change
         layer.average.add_(1)
-        version = codec.decode(codec.encode(host.observed.captured(iteration)))
+        version = codec.decode(codec.encode(host.observed.captured(iteration, {})))
         router.rate, router.activation, router.limits[1] = 0.5, torch.nn.functional.gelu, 3
         torch.rand(1, generator=router.drawing)
         layer.mlp.linear_fc1.weight.requires_grad = False
@@ -153,7 +153,7 @@ def it_names_what_a_script_changes_in_modules_where_a_restart_begins_it_again():
             layer.register_forward_hook(lambda *_: None)
     built.close()
     again, host, _ = routed()
-    host.observed.restored(version)
+    host.observed.restored(version), host.observed.captured(5, {})
     of = "chunk0.decoder.layers.0"
     named = {one.split(" ")[0].removeprefix(f"{of}.") for one in host.observed.said().split("; ")}
     of_router = {f"router.{one}" for one in ("rate", "limits[1]", "activation", "drawing")}

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -29,10 +30,10 @@ class Life:
     """One incarnation of a loop, which calls `step()` where an iteration ends and the next one begins. `done`: the
     restored iteration; a version point for each iteration until it is killed after `until`."""
 
-    def __init__(self, done=0, version=None, until=7, modules=tuple, ignored=("life", "self"), captured=()):
+    def __init__(self, done=0, version=None, until=7, modules=tuple, ignored=("life", "self"), captured=(), state=dict):
         self.done, self.until, self._version, self.begun = done, until, version, False
         self.observed = BegunAgain(modules, lambda: captured, lambda: ignored)
-        self.versions = {}
+        self.versions, self.state = {}, state
 
     def step(self):
         if not self.begun:
@@ -41,7 +42,7 @@ class Life:
             self.observed.restored(self._version)
             return
         self.done += 1
-        self.versions[self.done] = codec.decode(codec.encode(self.observed.captured(self.done)))
+        self.versions[self.done] = codec.decode(codec.encode(self.observed.captured(self.done, self.state())))
         if self.done == self.until:
             raise Killed
 
@@ -63,13 +64,10 @@ def said_after(loop, at=6, **given):
 # ---- loops that go on ----
 
 
-def to_the_last(life):
-    while life.done < LAST:
-        life.step()
-
-
 def over_what_is_left(life):
-    for _step in range(life.done, LAST):
+    _at = 0  # as the first iteration finds it after a restore
+    life.step()
+    for _at in range(life.done + 1, LAST):
         life.step()
 
 
@@ -97,7 +95,7 @@ def with_a_setting(life):
 @pytest.mark.parametrize("at", [5, 6])
 @pytest.mark.parametrize(
     "loop",
-    [to_the_last, over_what_is_left, over_epochs_that_are_left, with_what_each_step_sets, with_a_setting],
+    [over_what_is_left, over_epochs_that_are_left, with_what_each_step_sets, with_a_setting],
 )
 def test_a_loop_that_goes_on_is_not_named(loop, at):
     assert said_after(loop, at) == ""
@@ -265,6 +263,7 @@ def test_a_second_restore_knows_what_the_first_process_learnt():
     first = lived(by_a_counter)
     second = lived(by_a_counter, done=6, version=first.versions[6], until=8)
     assert second.observed.said() == "by_a_counter.count 0, was 6"
+    assert said_after(by_a_counter, at=1) == "by_a_counter.count 0, was 1"  # and is 1 again at the next version point
     third = lived(by_a_counter, done=8, version=second.versions[8], until=9)
     assert third.observed.said() == "by_a_counter.count 0, was 2"
 
@@ -292,6 +291,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
         self.register_buffer("mean", torch.zeros(2))
+        self.averages = {"fast": torch.zeros(2), "slow": np.zeros(2)}
         self.act = torch.nn.functional.relu
         self.memory = [torch.zeros(2)]
         self.cache = SimpleNamespace(hits=0)
@@ -305,15 +305,19 @@ def test_what_modules_keep_is_named_but_not_what_is_captured():
             with torch.no_grad():
                 layer.weight += 1  # captured
             layer.mean.add_(1)
+            layer.averages["fast"].add_(1), np.add(layer.averages["slow"], 1, layer.averages["slow"])
             layer.memory[0] = layer.memory[0] + 1
             layer.cache.hits += 1
             if life.done == 1:
                 layer.act, layer.helper = torch.nn.functional.gelu, torch.nn.ReLU()
-                layer.register_forward_hook(lambda *_: None)
-                layer.requires_grad_(False)
+                layer.requires_grad_(False).register_forward_hook(lambda *_: None)
 
     layer = Layer()
-    given = {"modules": lambda: module_roots("model", layer), "ignored": ("layer", "life", "self")}
+    given = {
+        "modules": lambda: module_roots("model", layer),
+        "ignored": ("layer", "life", "self"),
+        "state": lambda: {"caller": {"caller": {"averages": layer.averages}}},  # as `get_state` returns them
+    }
     first = lived(loop, captured=[layer.weight], **given)
     layer = Layer()
     again = lived(loop, done=6, version=first.versions[6], captured=[layer.weight], **given)
@@ -400,7 +404,7 @@ def test_a_version_has_room_for_so_many_and_it_is_said_that_others_are_left_out(
             for part in many:
                 part[:] = [one + 1 for one in part]
 
-    room = len(codec.encode(Life().observed.captured(0)))
+    room = len(codec.encode(Life().observed.captured(0, {})))
     first = lived(loop)
     assert all(len(codec.encode(one)) <= room for one in first.versions.values()) and room < begun_again.ROOM + 100
     assert capsys.readouterr().out.count("values that are not captured change, and a version has room for") == 1

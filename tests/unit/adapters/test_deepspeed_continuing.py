@@ -104,7 +104,7 @@ def start(monkeypatch):
             return vars(engine)["global_steps"]
 
         def iteration_end(iteration, ends):
-            ended[iteration], paces[iteration] = observed.captured(iteration), host.pace
+            ended[iteration], paces[iteration] = observed.captured(iteration, {}), host.pace
             said.append(observed.said())
 
         def iteration_begin(iteration):
