@@ -1,5 +1,6 @@
 """Megatron's precision-aware optimizer, its optimizer CPU offload, and fp8 parameters, on a CPU: a killed job ends as
-the unfailed one. Runs where TRANSFORMER_ENGINE_PATH names a checkout (v2.9); nothing of it is built.
+the unfailed one, and the restore is proven. Runs where TRANSFORMER_ENGINE_PATH names a checkout (v2.9); nothing of it
+is built.
 """
 
 from dataclasses import replace
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from harness import transformer_engine_jobs
+from harness.claims import assert_proven
 from harness.golden import assert_identical
 from harness.megatron_runs import MegatronConfiguration, MegatronRun
 
@@ -34,12 +36,13 @@ CASES = {  # whether the gather of parameters overlaps the forward
 
 @pytest.mark.parametrize(("kept", "overlap"), [(kept, one) for kept, each in CASES.items() for one in each])
 def test_killed_in_forward_and_in_the_update_it_ends_as_the_unfailed_run(jobs, tmp_path, kept, overlap):
-    configuration = MegatronConfiguration(True, True, overlap, overlap)
-    words = ("--state", kept, "--tp", "1", "--layers", "4" if overlap else "2")
-    golden = MegatronRun("golden", tmp_path / "golden", configuration, argv=words, ranks=4)
+    words, forms = ("--state", kept, "--tp", "1", "--layers", "4" if overlap else "2"), (True, True, overlap, overlap)
+    golden = MegatronRun("golden", tmp_path / "golden", MegatronConfiguration(*forms), argv=words, ranks=4)
     jobs.finish(golden, entry=ENTRY)
     run = replace(golden, name="killed", folder=tmp_path / "killed", protected=True, kills=KILLS)
-    jobs.finish(run, 2, entry=ENTRY)
+    job = jobs.finish(run, 2, entry=ENTRY)
+    assert_proven(job, "no rank knows captured bytes of iteration")
+    assert job.events("resume.proven")
     assert_identical(run, golden, run.ranks)
     items = golden.state(0)["items"]
     assert any(name.endswith(":main") for name in items)

@@ -144,7 +144,6 @@ def bugs(chosen):
     changed meanwhile. The number of those that are not."""
     missed = 0
     for name, bug in BUGS.items():
-        sys.stdout.flush()
         if not (child := os.fork()):
             began, tried = _MONOTONIC(), 0
             bug.put_back()
@@ -158,8 +157,7 @@ def bugs(chosen):
                 found = run(scenario).outcome.violations
                 if found and bug.finds in ("", found[0][1]):
                     spent = f"{_MONOTONIC() - began:.1f} s, {tried} jobs"
-                    print(f"{name}: seed {scenario.seed}, {spent}: {str(found[0])[:150]}")
-                    sys.stdout.flush()
+                    print(f"{name}: seed {scenario.seed}, {spent}: {str(found[0])[:150]}", flush=True)
                     os._exit(0)
                 if _MONOTONIC() - began > chosen.seconds:
                     break
