@@ -321,11 +321,12 @@ def measure(chosen: argparse.Namespace) -> Figures:
         figures |= {"stall_after_load_x": measured.stall, "committed_after_load_x": measured.committed}
     PROGRESS.step("by step")
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="ft-") as folder:
-        ours = Ours(state, stack, "--reft-checkpoint-dir", folder, "--reft-checkpoint-interval", "0")
-        for _ in range(3):  # the first two touch memory
-            saved(ours)
-        for name, seconds in (("memory", ours.committed()), ("storage", ours.checkpoint())):
-            figures[f"step_{name}_x"] = seconds / memcpy(nbytes)
+        flags = ("--reft-checkpoint-dir", folder, "--reft-checkpoint-interval", "0", "--reft-checkpoint-keep", "1")
+        ours = Ours(state, stack, *flags)
+        took = [(saved(ours), ours.checkpoint()) for _ in range(2 + pairs)][2:]  # the first two touch memory
+        figures["step_samples"] = pairs
+        for name, seconds in zip(("memory", "storage"), zip(*took, strict=True), strict=True):
+            figures[f"step_{name}_x"] = statistics.median(seconds) / memcpy(nbytes)
             say(f"{ours.name}, to {name} with nothing else to do: {figures[f'step_{name}_x']:.2f}x")
     for name, peer in peers.items():
         with ExitStack() as stack:

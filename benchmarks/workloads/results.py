@@ -97,7 +97,7 @@ class ResultRow:
     def _here(self, figures: Values) -> str:
         value = figures.get(self.figure)
         if value is None:
-            return "not measured here: no whole run" if not figures else "not measured here"
+            return f"not measured here: {'the run is from before this figure' if figures else 'no whole run'}"
         for need in self.needs:
             if reason := need.lacking(figures):
                 return f"not measured here: {reason}"

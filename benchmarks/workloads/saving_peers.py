@@ -85,22 +85,26 @@ class TorchSnapshot:
         self._state = {"state": StateDict(**state)}
         self._folder = tempfile.mkdtemp(prefix="ft-", dir=None if storage else "/dev/shm")
         stack.callback(shutil.rmtree, self._folder)
-        self._pending: Any = None
-        self._seconds = 0.0
+        self._thread = stack.enter_context(ThreadPoolExecutor(1))
 
     def snapshot(self) -> None:
-        self._started = time.perf_counter()
-        self._pending = self._take(f"{self._folder}/snapshot", self._state)
+        started = time.perf_counter()
+        self._saved = self._thread.submit(self._save, self._take(f"{self._folder}/snapshot", self._state), started)
 
-    def fence(self) -> None:
-        self._pending.wait()
+    def _save(self, pending: Any, started: float) -> float:
+        pending.wait()
         if self._storage:
             for path in (each for each in Path(self._folder).rglob("*") if each.is_file()):
-                _flush(path)
-        self._seconds = time.perf_counter() - self._started
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        return time.perf_counter() - started
+
+    def fence(self) -> None:
+        """`snapshot` returns when the state is copied, or written."""
 
     def committed(self) -> float:
-        return self._seconds
+        """Waits until it is: the next one may not begin before."""
+        return self._saved.result(_SAVED_SECONDS)
 
 
 class DLRover:
@@ -136,14 +140,6 @@ class DLRover:
 
     def committed(self) -> float:
         return self._seconds
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 MEMORY: dict[str, type[TorchSnapshot] | type[DLRover]] = {"torchsnapshot": TorchSnapshot, "dlrover": DLRover}
