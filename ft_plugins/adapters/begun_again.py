@@ -4,8 +4,8 @@
     captured    version points: at the 1st, 2nd, 4th, ... 256th, and then each 256th, a walk shows what moves; a version
                 has that, at first and now
     restored    right before the first iteration after a restore: what is there is compared. Without a proof it is named
-                at once, but for whole numbers: one that an iteration sets, as a loop sets its variable, has passed the
-                captured one by the next version point
+                at once, but for whole numbers: one that follows the iteration, as the variable of a loop does, is by as
+                much more at the next version point
     recomputed  the restored iteration was computed again: what came into being in it is compared with the version, and
                 what had begun again, but is what it was by now (a variable that each iteration sets), is not named
 
@@ -57,7 +57,7 @@ class BegunAgain:
         self._expected: dict[str, Text] = {}  # of the version that is computed again, and not compared so far
         self._known: tuple[int, dict[str, Any]] = (0, {})  # the iteration of the last version point, its values
         self._begun: dict[str, str] = {}  # what has begun again, in words, by path; until it is seen to matter
-        self._counts: dict[str, Text] = {}  # the captured values of whole numbers in it that are not named yet
+        self._counts: dict[str, int] = {}  # whole numbers in it, not named yet: captured values less the iteration
         self._again: list[str] = []  # not said yet
         self._named: set[str] = set()
         self._left_out = False
@@ -72,7 +72,7 @@ class BegunAgain:
         training changes by path, at the job's first look and now, within `ROOM` bytes; 0: something as large. What
         `state` holds, the version's small state, is captured."""
         if not iteration:
-            return {"first": {}, "last": {}, "reserve": bytes(ROOM)}
+            return {"at": 0, "first": {}, "last": {}, "reserve": bytes(ROOM)}
         if iteration == self._known[0]:
             return self._known[1]
         self._points += 1
@@ -81,14 +81,17 @@ class BegunAgain:
         if learning:
             self._learn([path for path, text in now.items() if self._first.setdefault(path, text) != text])
         if self._counts or self._expected:
-            for path, was in self._counts.items():
-                if now.get(path, was) != was and not has_begun_again(self._first[path], was, now[path]):
+            for path, less in self._counts.items():
+                if now.get(path) == iteration + less:
                     del self._begun[path]
             self._compare(self._expected, now)
-            self._counts = self._expected = {}
+            self._counts, self._expected = {}, {}
             self._name()
         fitting = self._fitting({path: now[path] for path in self._moving if path in now})
-        self._known = iteration, {"first": {path: self._first[path] for path in fitting}, "last": fitting}
+        self._known = (
+            iteration,
+            {"at": iteration, "first": {path: self._first[path] for path in fitting}, "last": fitting},
+        )
         return self._known[1]
 
     def restored(self, saved: Mapping[str, Any] | None, proves: bool = False) -> None:
@@ -101,7 +104,9 @@ class BegunAgain:
             self._first |= saved["first"]
             self._compare(last, now)
             if not proves:
-                self._counts = {path: last[path] for path in self._begun if type(now[path]) is int}
+                self._counts = {
+                    path: last[path] - saved.get("at", 0) for path in self._begun if type(last[path]) is int
+                }
                 self._name()
 
     def recomputed(self, saved: Mapping[str, Any]) -> None:

@@ -1,20 +1,22 @@
 """Walk over the values that training keeps and a host does not capture: one bounded tree of texts by path.
 
-    roots     modules, and what belongs to them; the variables of the script's functions that run, and their globals
-    followed  containers, objects with their slots and the plain values of their classes, modules in them, closures,
-              bound arguments, generators that are suspended, with what their loops go over
+    roots     modules, and what belongs to them; the variables of the script's functions that run, their globals, and
+              those of the script's other modules that these import, or import something of
+    followed  containers, objects with their slots and the plain values of their classes, modules in them, hooks,
+              functions with what they keep (closures, attributes, defaults), bound arguments, generators that are
+              suspended, with what their loops go over
     leaves    what `value_text` reads; lengths of containers; of a pass over a loader the number of batches
 
-Left out: what other packages keep (frameworks, loggers, observers of a run, Python's own objects), functions without a
-closure, tensors that are captured, and what the script has named to `ignore`.
+Left out: what other packages keep (frameworks, loggers, observers of a run, Python's own objects), functions that keep
+nothing, tensors that are captured, and what the script has named to `ignore`.
 
 Paths are written as a script would: `main.meters['train'].count` is a variable of the function `main`, `seen` a global
 of the script's main module, `model.layer.memory[0]` what a module keeps. A `#` is a length: of a container, or how many
 batches were taken of a pass over a loader. `.hooks` are the names of hooks, without those of libraries.
 
 Invariant: nothing of the script is called, no source is read, and no error of reading gets out. Bounded: 6 levels, 64
-elements of a container, 4,096 values of the script and 16,384 of modules, the nearest first; one object is reached by
-at most 3 paths, so that objects which refer to each other do not use up the room.
+elements of a container, 64 modules of the script, 4,096 values of the script and 16,384 of modules, the nearest first;
+one object is reached by at most 3 paths, so that objects which refer to each other do not use up the room.
 
 In: roots. Out: texts by path.
 """
@@ -60,6 +62,7 @@ from .value_text import (
 Root = tuple[str, Any]
 _EACH = 256  # version points
 _DEPTH, _ELEMENTS, _WAYS = 6, 64, 3  # levels; elements of a container; paths to one object
+_SPACES = 64  # modules
 _MOST_OF_SCRIPT, MOST_OF_MODULES = 4096, 16384  # values
 # packages whose objects are known, or keep what belongs to the run and is no part of training
 _CLOSED = {
@@ -109,7 +112,7 @@ def walk(
                 continue
             if (text := text_of(value, devices)) is not None:
                 found.setdefault(path, text)
-        whole = text is not None and not is_a(value, FunctionType, MethodType, functools.partial, *CONTAINERS)
+        whole = text is not None and not is_a(value, FunctionType, MethodType, functools.partial, type, *CONTAINERS)
         if whole or is_a(value, torch.Tensor, ModuleType) or not depth or ways[id(value)] >= _WAYS:
             continue
         ways[id(value)] += 1
@@ -143,15 +146,28 @@ def script_roots() -> Iterator[Root]:
         if frame.f_code.co_name != "<module>":
             yield from _variables(f"{frame.f_code.co_name}.", variables)
         spaces[id(frame.f_globals)] = frame.f_globals
-    for space in spaces.values():
+    pending = list(spaces.values())
+    for space in pending:
         module = str(space.get("__name__"))
         yield from _variables("" if module == "__main__" else f"{module.rpartition('.')[2]}.", space)
+        for one in list(space.values()) if len(pending) < _SPACES else ():
+            of = one.__name__ if is_a(one, ModuleType) else one.__module__ if is_a(one, FunctionType, type) else ""
+            if (other := _globals_of(str(of))) and id(other) not in spaces:
+                pending.append(spaces.setdefault(id(other), other))
+
+
+@cache
+def _globals_of(module: str) -> Any:
+    """The variables of a module, if it is one of the script's; else nothing."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    others = file is None or is_installed(file) or _is_closed(module) or module.partition(".")[0] in _RUNNING
+    return {} if others else vars(sys.modules[module])
 
 
 def _variables(prefix: str, variables: Mapping[str, Any]) -> Iterator[Root]:
     for name, value in list(variables.items()):
-        plain_function = is_a(value, FunctionType) and value.__closure__ is None
-        if not (name.startswith("__") or plain_function or is_a(value, ModuleType, type)):
+        keeps = not is_a(value, FunctionType, type, ModuleType) or any(_kept_by(value))
+        if keeps and not name.startswith("__"):
             yield prefix + name, value
 
 
@@ -159,9 +175,9 @@ def module_roots(name: str, module: torch.nn.Module, optimizers: Iterable[Any] =
     """The roots of a host's model under `name`: the module itself, with the modules in it; the hooks that torch calls
     for every module of the process; and the hooks of its `optimizers`, by number."""
     yield name, module
-    yield "hooks of all modules", _hooks(vars(torchs_modules), [f"_global{one}" for one in _HOOKS])
+    yield from _hooks("hooks of all modules", vars(torchs_modules), [f"_global{one}" for one in _HOOKS])
     for number, one in enumerate(optimizers):
-        yield f"hooks of optimizer {number}", _hooks(attributes(one), _OF_OPTIMIZERS)
+        yield from _hooks(f"hooks of optimizer {number}", attributes(one), _OF_OPTIMIZERS)
 
 
 def _parts_of(value: Any) -> Iterator[Root]:
@@ -175,9 +191,8 @@ def _parts_of(value: Any) -> Iterator[Root]:
             yield from _suspended(value)
         case MethodType():
             yield ".__self__", value.__self__
-        case FunctionType():
-            own = not (is_installed(value.__code__.co_filename) or _is_closed(str(value.__module__)))
-            yield from ((f".{name}", one) for name, one in cells(value) if own)
+        case FunctionType() | type():
+            yield from ((f".{name}", one) for name, one in _kept_by(value))
         case functools.partial():
             yield from ((f".{number}", one) for number, one in enumerate((value.func, *value.args)))
             yield from ((f".{name}", one) for name, one in value.keywords.items())
@@ -208,10 +223,10 @@ def _of_module(module: torch.nn.Module) -> Iterator[Root]:
         if one is not None:
             yield f".{name}", one
             yield f".{name}.requires_grad", one.requires_grad
-            yield f".{name}.hooks", _hooks({hook: getattr(one, hook) for hook in _OF_TENSORS}, _OF_TENSORS)
+            yield from _hooks(f".{name}.hooks", {hook: getattr(one, hook) for hook in _OF_TENSORS}, _OF_TENSORS)
     yield from ((f".{name}", one) for name, one in own["_buffers"].items())
     yield from ((f".{name}", one) for name, one in own["_modules"].items())
-    yield from ((".training", module.training), (".class", type(module)), (".hooks", _hooks(own, _HOOKS)))
+    yield from ((".training", module.training), (".class", type(module)), *_hooks(".hooks", own, _HOOKS))
     derived = {f"{name}{end}" for name in own["_parameters"] for end in ("_g", "_orig")}  # by torch, in each forward
     if not is_known_module(type(module)):
         yield from ((f".{name}", one) for name, one in list(own.items()) if name not in (_LEFT_OUT | derived))
@@ -223,11 +238,20 @@ def is_known_module(kind: type) -> bool:
     return f"{made_of.__module__}.".startswith(_KNOWN_MODULES)
 
 
-def _hooks(own: Mapping[str, Any], names: Iterable[str]) -> str:
-    """The script's hooks; '' for none: those of libraries are the same in every start."""
-    return ", ".join(
-        label for name in names for one in (own.get(name) or {}).values() if not _is_closed(label := name_of(one))
-    )
+def _hooks(label: str, own: Mapping[str, Any], names: Iterable[str]) -> Iterator[Root]:
+    """The names of the script's hooks, '' for none, and the hooks: those of libraries are the same in every start."""
+    hooks = [one for name in names for one in (own.get(name) or {}).values() if not _is_closed(name_of(one))]
+    yield label, ", ".join(map(name_of, hooks))
+    yield from ((f"{label}[{number}]", one) for number, one in enumerate(hooks))
+
+
+def _kept_by(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a function or a class of the script keeps."""
+    if is_a(value, type):
+        yield from _of_class(value)
+    elif is_a(value, FunctionType) and not (is_installed(value.__code__.co_filename) or _is_closed(name_of(value))):
+        yield from (*cells(value), *attributes(value).items())
+        yield from ((f"defaults[{at}]", one) for at, one in enumerate(value.__defaults__ or ()) if container_of(one))
 
 
 def _suspended(generator: Any) -> Iterator[Root]:

@@ -5,6 +5,7 @@
     tensors                    shape, and a digest of a sample; the number, of one element
     functions, classes, enums  their names
     generators                 a digest of their state
+    iterators of containers    how much is left
 
 Invariant: nothing of the script is called: attributes are read from an object's own dictionary or its slots, elements
 by the methods of Python's own containers.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -70,6 +72,8 @@ def text_of(value: Any, devices: bool = False) -> Text | None:
         return f"a {kind.__name__} of {len(value)} ({_digest(bytes(value[:_SAMPLE]))})"
     if is_generator(value):
         return f"a {kind.__name__} ({_digest(codec.encode(state_of(value)))})"
+    if kind.__module__ == "builtins" and kind.__name__.endswith("iterator"):
+        return f"a {kind.__name__} with {operator.length_hint(value)} left"
     return repr(value) if kind is itertools.count else f"a {kind.__name__}" if container_of(value) else None
 
 

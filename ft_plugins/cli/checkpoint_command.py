@@ -13,7 +13,7 @@ import typer
 
 from ..errors import FtError
 from ..smp.serve import client as smp
-from ..smp.watch.job_history import FtRunNote, FtRunPhase, read_note
+from ..smp.watch.job_history import FtRunPhase, read_note
 from .status_command import JobOption, NodeOption, of_one_job
 
 
@@ -27,7 +27,9 @@ def now(
 ) -> None:
     """Write the newest snapshot of a running job to its --reft-checkpoint-dir, and print its path."""
     held = of_one_job(job, node, "smp.lock", "has an SMP")
-    if not (served := [run_dir for run_dir in held if _takes_part(read_note(run_dir))]):
+    notes = {run_dir: read_note(run_dir) for run_dir in held}
+    idle = {at for at, note in notes.items() if note and (note.phase is FtRunPhase.SPARE or note.status == "drained")}
+    if not (served := [run_dir for run_dir in held if run_dir not in idle]):
         raise FtError(
             f"job {held[0].parent.name} on node {held[0].name}: it takes no part in training; give this on a node that "
             "trains"
@@ -51,11 +53,6 @@ def export(
         print(f"left out the arguments {', '.join(summary['left_out'])}: their types cannot be saved")
     if summary["note"]:
         print(summary["note"])
-
-
-def _takes_part(note: FtRunNote | None) -> bool:
-    """Whether a node is neither a spare nor drained: what such a node holds is of no use to the others."""
-    return note is None or note.phase is not FtRunPhase.SPARE and note.status != "drained"
 
 
 def _checkpoint(run_dir: Path, seconds: float, keep: bool) -> str:

@@ -181,7 +181,8 @@ def _text(asked: Asked) -> str:
     if asked.form == "json":
         return json.dumps({"format": FORMAT, "time": time.time(), "jobs": facts})
     if facts:
-        return text_of(facts, _width())
+        # columns of the terminal; lines of a pipe or file are not broken
+        return text_of(facts, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
     return _nothing(len({path.parent.name for path in run_dirs}))
 
 
@@ -210,11 +211,6 @@ def _nothing(ended: int) -> str:
     if not ended:
         return "no job is known here"
     return f"no job is running here, and there is nothing to resume from; ended: {ended} (`ft-plugins status --all`)"
-
-
-def _width() -> int:
-    """The columns of the terminal; 0 if stdout is none, so that lines of a pipe or file are not broken."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def _watch(text: Callable[[], str], seconds: float, redraw: bool) -> None:

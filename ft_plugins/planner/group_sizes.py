@@ -54,18 +54,14 @@ class GroupSizes:
         if len(bounds) < 2:
             return ""
         schemes = [scheme for scheme in ENCODED if self.of(scheme)]
-        rows: list[tuple[str, ...]] = [
-            ("nodes of a group", *(f"{s.name}: {c}" for s in schemes for c in self._columns()))
-        ]
+        of_each = "parity", f"days above {self.threshold:g}", f"lost within {_DAYS} d"
+        rows: list[tuple[str, ...]] = [("nodes of a group", *(f"{s.name}: {c}" for s in schemes for c in of_each))]
         for bound in bounds:
             by_scheme = {one.scheme: one for one in self.sizes if one.nodes == bound}
             cells = [text for scheme in schemes for text in _cells(by_scheme.get(scheme))]
             rows.append((f"{bound}{' *' if bound == self.chosen else ''}", *cells))
         head = f"survival by size of redundancy groups; --reft-group-nodes auto would choose {self.auto}"
         return "\n".join([head, *columns(rows), "  * as in this plan"])
-
-    def _columns(self) -> tuple[str, ...]:
-        return "parity", f"days above {self.threshold:g}", f"lost within {_DAYS} d"
 
     def block(self) -> list[dict[str, Any]]:
         """The comparison as JSON; `days` None: never."""

@@ -17,7 +17,9 @@ In: observations of the host, small state, digests of sealed versions. Out: the 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,12 +182,19 @@ class IterationLedger:
         parts |= {LedgerPart.FIRST_READ: self._first, LedgerPart.INPUT: self._inputs} if self._reads else {}
         self._compare_and_record(self._step, parts, {} if rate is None else {LedgerPart.RATE: rate})
 
-    def end(self, step: int, small: Mapping[str, Any] | None) -> None:
-        """The version point, before the capture. `small`: None if there is no version. Raises LoopError."""
+    def end(self, step: int, small: Mapping[str, Any] | None, was: Mapping[str, Any] | None = None) -> None:
+        """The version point, before the capture. `small`: None if there is no version. `was`: if the restore is proven
+        here, what the restored version has: all of it is compared, no sample. Raises LoopError."""
         if self._ledger is None:
             return
         numbers = self._numbers if step == self._step else {}  # else the next iteration has begun
-        self._compare_and_record(step, {} if small is None else small_digests(small), numbers)
+        if was is not None:
+            known = self._known.get(step, LedgerEntry(step))
+            whole = {part: digest & _KEPT_BITS for part, digest in small_digests(was, sys.maxsize).items()}
+            self._known[step] = replace(known, digests={**known.digests, **whole})
+            self._last = max(self._last, step)
+        digests = {} if small is None else small_digests(small, MANY if was is None else sys.maxsize)
+        self._compare_and_record(step, digests, numbers)
 
     def _record(self, iteration: int, part: LedgerPart, value: float) -> None:
         if iteration <= self._last:
@@ -259,12 +268,12 @@ class IterationLedger:
 # ---- digests of small state ----
 
 
-def small_digests(small: Mapping[str, Any]) -> dict[LedgerPart, int]:
-    """The digests of a small state. Empty parts have none."""
+def small_digests(small: Mapping[str, Any], most: int = MANY) -> dict[LedgerPart, int]:
+    """The digests of a small state, of mappings with more than `most` entries by a sample. Empty parts have none."""
     hashes: dict[LedgerPart, xxhash.xxh3_64] = {}
     for key, value in _entries(small):
         part = _PART_OF.get(key, LedgerPart.OWN)
-        for piece in pieces(value):
+        for piece in pieces(value, most):
             hashes.setdefault(part, xxhash.xxh3_64()).update(piece)
     return {part: running.intdigest() for part, running in hashes.items()}
 
@@ -288,8 +297,8 @@ def _entries(small: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def pieces(value: Any) -> Iterator[bytes]:
-    """The bytes of a value, with types and lengths, so that different values have different bytes."""
+def pieces(value: Any, most: int = MANY) -> Iterator[bytes]:
+    """The bytes of a value, with types and lengths, so that different values have different bytes. `most`: as above."""
     match value:
         case torch.Tensor() if not value.dim():
             yield f"t{value.dtype}{value.item()!r}".encode()
@@ -304,9 +313,9 @@ def pieces(value: Any) -> Iterator[bytes]:
             compared = (entry for entry in value.items() if entry[0] not in (WALL_TIMES, _POSITION))
             entries = sorted(compared, key=lambda entry: str(entry[0]))
             yield b"m%d" % len(entries)
-            for key, part in entries if len(entries) <= MANY else entries[:: -(-len(entries) // MANY)]:
+            for key, part in entries[:: -(-len(entries) // most) or 1]:
                 yield f"k{key!r}".encode()
-                yield from pieces(part)
+                yield from pieces(part, most)
         case list() | tuple():
             yield b"l%d" % len(value)
             if len(value) > MANY and all(type(part) is int for part in value):  # the state of Python's generator
@@ -314,7 +323,7 @@ def pieces(value: Any) -> Iterator[bytes]:
                 yield np.array(value, dtype=np.int64).tobytes() if small else repr(value).encode()
             else:
                 for part in value:
-                    yield from pieces(part)
+                    yield from pieces(part, most)
         case float():
             yield f"f{value.hex()}".encode()
         case bytes() | bytearray():

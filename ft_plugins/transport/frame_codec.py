@@ -128,7 +128,7 @@ class Decoder:
         self._bounds = bounds
         self._opener = opener
         self._unit: bytearray | memoryview
-        self._space: list[memoryview]
+        self.space: list[memoryview]  # where the next bytes belong, in order; none of a later frame
         self._then: Callable[[], Received | None]
         self._tag = bytearray(TAG if opener else 0)
         self._message: Message = {}
@@ -136,20 +136,15 @@ class Decoder:
         self._await_length()
 
     @property
-    def space(self) -> list[memoryview]:
-        """Where the next bytes belong, in order; at least one, and none of a later frame."""
-        return self._space
-
-    @property
     def is_between(self) -> bool:
         """Whether no byte of a frame has arrived that is not complete."""
-        return self._then == self._take_length and len(self._space[0]) == _LENGTH.size
+        return self._then == self._take_length and len(self.space[0]) == _LENGTH.size
 
     def filled(self, nbytes: int) -> Received | None:
         """So many bytes were written to `space`: the message and payload that they complete, if they do. Raises
         ProtocolError: the connection is void then."""
-        drop_front(self._space, nbytes)
-        while not self._space:  # an empty message completes at once
+        drop_front(self.space, nbytes)
+        while not self.space:  # an empty message completes at once
             if (frame := self._then()) is not None:
                 return frame
         return None
@@ -162,11 +157,11 @@ class Decoder:
             raise ProtocolError(f"the connection ended inside {what}")
 
     def _await_length(self) -> None:
-        self._unit, self._space, self._then = self._head, [self._head], self._take_length
+        self._unit, self.space, self._then = self._head, [self._head], self._take_length
 
     def _await(self, unit: bytearray | memoryview, then: Callable[[], Received | None]) -> None:
         self._unit, self._then = unit, then
-        self._space = [memoryview(part) for part in (unit, self._tag) if part]
+        self.space = [memoryview(part) for part in (unit, self._tag) if part]
 
     def _take_length(self) -> None:
         (length,) = _LENGTH.unpack(self._unit)

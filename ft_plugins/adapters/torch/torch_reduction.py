@@ -42,11 +42,7 @@ def modules_of(parameters: Iterable[str]) -> dict[str, str]:
 def outermost(paths: Iterable[str]) -> list[str]:
     """The paths that no other of the paths contains, in order."""
     paths = list(dict.fromkeys(paths))
-    return [path for path in paths if not any(_contains(other, path) for other in paths)]
-
-
-def _contains(outer: str, inner: str) -> bool:
-    return outer != inner and (not outer or inner.startswith(f"{outer}."))
+    return [path for path in paths if not any(path.startswith(f"{other}.") or "" == other != path for other in paths)]
 
 
 def called_paths(root: torch.nn.Module, module: str, parameters: Iterable[str]) -> list[str]:

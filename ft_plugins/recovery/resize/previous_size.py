@@ -188,14 +188,10 @@ def assign_nodes(size: PreviousSize, plan: RecoveryPlan, rebuilt: Mapping[tuple[
     for rank, source in enumerate(plan.sources):
         holder = size.holder(rank, plan.version)
         if source.way is Way.DECODE:  # not where a slot is corrupt: rebuilding there would remove its older versions
-            holder = rebuilt.get((rank, plan.version), _another_node(holder, rank, size.members))
+            at = rank % size.members  # spreads the lost ranks over all nodes
+            holder = rebuilt.get((rank, plan.version), at if at != holder else (rank + 1) % size.members)
         elif holder is not None and holder >= size.members:
             holder = rebuilt.get((rank, plan.version), rank % size.members)
         assert holder is not None
         nodes[rank] = holder
     return nodes
-
-
-def _another_node(node: int | None, rank: int, nodes: int) -> int:
-    """A node other than `node` if there is one, chosen by rank to spread the lost ranks over all nodes."""
-    return rank % nodes if rank % nodes != node else (rank + 1) % nodes

@@ -114,7 +114,7 @@ class ExchangeSender:
         Raises ProtocolError if the layout of a slot differs from the plan's."""
         plan, position, segments = source.plan, source.position, source.segments
         self._plan, self._position, self._segments, self._epoch = plan, position, segments, source.epoch
-        self._version, self._pacers, self._events = version, pacers, source.events
+        self.version, self._pacers, self._events = version, pacers, source.events
         self._stop = threading.Event()
         self._frames = itertools.count()  # number of the next frame, for faults
         self._started = time.monotonic()
@@ -151,11 +151,6 @@ class ExchangeSender:
 
     def _lane(self, target: int, rank: int) -> Lane:
         return Lane(target, rank if rank in self._pacers else NO_RANK)
-
-    @property
-    def version(self) -> Version:
-        """The version being sent."""
-        return self._version
 
     @property
     def done(self) -> bool:
@@ -222,9 +217,9 @@ class ExchangeSender:
                 try:
                     for rank in self._plan.ranks[self._position]:
                         segment = self._segments[rank]
-                        slots = [slot_of(segment, self._version)]
+                        slots = [slot_of(segment, self.version)]
                         if segment.shape.parity_indices:
-                            slots.append(parity_slot_of(segment, self._version))
+                            slots.append(parity_slot_of(segment, self.version))
                         if not all(segment.verify(slot, self._stop.is_set) for slot in slots):
                             return False  # `stop` waits for this, and the node's reports for `stop`
                     self._verified = True
@@ -236,7 +231,7 @@ class ExchangeSender:
     def _feed_once(self, lane: Lane) -> bool:
         """Send what the target lacks. Returns whether to wait for the target."""
         sends, ranks = self._lanes[lane]
-        fields: dict[str, Any] = {"version": [self._version.lineage, self._version.iteration], "epoch": self._epoch}
+        fields: dict[str, Any] = {"version": [self.version.lineage, self.version.iteration], "epoch": self._epoch}
         nodes = sorted({(send.area.section, send.node) for send in sends})
         reply, _ = self._peers[lane].ask("begin", nodes=nodes, ranks=ranks, **fields)
         if reply.get("wait"):
@@ -276,14 +271,14 @@ class ExchangeSender:
         """The fault point before each frame; `frame` numbers the frames of this exchange from 0, over all lanes."""
         return faults.reach(
             "exchange.frame", position=self._position, target=lane.target, at=at, epoch=self._epoch,
-            iteration=self._version.iteration, frame=next(self._frames),
+            iteration=self.version.iteration, frame=next(self._frames),
         )  # fmt: skip
 
     def _compare(self, lane: Lane, fields: dict[str, Any]) -> bool:
         """Have the target compare its shares with the replicas from which parity was computed here. Returns whether all
         agree."""
         tables = {
-            rank: segment.digests(parity_slot_of(segment, self._version)).copy()
+            rank: segment.digests(parity_slot_of(segment, self.version)).copy()
             for rank, segment in self._segments.items()
             if segment.shape.parity_indices
         }
@@ -297,7 +292,7 @@ class ExchangeSender:
             if reply.get("wait"):
                 return False
             self._count(len(checks))
-            mismatched = [Difference(self._version, batch[place]) for place in reply["differ"]]
+            mismatched = [Difference(self.version, batch[place]) for place in reply["differ"]]
             for difference in mismatched[:_REPORTED]:
                 self._report(difference, len(mismatched))
             if mismatched:
@@ -306,7 +301,7 @@ class ExchangeSender:
             self._unchecked.discard(lane.target)
             last = not self._unchecked
         if last:
-            self._agreed(self._version)
+            self._agreed(self.version)
         return True
 
     def _report(self, difference: Difference, count: int) -> None:
@@ -331,7 +326,7 @@ class ExchangeSender:
                 return
             self._announced = True
         self._events.emit(
-            catalogue.EXCHANGE_SENT, lineage=self._version.lineage, iteration=self._version.iteration,
+            catalogue.EXCHANGE_SENT, lineage=self.version.lineage, iteration=self.version.iteration,
             bytes=self._sent_bytes, in_bubbles=self._inside_bytes, late=self._late_bytes,
             compared=sum(map(len, self._checks.values())), seconds=round(time.monotonic() - self._started, 3),
         )  # fmt: skip
@@ -344,12 +339,12 @@ class ExchangeSender:
         parts = []
         for extent in section.extents(send.node, start, stop):
             segment = self._segments[extent.rank]
-            data = segment.data(slot_of(segment, self._version))
+            data = segment.data(slot_of(segment, self.version))
             parts.append(data[extent.offset : extent.offset + extent.nbytes])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _send_descriptor(self, lane: Lane, rank: int, fields: dict[str, Any]) -> None:
-        whole = np.frombuffer(descriptor_of(self._segments[rank], self._version), dtype=np.uint8)
+        whole = np.frombuffer(descriptor_of(self._segments[rank], self.version), dtype=np.uint8)
         at = 0
         while at < len(whole) and not self._stop.is_set():
             allowed = Allowance(PAYLOAD_LIMIT)

@@ -81,7 +81,7 @@ class ParityStore:
         self._areas = {(area.section, area.stripe, area.which): area for area in plan.areas[position]}
         self._lock = threading.Lock()
         self._area_locks = {key: threading.Lock() for key in self._areas}
-        self._version: Version | None = None  # being received
+        self.receiving: Version | None = None  # being received
         self._index = -1
         self._taken: dict[tuple[Key, int], int] = {}  # bytes taken of each source, by area and node of the section
         self._wanted: dict[tuple[Key, int], int] = {}
@@ -129,9 +129,9 @@ class ParityStore:
             for lock in self._area_locks.values():  # no frame of the previous version is being XORed in
                 frames.enter_context(lock)
             frames.enter_context(self._lock)
-            if self._version == version or version in self.versions():
+            if self.receiving == version or version in self.versions():
                 return
-            self._version = version
+            self.receiving = version
             self._index = choose(self._segment.slots())
             self._segment.dirty(self._index, version, 0)
             self._taken = dict.fromkeys(self._wanted, 0)
@@ -142,15 +142,10 @@ class ParityStore:
             self._agreed = not self._computes_parity
             self._seal_if_complete()
 
-    @property
-    def receiving(self) -> Version | None:
-        """The version being received; None once it is complete."""
-        return self._version
-
     def replicas_agree(self, version: Version) -> None:
         """The replicas from which this node's ranks computed parity equal those that other nodes captured."""
         with self._lock:
-            if version == self._version:
+            if version == self.receiving:
                 self._agreed = True
                 self._seal_if_complete()
 
@@ -159,7 +154,7 @@ class ParityStore:
         (section, node of the section) that it sends. None if `version` is neither being received nor complete here."""
         with self._lock:
             complete = version in self.versions()
-            if not complete and version != self._version:
+            if not complete and version != self.receiving:
                 return None
             source = self._wanted if complete else self._taken
             mine = set(node_sections)
@@ -168,7 +163,7 @@ class ParityStore:
     def copied(self, version: Version, ranks: Sequence[int]) -> list[int]:
         """Which of the copies of `ranks` are complete here."""
         with self._lock:
-            whole = set(ranks) if version in self.versions() else self._whole if version == self._version else set()
+            whole = set(ranks) if version in self.versions() else self._whole if version == self.receiving else set()
             return [rank for rank in ranks if rank in whole]
 
     def take(self, version: Version, key: Key, node: int, at: int, exponent: int, frame: Bytes) -> int:
@@ -186,7 +181,7 @@ class ParityStore:
             )
         with self._area_locks[key]:
             with self._lock:
-                if version != self._version:
+                if version != self.receiving:
                     if version in self.versions():
                         return self._wanted[key, node]
                     raise ProtocolError(f"version {version} is not being received here")
@@ -200,7 +195,7 @@ class ParityStore:
             kernels.combine_into((parity[at : at + len(frame)],), (frame,), ((power(exponent),),))
             faults.reach("parity_store.xored", section=key[0], stripe=key[1], node=node, at=at, position=self._position)
             with self._lock:
-                if version != self._version:
+                if version != self.receiving:
                     raise ProtocolError(f"version {version} is no longer received here")
                 self._taken[key, node] = done = at + len(frame)
                 if done == self._wanted[key, node]:
@@ -216,7 +211,7 @@ class ParityStore:
             room = self._segment.shape.small_nbytes
             raise ProtocolError(f"a copy of rank {rank} has {total} bytes; only {room} were claimed for all copies")
         with self._lock:
-            if version != self._version:
+            if version != self.receiving:
                 if version in self.versions():
                     return total
                 raise ProtocolError(f"version {version} is not being received here")
@@ -232,7 +227,7 @@ class ParityStore:
 
     def _seal_if_complete(self) -> None:
         """Write the digests of the parity, then seal, if nothing is missing. Call with the lock held."""
-        version = self._version
+        version = self.receiving
         if version is None or self._open or self._whole != self._copied or not self._agreed:
             return
         data, table = self._segment.data(self._index), self._segment.digests(self._index)
@@ -244,7 +239,7 @@ class ParityStore:
         self._segment.write_small(self._index, small)
         faults.reach("parity_store.seal.before", iteration=version.iteration, position=self._position)
         self._segment.seal(self._index, version, 0, small, table)
-        self._version = None
+        self.receiving = None
         self._copies = {}
 
     # ---- stored versions ----
@@ -314,7 +309,7 @@ class ParityStore:
             for lock in self._area_locks.values():
                 frames.enter_context(lock)
             frames.enter_context(self._lock)
-            self._version = None
+            self.receiving = None
 
     def close(self) -> None:
         """Unmap; the memory stays. Idempotent."""

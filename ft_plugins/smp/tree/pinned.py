@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from ...base import files
 from ...base.intake import read_json
 from ...snapshot.segment.segment import Segment
-from ...snapshot.segment.slots import SHARED, Mark, Pin, Slot, SlotState, Version
+from ...snapshot.segment.slots import SHARED, Mark, Pin, SlotState, Version
 from ...transport.protocol import packed
 from ..exchange.parity_store import ParityStore
 from .agreement import ExchangeDecision, Sealing
@@ -121,7 +121,8 @@ class PinnedVersions:
                     segment.unpin(slot.index, Pin.SOURCE)
             newest = max((slot.version for slot in slots if slot.version is not None), default=version)
             if segment.pin(version, Pin.SOURCE) is None:
-                return Sealing.MISSED if newest > version and not _is_captured(slots, version) else Sealing.PENDING
+                captured = any(slot.version == version and slot.state is SlotState.DIRTY for slot in slots)
+                return Sealing.MISSED if newest > version and not captured else Sealing.PENDING
             if not segment.has_parity(version):
                 # parity is sealed before data; that of the restored version before the next capture
                 return Sealing.PENDING if version == self._base and newest == version else Sealing.MISSED
@@ -147,8 +148,3 @@ class PinnedVersions:
     def forget(self) -> None:
         """Remove the record of the committed version: protection has ended."""
         self._path.unlink(missing_ok=True)
-
-
-def _is_captured(slots: Sequence[Slot], version: Version) -> bool:
-    """Whether `version` is being captured."""
-    return any(slot.version == version and slot.state is SlotState.DIRTY for slot in slots)

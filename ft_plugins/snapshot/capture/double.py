@@ -17,7 +17,7 @@ from ...errors import InventoryError
 from ...model.inventory import set_digest
 from ...redundancy.exchange_plan import positions
 from ...redundancy.sections import Extent, ParityPart, Section, lay_out, local_sections
-from .layout import Layout, ParityBucket, ParitySource, ReplicaStream, Share
+from .layout import Layout, ParityBucket, ParitySource, ReplicaStream
 
 ReplicaShare = tuple[int, int, int, int]  # digest of the replica set; start of the own share in stream, in slot; bytes
 
@@ -30,7 +30,8 @@ def with_parity(
     names, _ = positions(nodes)
     position_of = {name: position for position, name in enumerate(names)}
     streams = _replicated(layout)
-    extents = [[Extent(s.rank, s.start, s.stop - s.start) for s in _in_order(stream)] for stream in streams]
+    in_order = [sorted(one.shares, key=lambda share: (share.start, share.stop, share.rank)) for one in streams]
+    extents = [[Extent(share.rank, share.start, share.stop - share.start) for share in one] for one in in_order]
     sections: list[tuple[Section, ReplicaStream]] = []
     for stream, stream_extents in zip(streams, extents, strict=True):
         local = local_sections([position_of[node] for node in nodes], groups, [stream_extents], losses, len(sections))
@@ -71,10 +72,6 @@ def _order(entry: tuple[int, int, Extent]) -> tuple[int, int, int]:
     """The order of shares in a stream; empty shares may start at the same place."""
     start, stop, extent = entry
     return start, stop, extent.rank
-
-
-def _in_order(stream: ReplicaStream) -> list[Share]:
-    return sorted(stream.shares, key=lambda share: (share.start, share.stop, share.rank))
 
 
 def _replicated(layout: Layout) -> list[ReplicaStream]:

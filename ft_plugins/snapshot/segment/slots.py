@@ -245,13 +245,13 @@ def slot_to_reuse(slots: Sequence[Slot], writing: Version, spared: int, until_co
     committed = committed_in(slots)
     if until_committed and committed is not None:
         known.append(committed)
-    free = [slot for slot in _unpinned(slots, writing) if slot.state is not SlotState.CLEAN or _older(slot, known)]
+    newest = max(known, default=Version(0, 0))
+    free = [
+        slot
+        for slot in _unpinned(slots, writing)
+        if slot.state is not SlotState.CLEAN or (slot.version is not None and slot.version < newest)
+    ]
     return min(free, key=_age).index if free else None
-
-
-def _older(slot: Slot, known: Sequence[Version]) -> bool:
-    """Whether the slot's version is older than the newest of `known`."""
-    return slot.version is not None and slot.version < max(known, default=Version(0, 0))
 
 
 def slot_to_claim(slots: Sequence[Slot]) -> int | None:

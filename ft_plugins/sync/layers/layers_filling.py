@@ -46,7 +46,10 @@ SWEEPS = 2  # how often each iteration is filled, at most
 def interval_in_effect(profile: LayerProfile, schedule: LayerSchedule) -> float:
     """The mean interval between averagings, over parameters and iterations; in iterations, at most H."""
     weights = _weights(profile)
-    gaps = [sum(gap**2 for gap in _gaps(turns, schedule.period)) for turns in _turns(schedule)]
+    gaps = [
+        sum((after - before) ** 2 for before, after in pairwise([*turns, turns[0] + schedule.period]))
+        for turns in _turns(schedule)
+    ]
     squares = sum(weight * own for weight, own in zip(weights, gaps, strict=True))
     return squares / (schedule.period * sum(weights))
 
@@ -158,10 +161,6 @@ def _turns(schedule: LayerSchedule) -> list[list[int]]:
         for layer in own:
             turns[layer].append(number)
     return turns
-
-
-def _gaps(turns: list[int], period: int) -> list[int]:
-    return [after - before for before, after in pairwise([*turns, turns[0] + period])]
 
 
 def _weights(profile: LayerProfile) -> tuple[int, ...]:

@@ -134,7 +134,11 @@ def judge(
         raise ValueError(f"{found}: expected one of each for every member")
     present = {member: float(norm) for member, norm in enumerate(norms) if norm is not None}
     finite = {member: norm for member, norm in present.items() if 0 <= norm < math.inf}
-    sound = {member: norm for member, norm in finite.items() if not _is_anomalous(norm, statistics[member], rules)}
+    sound = {
+        member: norm
+        for member, norm in finite.items()
+        if not (statistics[member].count >= rules.warmup and statistics[member].score(norm) > rules.threshold)
+    }
     absorbed = sound or finite
     return Judgement(
         anomalous=tuple(member in present and member not in sound for member in range(len(norms))),
@@ -154,10 +158,6 @@ def clip_factor(norm: float, clip: float) -> float:
     if math.isinf(clip):
         return 1.0
     return min(1.0, clip / (norm + EPSILON)) if math.isfinite(norm) else 0.0
-
-
-def _is_anomalous(norm: float, before: NormStatistics, rules: PenaltyRules) -> bool:
-    return before.count >= rules.warmup and before.score(norm) > rules.threshold
 
 
 def _weights(

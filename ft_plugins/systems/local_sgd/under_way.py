@@ -41,7 +41,7 @@ class SynchronisationUnderWay:
         modules are applied."""
         self._synchronisation, self._wait = synchronisation, wait
         self._all, self._spanning = plan.order, plan.spanning
-        self._order: Sequence[str] = ()  # of the modules of this synchronisation
+        self.names: Sequence[str] = ()  # of the modules of this synchronisation
         self._apply_at, self._prefetch, self._finished = apply, prefetch, finished
         self._background: Background | None = Background(device)
         self._waiting: dict[str, BackgroundTask[float] | None] = {}  # to be applied; None: exchange not started
@@ -52,10 +52,6 @@ class SynchronisationUnderWay:
         self.exchange: Callable[[str], float] = synchronisation.exchange  # on the thread
         self.apply: Callable[[str], Judgement | None] = synchronisation.apply
 
-    @property
-    def names(self) -> Sequence[str]:
-        return self._order
-
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
@@ -63,7 +59,7 @@ class SynchronisationUnderWay:
         """Start the synchronisation after iteration `step`. `factors`: a further factor of each replica's weight."""
         self._begin(step, self._all, factors, True)
         at_once = self._apply_at is not AppliedAt.FORWARD
-        for place, name in enumerate(self._order):
+        for place, name in enumerate(self.names):
             if at_once or name in self._spanning or (place == 0 and self._prefetch):
                 self._exchange(name)
 
@@ -79,7 +75,7 @@ class SynchronisationUnderWay:
             self._exchange(name)
 
     def _begin(self, step: int, order: Sequence[str], factors: Sequence[float] | None, finishes: bool) -> None:
-        self.step, self.waited, self._order = step, 0.0, order
+        self.step, self.waited, self.names = step, 0.0, order
         self.report = {"left_out": {}, "rolled_back": [], "clipped": {}, "nonfinite": {}}
         self._synchronisation.begin(factors)
         self._waiting, self._unfinished = dict.fromkeys(order), finishes
@@ -107,7 +103,7 @@ class SynchronisationUnderWay:
             self._waiting, self._unfinished = {}, False
 
     def apply_all(self) -> None:
-        for name in self._order if self._waiting else ():
+        for name in self.names if self._waiting else ():
             if name in self._waiting:
                 self._apply(name)
         self._finish_if_applied()
@@ -120,7 +116,7 @@ class SynchronisationUnderWay:
     def _exchange(self, name: str) -> None:
         """Start the exchange of a module, and of those before it in the plan, unless they are started."""
         assert self._background is not None
-        for each in self._order[: self._order.index(name) + 1]:
+        for each in self.names[: self.names.index(name) + 1]:
             if self._waiting.get(each, True) is None:
                 exchange = partial(self.exchange, each)
                 work = partial(self._wait.within, self.step, f"module '{each}'", exchange)
@@ -130,7 +126,7 @@ class SynchronisationUnderWay:
         """Wait for a module's exchange, and apply it; with prefetch start that of the next one first."""
         self._exchange(name)
         if self._prefetch:
-            following = self._order[self._order.index(name) + 1 :]
+            following = self.names[self.names.index(name) + 1 :]
             if waiting := next((each for each in following if each in self._waiting), None):
                 self._exchange(waiting)
         exchange = self._waiting.pop(name)

@@ -97,6 +97,7 @@ class Reft(CaptureOwner):
         self._paths = [path_of(job, node, rank) for rank in here]  # the segments of all ranks of this node
         self._ledger, self._events, self._mode = ledger, events, config.on_difference
         self._proof: RestoreProof | None = None
+        self._restored_small: Mapping[str, Any] | None = None  # of the restored version, where it is proven
         self._segment: Segment | None = None
         self._capture: Capture | None = None
         self._lineage = 0
@@ -250,7 +251,8 @@ class Reft(CaptureOwner):
             raise PeerDegraded()
         if self._capture is not None and self._proves(step):
             assert self._base is not None
-            self._ledger.end(step, self._host.small_state())
+            now = codec.decode(codec.encode(self._host.small_state()))  # as what is read from a slot
+            self._ledger.end(step, now, self._restored_small)
             self._capture.compare(self._base, kept)
             return
         if last and not self._times.captures(step):
@@ -270,8 +272,8 @@ class Reft(CaptureOwner):
         has of values that are not captured."""
         slot = self._mapped().sealed_in(self._base) if self._base is not None and self._proves(step) else None
         if isinstance(self._host, CarryingHost) and self._proof is not None and slot is not None:
-            small = codec.decode(manifest.split(self._mapped().small(slot))[1])
-            self._proof.uncaptured = self._host.recomputed(small)
+            self._restored_small = codec.decode(manifest.split(self._mapped().small(slot))[1])
+            self._proof.uncaptured = self._host.recomputed(self._restored_small)
 
     def _proves(self, step: int) -> bool:
         """Whether version `step` is the restored one, which is compared in place of being captured."""

@@ -79,13 +79,13 @@ class ReftNodes:
         self.run = ""  # that of state of another size, '' if there is none
         self.unprotected = ""  # why nodes do not protect each other although they were to
         self.losses = self._survivable(names.nodes)
-        self._groups = self._cut_groups()
+        self.groups = self._cut_groups()  # as ranks; the sharding groups if no parity is kept
 
     def with_parity(self, layout: Layout) -> Layout:
         """`layout` with the parity that this rank computes of other nodes' shares."""
         if not self.losses or not self._encoded:
             return layout
-        return with_parity(layout, self._nodes, self._groups, self.losses, self._config.bucket_mib << 20)
+        return with_parity(layout, self._nodes, self.groups, self.losses, self._config.bucket_mib << 20)
 
     def _cut_groups(self) -> tuple[tuple[int, ...], ...]:
         """The redundancy groups, as ranks; the sharding groups if no parity is kept."""
@@ -101,7 +101,7 @@ class ReftNodes:
         names, reported = self._names, self._names.reported
         if not self.losses or not self._encoded:
             return []
-        shared = list(shared_domains(names.nodes, self._groups, self.losses, reported))
+        shared = list(shared_domains(names.nodes, self.groups, self.losses, reported))
         lines = [
             f"the loss of failure domain {one.domain} is not survived: nodes {_listed(one.nodes)} are in one "
             f"redundancy group, {NAMES[self.losses]} makes up for {self.losses}; spread data parallelism over more "
@@ -169,7 +169,7 @@ class ReftNodes:
                 echo=self._host.rank != 0,
             )
         config = self._tier_config(self._job.secret_file)
-        return JobNodes(self._collective, self._nodes, self._groups, shape, replica_shares(layout), config)
+        return JobNodes(self._collective, self._nodes, self.groups, shape, replica_shares(layout), config)
 
     def _tier_config(self, secret_file: str) -> NodeTierConfig:
         stages = neighbour.pipelines(self._host.topology()) if self._copied else ()
@@ -182,15 +182,10 @@ class ReftNodes:
         )  # fmt: skip
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The redundancy groups, as ranks; the sharding groups if no parity is kept."""
-        return self._groups
-
-    @property
     def choosing(self) -> MeasuredJob:
         """What the choice of intervals depends on, and does not change."""
         config, nodes = self._config, self._nodes
-        sizes = [len({nodes[rank] for rank in group}) for group in self._groups]
+        sizes = [len({nodes[rank] for rank in group}) for group in self.groups]
         return MeasuredJob(
             config.interval == "auto", config.checkpoint_interval == "auto", len(set(nodes)), max(2, *sizes),
             self.losses, config.exchange_interval, config.hw_rate, config.sw_rate,
@@ -201,7 +196,7 @@ class ReftNodes:
         other. `ranks` are the facts of all ranks. Pure."""
         if not self.losses:
             return [0 for _ in at]
-        protection = describe_protection(ranks, self._nodes, self._groups, self._tier_config(""), at[0])
+        protection = describe_protection(ranks, self._nodes, self.groups, self._tier_config(""), at[0])
         return [store_bytes(protection, position) for position in at]
 
     def _reachable(self, seen: SeenNodes, shape: Shape, layout: Layout) -> SeenNodes:

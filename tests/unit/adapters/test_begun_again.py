@@ -18,6 +18,7 @@ from ft_plugins.adapters.begun_again import BegunAgain, has_begun_again
 from ft_plugins.adapters.observed import module_roots
 from ft_plugins.adapters.value_text import ON_DEVICE
 from ft_plugins.snapshot.capture import codec
+from tests.unit.adapters import edge_log
 
 LAST = 20
 
@@ -148,12 +149,23 @@ def by_a_meter(life):
         meters["train"][0].update()
 
 
-def by_a_class(life):
-    meter, Meter.made = Meter(), 0
+def kept(memory=[]):  # noqa: B006
+    memory.append(kept)
+    kept.calls = edge_log.calls = Meter.made = kept.calls + 1
+
+
+def by_functions_and_modules(life):
+    kept.calls, kept.__defaults__[0][:], edge_log.calls, Meter.made = 0, [], 0, 0
     while life.done < LAST:
         life.step()
-        Meter.made += 1
-    assert meter
+        kept()
+
+
+def by_containers(life):
+    losses, seen, left, numbers = [], set(), iter(range(9)), itertools.count()
+    while life.done < LAST:
+        life.step()
+        losses.append(0.0), seen.add(life.done % 3), next(left), next(numbers)
 
 
 def by_a_closure(life):
@@ -194,27 +206,6 @@ def by_a_pass(life):
         next(some)
 
 
-def by_an_iterator_of_python(life):
-    numbers = itertools.count()
-    while life.done < LAST:
-        life.step()
-        next(numbers)
-
-
-def by_a_list(life):
-    losses = []
-    while life.done < LAST:
-        life.step()
-        losses.append(0.0)
-
-
-def by_a_set(life):
-    seen = set()
-    while life.done < LAST:
-        life.step()
-        seen.add(life.done % 3)
-
-
 def by_a_tensor(life):
     mean, large = torch.zeros(()), torch.zeros(2000)
     while life.done < LAST:
@@ -236,15 +227,23 @@ NAMED = {
     by_a_counter: ["by_a_counter.count 0, was 6"],
     by_an_average: ["by_an_average.running 0.0, was 13."],
     by_a_meter: ["by_a_meter.meters['train'][0].count 0, was 6", "history# 0, was 3"],
-    by_a_class: ["by_a_class.meter.made 0, was 6"],
     by_a_closure: [f"by_a_closure.{path} 0, was 6" for path in ("seen", "see.seen", "by_name.0.seen")],
     by_a_pass: ["by_a_pass.some._SingleProcessDataLoaderIter# 1, was 7"],
-    by_an_iterator_of_python: ["by_an_iterator_of_python.numbers count(0), was count(6)"],
-    by_a_list: ["by_a_list.losses# 0, was 6"],
-    by_a_set: ["by_a_set.seen# 0, was 3", "by_a_set.seen.elements "],
     by_a_tensor: ["by_a_tensor.mean 0.0, was 6.0", "by_a_tensor.large (tensor)"],
     by_dice: ["by_dice.dice a Random (", "by_dice.own a Generator ("],
     by_a_generator: ["by_a_generator.some.taken 1, was 7"],
+    by_functions_and_modules: [
+        "test_begun_again.kept.calls 0, was 6",
+        "test_begun_again.kept.defaults[0]# 0, was 6",
+        "test_begun_again.Meter.made 0, was 6",
+        "edge_log.calls 0, was 6",
+    ],
+    by_containers: [
+        "by_containers.losses# 0, was 6",
+        *("by_containers.seen# 0, was 3", "by_containers.seen.elements "),
+        "by_containers.left a range_iterator with 9 left, was a range_iterator with 3 left",
+        "by_containers.numbers count(0), was count(6)",
+    ],
 }
 
 
@@ -296,6 +295,7 @@ class Layer(torch.nn.Module):
         self.memory = [torch.zeros(2)]
         self.cache = SimpleNamespace(hits=0)
         self.helper = torch.nn.Linear(1, 1)
+        self.register_forward_hook(Meter().update)
 
 
 def test_what_modules_keep_is_named_but_not_what_is_captured():
@@ -308,6 +308,7 @@ def test_what_modules_keep_is_named_but_not_what_is_captured():
             layer.averages["fast"].add_(1), np.add(layer.averages["slow"], 1, layer.averages["slow"])
             layer.memory[0] = layer.memory[0] + 1
             layer.cache.hits += 1
+            next(iter(layer._forward_hooks.values()))()
             if life.done == 1:
                 layer.act, layer.helper = torch.nn.functional.gelu, torch.nn.ReLU()
                 layer.requires_grad_(False).register_forward_hook(lambda *_: None)
@@ -323,7 +324,8 @@ def test_what_modules_keep_is_named_but_not_what_is_captured():
     again = lived(loop, done=6, version=first.versions[6], captured=[layer.weight], **given)
     named = {one.split(" ")[0] for one in again.observed.said().split("; ")}
     of_layer = ("mean", "memory[0]", "cache.hits", "act", "helper.class", "hooks", "weight.requires_grad")
-    assert named == {f"model.{one}" for one in of_layer}
+    of_hook = ("hooks[0].__self__.count", "hooks[0].__self__.history#")
+    assert named == {f"model.{one}" for one in (*of_layer, *of_hook)}
 
 
 # ---- an iteration that is computed again ----

@@ -146,6 +146,14 @@ def test_captured_bytes_are_compared_at_the_next_fence():
     assert entry is not None and entry.digests[LedgerPart.STATE] == 1
 
 
+@pytest.mark.parametrize("name", ["0", "1", "57", "99"])
+def test_where_a_restore_is_proven_every_entry_of_a_large_mapping_is_compared(name):
+    was, ledger = {"own": dict.fromkeys(map(str, range(100)), 0)}, Rank().begin(0)
+    ledger.begin(1)
+    ledger.end(1, {"own": {**was["own"], name: 1}}, was)
+    assert ledger.compared(1)[1] == {LedgerPart.OWN}
+
+
 def test_without_a_ledger_nothing_is_kept_or_compared():
     ledger = IterationLedger(0, "auto", Events("n", 0), keeps=False)
     words = Ledger(np.zeros(LEDGER_ROOM // 8, dtype=np.uint64))
