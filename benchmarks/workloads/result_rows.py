@@ -16,24 +16,27 @@ _PAIRS = (Need("pairs", 10.0, "{} pairs of at least 10"),)
 _SHAPES = (Need("shapes", 5.0, "{} shapes of the paper's 5"), *_PAIRS)
 _GROUPS = (Need("groups", 5.0, "{} sizes of at least 5"),)
 _ALL_COLUMNS = (Need("columns", float(len(COLUMNS)), f"{{}} columns of {len(COLUMNS)}"),)
+_POLICIES = {"DiLoCo": "diloco", "Post Local SGD": "post_local_sgd"}
 _HARMED = 1.05  # of a loss: garbage that does less to a peer shows nothing
 
 ROWS = (
-    ResultRow(_STALL, "stall_x", "wait of training for a snapshot of 1 GiB, in multiples of copying it", most=0.05,
+    ResultRow(_STALL, "stall_x", "wait of training for a snapshot of 1 GiB under matrix products, in multiples of "
+              "copying it", most=0.05,
               limit=0.0, headline=True, peers={name: f"{name}_stall_matmul_x" for name in _PEERS}),
-    ResultRow(_STALL, "stall_after_load_x", "the same right after a minute of heavy load on all cores", most=0.05,
-              limit=0.0, since="2026-11-29"),
+    ResultRow(_STALL, "stall_after_load_x", "the same right after a minute of heavy load on all cores", limit=0.0),
     ResultRow(_STALL, "committed_x", "a snapshot with its digests under matrix products, in multiples of "
               "copying it; DLRover takes no digests, and stops training", most=1.5, limit=1.0,
               peers={name: f"{name}_committed_matmul_x" for name in _MEMORY_PEERS}),
-    *(ResultRow(_STALL, f"step_slowdown_{load}_x", f"a step {of} that captures, less one that does not, in the same")
+    *(ResultRow(_STALL, f"step_slowdown_{load}_x", f"a step {of} that captures, less one that does not, in the same",
+                peers={name: f"{name}_step_slowdown_{load}_x" for name in _PEERS})
       for load, of in (("matmul", "of matrix products"), ("adam", "over memory"), ("host_bound", "of small calls"))),
     *(ResultRow(_STALL, f"over_{peer}_{end}_x", f"speed of saving to {end} over {name}, one rank", least=1.0,
                 spread=True, needs=_PAIRS, paper=paper, since=_LATER)
       for peer, end, name, paper in (("torchsnapshot", "memory", "TorchSnapshot's", "14.1 (24 replicas)"),
                                      ("dlrover", "memory", "DLRover's, which takes no digests", ""),
                                      ("torchsnapshot", "storage", "TorchSnapshot's", ""),
-                                     ("checkfreq", "storage", "CheckFreq's", "106 (to memory, over to storage)"))),
+                                     ("checkfreq", "storage", "that of CheckFreq's way, rebuilt here", "106 (to "
+              "memory, over to storage)"))),
     *(ResultRow(_STALL, f"step_{step}_x", f"a snapshot {meaning}, nothing else to do, in the same", paper="by a curve",
                 needs=(Need("step_samples", 10.0, "{} samples of at least 10"),))
       for step, meaning in (("memory", "to shared memory"), ("storage", "from there to storage"))),
@@ -43,28 +46,34 @@ ROWS = (
               most=0.01, limit=0.0, share=True, needs=_GPU),
     ResultRow("double_capture", "double_worst", "processor time of capture with parity of replicas, over capture "
               "without, worst of 2 to 16 nodes", most=2.5, needs=_GROUPS),
-    ResultRow("double_capture", "sent_worst", "of a share, what then is sent to other nodes, worst of 2 to 16 nodes",
+    ResultRow("double_capture", "sent_worst", "of a share of 512 MiB with 64 KiB of small state, what then is "
+              "sent to other nodes, worst "
+              "of 2 to 16 nodes",
               most=0.01, share=True, how="computed", needs=_GROUPS),
-    ResultRow("double_capture", "weak_scaling", "speed of saving with 16 replicas over one, of 16 times; a share "
-              "measured alone, in processor time", least=0.78, limit=1.0, paper="78% (24 replicas)", share=True,
+    ResultRow("double_capture", "weak_scaling", "speed of capture without parity with 16 replicas over one, of "
+              "16 times; a "
+              "share measured alone, in processor time", least=0.78, limit=1.0, paper="78% (24 replicas)", share=True,
               how="computed",
               needs=_GROUPS, since=_LATER),
     ResultRow("double_capture", "strong_scaling", "the same with 8 stages over one, of 8 times; a stage measured alone",
               least=0.78, limit=1.0, paper="by a curve", share=True, how="computed", needs=_GROUPS, since=_LATER),
     ResultRow("ledger_cost", "per_second", "of an iteration of 1 s, what the ledger of inputs takes", most=0.001,
-              share=True),
-    ResultRow("watch_cost", "share", "of a second, what metrics, events and scalars take, at an iteration a second "
+              share=True, how="computed"),
+    ResultRow("watch_cost", "share", "of a second, what metrics, events and scalars of a rank take, at an "
+              "iteration a second "
               "and a scrape every 15 s", most=0.001, share=True, how="computed"),
     ResultRow("parity", "encode_x", "RAIM5 encoding, in multiples of an XOR in place; processor time of a thread, "
               "worst group", least=0.9),
     ResultRow("parity", "decode_x", "RAIM5 decoding with all digests verified, in the same", least=0.7),
     ResultRow("parity", "double_encode_x", "RAIM6 encoding, in the same", least=0.8),
     ResultRow("parity", "double_decode_x", "RAIM6 decoding of two lost nodes, in the same", least=0.7),
-    ResultRow("recovery", "load_x_loopback", "reading of a lost node's share, in multiples of a loopback socket",
-              least=0.5, limit=1.0),
+    ResultRow("recovery", "load_x_loopback", "bytes read a second to rebuild a lost node's share, in multiples of a "
+              "loopback socket, median of 3", least=0.5, limit=1.0, how="emulated"),
     ResultRow("recovery", "two_load_x_loopback", "of two lost nodes at once, in the same, one failure", least=0.4,
-              limit=1.0),
-    ResultRow("recovery", "lost_iterations", "iterations lost with a node", most=2, limit=0.0, headline=True),
+              limit=1.0, how="emulated"),
+    ResultRow("recovery", "lost_iterations", "iterations lost, most of 5 failures, each within 3 s of a commit; "
+              "iterations "
+              "of 3 s", most=2, limit=0.0, headline=True, how="emulated"),
     ResultRow("recovery", "megatron_recovery_seconds", "s from a kill to the iteration it came in, Megatron, 8 ranks, "
               "median of 3", peers={"torchrun, a checkpoint every 24 "
               "iterations": "megatron_own_checkpoint_recovery_seconds"}, most=5.0, headline=True),
@@ -95,12 +104,15 @@ ROWS = (
                          ("drift", "where a stage gets 1.5 times as slow, one shape"))
       for figure, meaning, most, share, since in (("overhead", "the cost, upper end,", 0.01, True, "2026-11-29"),
                                                   ("iterations", "iterations between two copies", None, False, ""))),
-    ResultRow("simulate", "plan_seconds", "s to plan 64 stages with 512 microbatches, 1f1b, 1 GB a rank", most=1.0),
+    ResultRow("simulate", "plan_seconds", "processor s to plan 64 stages with 512 microbatches, 1f1b, 1 GB a "
+              "rank", most=1.0),
     ResultRow("simulate", "analytic_error_worst", "error of simulated bubbles against closed forms", most=1e-9,
               limit=0.0, how="simulated"),
-    ResultRow("simulate", "bubble_share_least", "bubbles of the stage with fewest, the paper's shapes with GPT-2",
+    ResultRow("simulate", "bubble_share_least", "bubbles and waits for links of the stage with fewest, the "
+              "paper's shapes with "
+              "GPT-2, assumed speeds",
               least=0.2, paper="20%", share=True, how="simulated", since=_LATER),
-    ResultRow("simulate", "bert_bubble_share_least", "the same with its two BERT models, in pairs of stages",
+    ResultRow("simulate", "bert_bubble_share_least", "the same with its two BERT models",
               least=0.2, paper="20%",
               share=True, how="simulated", since=_LATER),
     ResultRow("simulate", "bert_iterations_reserved_middle", "iterations between two copies of 4 bytes a parameter, "
@@ -116,13 +128,15 @@ ROWS = (
                 limit=0.0,
                 paper=paper, how="emulated", since=_LATER)
       for ranks, paper in ((8, "0.76"), (16, "0.52"), (32, "0.51"))),
-    ResultRow("sync_overhead", "audit_10", "of an iteration, an audit after every tenth", most=0.005, share=True,
+    ResultRow("sync_overhead", "audit_10", "of an iteration of 150 ms with 1 MiB of state, an audit after every "
+              "tenth", most=0.005, share=True,
               how="emulated"),
     ResultRow("sdc", "order_holds", "corrupted gradients: six rules of the paper's order hold, within a point of "
               "accuracy", least=True, paper="yes"),
     ResultRow("sdc", "audit_identical", "one replica of 4 is corrupted, and audited after each update: the run ends as "
               "the clean one, bit for bit", least=True),
-    ResultRow("sdc", "sigma_error", "error of the estimated noise, one seed", most=0.05, limit=0.0, share=True),
+    ResultRow("sdc", "sigma_error", "error of the estimated noise with SGD, one seed", most=0.05, limit=0.0,
+              share=True),
     ResultRow("sdc", "divergence_error", "squared divergence, sigma^2 up to 1: error of the corrected Lemma 3.1, one "
               "seed",
               most=0.05, limit=0.0, paper="of the form of Lemma 3.1", share=True, since=_LATER),
@@ -149,11 +163,11 @@ ROWS = (
               peers={"Post Local SGD": "post_local_sgd_bytes", "DiLoCo": "diloco_bytes", "like CO2": "co2_like_bytes"},
               paper="of sizes that fit only", since=_LATER),
     *(ResultRow(_QUALITY, f"{learner}_{figure}", f"{title}: {meaning}", most=most, needs=needs,
-                peers={"DiLoCo": f"{learner}_{figure.replace('edit', 'diloco')}"})
+                peers={name: f"{learner}_{figure.replace('edit', policy)}" for name, policy in _POLICIES.items()})
       for learner, title in (("noisy_digits", "digits"), ("text", "GPT"))
       for figure, meaning, most, needs in (
           ("edit_loss_x", "loss of EDiT over that of plain training", 1.01, ()),
-          ("edit_garbage_x", "loss with one of 4 replicas fed garbage over without", 1.02,
+          ("edit_garbage_x", "final loss with one of 4 replicas fed garbage for a while over without", 1.02,
            (Need(f"{learner}_diloco_garbage_x", _HARMED, "this garbage does not harm DiLoCo ({})"),)))),
     *(ResultRow(_QUALITY, f"noisy_digits_edit_without_{part}_{figure}", f"digits: {meaning}, EDiT without {what}",
                 peers={"EDiT": f"noisy_digits_edit_{figure}"}, paper="worse than EDiT, by a curve")
@@ -208,7 +222,8 @@ ROWS = (
           ("h2_loss_x", "loss with H 2 over that with H 5", 1.0, "below 1"))),
     ResultRow("dreamddp_quality", "deep_noisy_digits_time_x", "digits: time to the loss of local SGD over its, by the "
               "emulated gain of an iteration", most=1.0, paper="0.64 to 0.84", how="computed", since=_LATER),
-    ResultRow("scale", "plans_4096_seconds", "s for all plans of the last of 4,096 ranks, 3 shapes", most=10.0),
+    ResultRow("scale", "plans_4096_seconds", "processor s for all plans of the last of 4,096 ranks, worst of 3 "
+              "shapes", most=10.0),
     ResultRow("scale", "ranks_4096_store_operations", "of a rank of 4,096, operations of the store at start, without "
               "polls, mean", most=20,
               how="emulated"),
@@ -216,8 +231,8 @@ ROWS = (
               how="emulated"),
     ResultRow("scale", "lead_512_waiting_share", "of a processor, the lead while 512 nodes wait", most=0.05, share=True,
               how="emulated"),
-    ResultRow("scale", "smps_2048_share", "of a processor, the busiest of 2,048 SMPs, the tree alone, iterations of "
-              "5.1 s", most=0.1, share=True,
+    ResultRow("scale", "smps_2048_share", "of a processor, the busiest of 2,048 SMPs, the tree alone, 2 iterations "
+              "of 5.1 s", most=0.1, share=True,
               how="emulated"),
-    ResultRow("scale", "node_2048_sockets", "sockets of a node of 2,048", most=64, how="computed"),
+    ResultRow("scale", "node_2048_sockets", "sockets of protection, of a node of 2,048", most=64, how="computed"),
 )  # fmt: skip

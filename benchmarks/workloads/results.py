@@ -68,10 +68,8 @@ class ResultRow:
 
     def text(self, value: float | bool | None) -> str:
         """A value as text."""
-        if value is None:
-            return _NONE
-        if isinstance(value, bool):
-            return "yes" if value else "no"
+        if value is None or isinstance(value, bool):
+            return {None: _NONE, True: "yes", False: "no"}[value]
         return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
 
     def holds(self, value: float | bool) -> bool:
@@ -81,17 +79,21 @@ class ResultRow:
     def cells(self, lines: Lines) -> tuple[str, ...]:
         """Figure, how, limit, best peer, paper, goal, here."""
         figures: Values = lines.get(self.benchmark, {}).get("figures", {})
-        limit = figures.get(self.limit) if isinstance(self.limit, str) else self.limit
         name, best = self._best_peer(figures)
         peer = f"{self.text(best)} ({name})" if name else _NONE
-        goal = f"{self.goal} ({self.since})" if self.goal != _NONE else _NONE
-        return self.meaning, self.how, self.text(limit), peer, self.paper or _NONE, goal, self._here(figures)
+        return (
+            *(self.meaning, self.how, self.text(self._limit(figures)), peer, self.paper or _NONE),
+            *(f"{self.goal} ({self.since})" if self.goal != _NONE else _NONE, self._here(figures)),
+        )
+
+    def _limit(self, figures: Values) -> Any:
+        return figures.get(self.limit) if isinstance(self.limit, str) else self.limit
 
     def _best_peer(self, figures: Values) -> tuple[str, float | bool | None]:
         found = {name: figures[figure] for name, figure in (self.peers or {}).items() if figure in figures}
         if not found:
             return "", None
-        best = (min if self.most is not None else max)(found, key=found.__getitem__)
+        best = (max if self.least is not None else min)(found, key=found.__getitem__)
         return best, found[best]
 
     def _here(self, figures: Values) -> str:
@@ -105,10 +107,10 @@ class ResultRow:
         if self.spread:
             low, high = (self.text(figures.get(f"{self.figure}_{end}")) for end in ("low", "high"))
             text += f" ({low} to {high})"
-        if self.goal == _NONE:
-            return text
-        if not self.holds(value):
-            return f"{text}, missed"
+        if self.goal == _NONE or not self.holds(value):
+            return text if self.goal == _NONE else f"{text}, missed"
+        if (limit := self._limit(figures)) is not None and self.least is not None and value > limit:
+            return f"{text}, beyond the limit"
         name, best = self._best_peer(figures)
         if best is not None and (best < value if self.most is not None else best > value):
             return f"{text}, behind {name}"
@@ -141,8 +143,9 @@ def page(rows: Sequence[ResultRow], lines: Lines, pictures: Sequence[str] = ()) 
 
 
 def headlines(rows: Sequence[ResultRow], lines: Lines) -> str:
-    """The lines for README."""
-    return "\n".join([*_HEAD, *_table([row for row in rows if row.headline], lines)])
+    """The lines for README: not of figures whose commit is unknown."""
+    unknown = [name for name, line in lines.items() if "unknown" in str(line.get("commit"))]
+    return "\n".join([*_HEAD, *_table([row for row in rows if row.headline and row.benchmark not in unknown], lines)])
 
 
 def _page(rows: Sequence[ResultRow], lines: Lines, pictures: Sequence[str]) -> Iterator[str]:
@@ -163,7 +166,7 @@ def _where(line: Mapping[str, Any]) -> str:
     """How and on what the figures of a benchmark were measured."""
     machine, figures = line["machine"], line["figures"]
     taken = figures.get("others_share", 0.0) + figures.get("stolen_share", 0.0)
-    others = f", of whose time other programs took {taken:.0%}" if "others_share" in figures else ""
+    others = f", of whose time other programs and SMPs took {taken:.0%}" if "others_share" in figures else ""
     return (
         f"{line['date']}, commit {line.get('commit', 'unknown')}, {machine['cores']} cores of {machine['cpu']}{others};"
         f" Python {line['versions']['python']}, torch {line['versions'].get('torch', '-')}"

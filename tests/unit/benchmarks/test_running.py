@@ -139,7 +139,8 @@ def test_a_whole_run_enters_the_baseline_and_the_pages_follow_from_it(tmp_path, 
     assert "![p](pictures/recovery/p.png)" in (tmp_path / "PAGE").read_text()
     assert (tmp_path / "pictures" / "recovery" / "p.png").read_bytes() == b"png"
     readme = (tmp_path / "README").read_text()
-    assert "| iterations lost with a node | measured | 0 | - | - | at most 2 (2026-11-27) | 7, missed |" in readme
+    lost = row_of("lost_iterations").meaning
+    assert f"| {lost} | emulated | 0 | - | - | at most 2 (2026-11-27) | 7, missed |" in readme
     before, after = every.README.read_text().split("<!-- results -->")[0], readme.split("<!-- end of results -->")[1]
     assert readme.startswith(before) and source_of_readme().endswith(after)
 
