@@ -47,12 +47,11 @@ ROWS = (
     ResultRow("double_capture", "double_worst", "processor time of capture with parity of replicas, over capture "
               "without, worst of 2 to 16 nodes", most=2.5, needs=_GROUPS),
     ResultRow("double_capture", "sent_worst", "of a share of 512 MiB with 64 KiB of small state, what then is "
-              "sent to other nodes, worst "
-              "of 2 to 16 nodes",
+              "sent to other nodes, worst of 2 to 16 nodes",
               most=0.01, share=True, how="computed", needs=_GROUPS),
     ResultRow("double_capture", "weak_scaling", "speed of capture without parity with 16 replicas over one, of "
-              "16 times; a "
-              "share measured alone, in processor time", least=0.78, limit=1.0, paper="78% (24 replicas)", share=True,
+              "16 times; a share measured alone, in processor time",
+              least=0.78, limit=1.0, paper="78% (24 replicas)", share=True,
               how="computed",
               needs=_GROUPS, since=_LATER),
     ResultRow("double_capture", "strong_scaling", "the same with 8 stages over one, of 8 times; a stage measured alone",
@@ -60,8 +59,7 @@ ROWS = (
     ResultRow("ledger_cost", "per_second", "of an iteration of 1 s, what the ledger of inputs takes", most=0.001,
               share=True, how="computed"),
     ResultRow("watch_cost", "share", "of a second, what metrics, events and scalars of a rank take, at an "
-              "iteration a second "
-              "and a scrape every 15 s", most=0.001, share=True, how="computed"),
+              "iteration a second and a scrape every 15 s", most=0.001, share=True, how="computed"),
     ResultRow("parity", "encode_x", "RAIM5 encoding, in multiples of an XOR in place; processor time of a thread, "
               "worst group", least=0.9),
     ResultRow("parity", "decode_x", "RAIM5 decoding with all digests verified, in the same", least=0.7),
@@ -72,8 +70,7 @@ ROWS = (
     ResultRow("recovery", "two_load_x_loopback", "of two lost nodes at once, in the same, one failure", least=0.4,
               limit=1.0, how="emulated"),
     ResultRow("recovery", "lost_iterations", "iterations lost, most of 5 failures, each within 3 s of a commit; "
-              "iterations "
-              "of 3 s", most=2, limit=0.0, headline=True, how="emulated"),
+              "iterations of 3 s", most=2, limit=0.0, headline=True, how="emulated"),
     ResultRow("recovery", "megatron_recovery_seconds", "s from a kill to the iteration it came in, Megatron, 8 ranks, "
               "median of 3", peers={"torchrun, a checkpoint every 24 "
               "iterations": "megatron_own_checkpoint_recovery_seconds"}, most=5.0, headline=True),
@@ -109,8 +106,7 @@ ROWS = (
     ResultRow("simulate", "analytic_error_worst", "error of simulated bubbles against closed forms", most=1e-9,
               limit=0.0, how="simulated"),
     ResultRow("simulate", "bubble_share_least", "bubbles and waits for links of the stage with fewest, the "
-              "paper's shapes with "
-              "GPT-2, assumed speeds",
+              "paper's shapes with GPT-2, assumed speeds",
               least=0.2, paper="20%", share=True, how="simulated", since=_LATER),
     ResultRow("simulate", "bert_bubble_share_least", "the same with its two BERT models",
               least=0.2, paper="20%",

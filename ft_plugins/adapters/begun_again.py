@@ -156,7 +156,7 @@ class BegunAgain:
             roots = list(self._modules())
             of_modules = walk(roots, left_out, within, devices, MOST_OF_MODULES)
             objects |= {id(one) for _, one in roots}
-            return {**of_modules, **walk(script_roots(), left_out, within, devices)}
+            return {**of_modules, **walk(script_roots(within), left_out, within, devices)}
         return {}
 
     def _compare(self, version: Texts, now: Texts) -> None:

@@ -136,20 +136,21 @@ def names_in(path: str) -> set[str]:
     return {part.strip("'\"") for part in _PARTS.split(path)}
 
 
-def script_roots() -> Iterator[Root]:
-    """The variables of the script's functions that run in the main thread, the innermost first, and their globals."""
+def script_roots(within: Collection[str] | None = None) -> Iterator[Root]:
+    """The variables of the script's functions that run in the main thread, the innermost first, their globals, and
+    those of its other modules. `within`: as in `walk`."""
     spaces: dict[int, Mapping[str, Any]] = {}
     for frame, variables in stack():
         module = str(frame.f_globals.get("__name__"))
         if is_installed(frame.f_code.co_filename) or module.partition(".")[0] in _RUNNING:
             continue  # it only calls the script, as a test runner or a command line library does
         if frame.f_code.co_name != "<module>":
-            yield from _variables(f"{frame.f_code.co_name}.", variables)
+            yield from _variables(f"{frame.f_code.co_name}.", variables, within)
         spaces[id(frame.f_globals)] = frame.f_globals
     pending = list(spaces.values())
     for space in pending:
         module = str(space.get("__name__"))
-        yield from _variables("" if module == "__main__" else f"{module.rpartition('.')[2]}.", space)
+        yield from _variables("" if module == "__main__" else f"{module.rpartition('.')[2]}.", space, within)
         for one in list(space.values()) if len(pending) < _SPACES else ():
             of = one.__name__ if is_a(one, ModuleType) else one.__module__ if is_a(one, FunctionType, type) else ""
             if (other := _globals_of(str(of))) and id(other) not in spaces:
@@ -164,10 +165,10 @@ def _globals_of(module: str) -> Any:
     return {} if others else vars(sys.modules[module])
 
 
-def _variables(prefix: str, variables: Mapping[str, Any]) -> Iterator[Root]:
+def _variables(prefix: str, variables: Mapping[str, Any], within: Collection[str] | None) -> Iterator[Root]:
     for name, value in list(variables.items()):
-        keeps = not is_a(value, FunctionType, type, ModuleType) or any(_kept_by(value))
-        if keeps and not name.startswith("__"):
+        wanted = not name.startswith("__") and (within is None or prefix + name in within)
+        if wanted and (not is_a(value, FunctionType, type, ModuleType) or any(_kept_by(value))):
             yield prefix + name, value
 
 

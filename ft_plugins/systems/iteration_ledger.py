@@ -10,7 +10,8 @@ its wrong state is captured. Without protection nothing is recorded.
 
 Equal small state has equal digests, in every process: nothing depends on addresses, hash seeds or the order of keys. Of
 a large mapping, such as the numbers that an optimizer keeps for each parameter, MANY entries at equal steps are
-digested: this is in the step path. The data position has no digest: what it leads to, the inputs, is compared.
+digested: this is in the step path; all of them where a restore is proven. The data position has no digest: what it
+leads to, the inputs, is compared.
 
 In: observations of the host, small state, digests of sealed versions. Out: the ledger; events; LoopError.
 """
