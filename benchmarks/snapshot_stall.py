@@ -296,23 +296,19 @@ def measure(chosen: argparse.Namespace) -> Figures:
     if chosen.smoke:
         steps, nbytes, heavy = 2, GIB >> 6, 0.1
     peers = {"checkfreq": CheckFreq, **{n: p for n, p in MEMORY.items() if importlib.util.find_spec(n) is not None}}
-    PROGRESS.plan(2 + len(LOADS) + len(peers) * (1 if quick else len(LOADS)) + 4)
+    PROGRESS.plan(2 + len(LOADS) + len(peers) * (2 if quick else len(LOADS) + 1) + 4)
     state = make_state(nbytes)
     figures: Figures = {"memcpy_seconds": memcpy(nbytes)}
     with ExitStack() as stack:
         ours = Ours(state, stack)
-        ours.snapshot()
-        ours.fence()
-        figures["first_committed_x"] = ours.committed() / float(figures["memcpy_seconds"])
-        ours.snapshot()
-        ours.fence()
+        figures["first_committed_x"] = saved(ours) / float(figures["memcpy_seconds"])
+        saved(ours)
         for load in LOADS:
             PROGRESS.step(f"under {load}")
             measured = measure_under_load(ours, load, steps, rng, nbytes)
             say(measured.row(f"{ours.name} under {load}"))
             suffix = "" if load == "matmul" else f"_{load}"
-            figures[f"committed{suffix}_x"] = measured.committed
-            figures[f"stall{suffix}_x"] = measured.stall
+            figures |= {f"committed{suffix}_x": measured.committed, f"stall{suffix}_x": measured.stall}
             figures[f"step_slowdown_{load}_x"] = measured.slowdown
         PROGRESS.step("after heavy load")
         burden(heavy)
@@ -336,9 +332,12 @@ def measure(chosen: argparse.Namespace) -> Figures:
                 PROGRESS.step(f"{name} under {load}")
                 measured = measure_under_load(theirs, load, 2 if quick else 5, rng, nbytes)
                 say(measured.row(f"{name} under {load}"))
-                figures[f"{name}_committed_{load}_x"] = measured.committed
-                figures[f"{name}_stall_{load}_x"] = measured.stall
+                figures |= {f"{name}_committed_{load}_x": measured.committed, f"{name}_stall_{load}_x": measured.stall}
                 figures[f"{name}_step_slowdown_{load}_x"] = measured.slowdown
+            PROGRESS.step(f"{name} after heavy load")
+            burden(heavy)
+            after = measure_under_load(theirs, "matmul", 2 if quick else 5, rng, nbytes)
+            figures[f"{name}_stall_after_load_x"] = after.stall
     return figures | over_peers(state, pairs, rng)
 
 

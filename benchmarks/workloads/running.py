@@ -69,7 +69,7 @@ class Benchmark:
 
 _DIGITS = ("scikit-learn",)
 BENCHMARKS = {
-    "snapshot_stall": Benchmark(400, 80),
+    "snapshot_stall": Benchmark(600, 110),
     "gpu_snapshot": Benchmark(240, 60),
     "double_capture": Benchmark(270, 70),
     "ledger_cost": Benchmark(60, 40),
