@@ -78,7 +78,7 @@ class Session:
             if context.run_dir is not None and (rehearsed := words_in(context.run_dir / REHEARSED_FILE)):
                 say(rehearsed)
         self.measured: Measurement | None = None
-        if config.baft is not None or profiling is not None:
+        if config.baft is not None and not config.unprotected or profiling is not None:
             self.measured = self._measurement(profiling)
         self._carrying = CarryingHost(host)
         self._transcript: Transcript | None = None
@@ -495,6 +495,6 @@ def attach(
     host.install(session)
     if isinstance(host, FollowedHost) and session.progress.written:
         host.install_progress(session.progress.words, spans)
-    if isinstance(host, ObservedHost) and chosen.capture is not None:
+    if isinstance(host, ObservedHost) and (chosen.capture is not None or chosen.unprotected):
         host.install_observer(session.ledger)
     return session

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, ResumeError, UnsupportedError
-from .host_parts import groups, is_item, own_copy, restore_groups, scalars_of
-from .optimizer_state import create_state
+from .host_parts import groups, restore_groups, scalars_of
 from .parameter_groups import Groups, numbered
+from .planned_state import allocate, items_of, plan_state, planned, set_numbers
 
 EXPECTED = "expected TorchHost(model, optimizer, scheduler=None, sampler=None)"
 
@@ -82,20 +82,27 @@ class Optimizers:
             return {one: set(names.values()) for one in self}
         return {one: {names[each] for group in one.param_groups for each in group["params"]} for one in self}
 
-    def create_state(self) -> None:
-        """See `optimizer_state.create_state`."""
+    def plan_state(self) -> None:
+        """See `planned_state.plan_state`."""
         for one in self:
-            create_state(one)
+            plan_state(one)
+
+    def allocate(self, names: Mapping[torch.Tensor, str], absent: Collection[str]) -> None:
+        """Give memory to all `moments` but those `absent`, by name."""
+        for optimizer, one in self._by_name.items():
+            for parameter in planned(one):
+                name = _of(optimizer, names[parameter])
+                allocate(one, parameter, lambda key, name=name: f"{name}:{key}" in absent)  # type: ignore[misc]
 
     def moments(self, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that each keeps of a parameter, with a name, in the order of `names`."""
+        """The tensors that each keeps of a parameter, or stand-ins, with a name, in the order of `names`."""
         places = {parameter: place for place, parameter in enumerate(names)}
         for optimizer, one in self._by_name.items():
-            for parameter in sorted(one.state, key=lambda parameter: places.get(parameter, len(names))):
+            kept = {**planned(one), **one.state}
+            for parameter in sorted(kept, key=lambda parameter: places.get(parameter, len(names))):
                 name = _of(optimizer, names.get(parameter, "outside of the model"))
-                for key, value in one.state[parameter].items():
-                    if is_item(value):
-                        yield f"{name}:{key}", value
+                for key, value in items_of(one, parameter).items():
+                    yield f"{name}:{key}", value
 
     def values(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """The groups of all, and the numbers and 0-dimensional tensors of their state, by parameter."""
@@ -111,9 +118,7 @@ class Optimizers:
         restore_groups(self, saved["groups"])
         for parameter, name in names.items():
             for optimizer, one in self._by_name.items():
-                for key, value in saved["scalars"].get(_of(optimizer, name), {}).items():
-                    state = one.state[parameter]
-                    state[key] = own_copy(value, state.get(key))
+                set_numbers(one, parameter, saved["scalars"].get(_of(optimizer, name), {}))
 
     def single(self, what: str) -> torch.optim.Optimizer:
         """The only optimizer. Raises UnsupportedError if there are several, naming what then does not work."""

@@ -23,9 +23,12 @@ def rehearse(
     ] = 1,
     out: Annotated[Path, typer.Option(help="folder for logs and transcripts")] = Path("rehearsal-out"),
     patience: Annotated[float, typer.Option(min=1, help="abort a run after this many seconds without progress")] = 600,
+    unprotected: Annotated[
+        bool, typer.Option("--unprotected/--no-unprotected", help="compare with iterations without protection, too")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the outcome as JSON")] = False,
 ) -> None:
-    """Run a job's own command twice, unfailed and killed, and compare every iteration: -- ft-run ... script.py ..."""
+    """Run a job's own command, unfailed and killed, and compare every iteration: -- ft-run ... script.py ..."""
     from ..rehearse.display import LineDisplay, display_on  # slow: imports torch
     from ..rehearse.driver import raising_signals
     from ..rehearse.rehearsal import plan_rehearsal, report
@@ -35,7 +38,7 @@ def rehearse(
         kills = [int(part) for part in kill.split(",") if part]
     except ValueError as error:
         raise ConfigError(f"--kill {kill}: expected iterations such as 5,6") from error
-    plan = plan_rehearsal(context.args, out.resolve(), iterations, kills, nodes, patience)
+    plan = plan_rehearsal(context.args, out.resolve(), iterations, kills, nodes, patience, unprotected)
     console = Console(stderr=as_json)
     display = LineDisplay(console, None) if as_json else display_on(console, None)
     try:

@@ -166,6 +166,11 @@ class Config(Block):
         description="end the job in order after this iteration; schedules stay those of the whole job",
         json_schema_extra=more("iterations", needs_system=True),
     )
+    unprotected: bool = Field(
+        False,
+        description="follow training and protect nothing, as 'ft-plugins rehearse' does to compare",
+        json_schema_extra=more(needs_system=True),
+    )
     cpu: bool = Field(
         False,
         description="allow training on the CPU if no CUDA device is visible: Megatron is then patched for it, as with "
@@ -228,12 +233,12 @@ class Config(Block):
 
     @property
     def capture(self) -> ReftConfig | None:
-        """How snapshots are taken for REFT or BAFT, with `redundancy` filled in; None if neither is on.
+        """How snapshots are taken for REFT or BAFT, with `redundancy` filled in; None if none are.
 
         With local SGD the interval is a multiple of tau, at least as long as the given one, unless snapshots are taken
         between synchronisations too. By the clock it is in synchronisations.
         """
-        if self.reft is None and self.baft is None:
+        if self.unprotected or self.reft is None and self.baft is None:
             return None
         reft = self.reft or ReftConfig()
         default = "raim5" if self.baft is None else "neighbour"

@@ -25,7 +25,8 @@ SHOWN_ELEMENTS = 8  # tensors up to this size also show their values
 def state_digest(host: Host) -> dict[str, Any]:
     """`{"items": {name: {dtype, shape, xxh3, values?}}, "small": ...}` of this rank."""
     tensors = host.tensors()
-    items = {item.name: tensor_digest(tensors[item.name]) for item in host.inventory().items}
+    present = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}  # made by updates yet
+    items = {item.name: tensor_digest(present[item.name]) for item in host.inventory().items if item.name in present}
     return {"items": items, "small": readable(dict(host.small_state()))}
 
 

@@ -19,7 +19,7 @@ collectives that reduce gradients or their norm, the update. Evaluation has no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -73,10 +73,11 @@ class Host(Protocol):
         """The place of every rank of the job."""
 
     def inventory(self) -> Inventory:
-        """The state items of this rank. Optimizer moments exist already: adapters create them eagerly."""
+        """The state items of this rank, also those that only updates will make."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors, by item name; dense in memory. A restore writes them in place."""
+        """The live tensors, by item name; dense in memory. A restore writes them in place. A tensor on the meta device
+        stands for one that no update has made yet."""
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Facts that must be equal for captured state to belong to this job.
@@ -115,6 +116,14 @@ class Host(Protocol):
     def install_edges(self, edges: Edges) -> None:
         """Call `edges` from now on; once, before `install`. Raises UnsupportedError, by name, if the spans of this
         framework, version or engine cannot be followed."""
+
+
+@runtime_checkable
+class Planning(Protocol):
+    """What a host offers in addition if its framework makes some of its tensors during training."""
+
+    def allocate(self, absent: Collection[str]) -> None:
+        """Before a restore: give memory to every item, except that the items `absent` have none."""
 
 
 @runtime_checkable

@@ -127,20 +127,23 @@ def agree_on_proof(
     return ProofPlan(reason=words) if corrupt else proof
 
 
-def load_tensors(
-    version: Version | None, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor],
-    collective: Collective,
-) -> bytes | None:  # fmt: skip
-    """Copy `version` into `tensors`, in place. Returns its encoded small state, None if nothing is restored.
+def small_state_of(version: Version, segment: Segment) -> bytes:
+    """Its encoded small state. Raises CorruptSlotError."""
+    return segment.small(_slot_of(version, segment))
 
-    Every rank of the job calls. Raises CorruptSlotError.
-    """
-    if version is None:
-        return None
+
+def _slot_of(version: Version, segment: Segment) -> int:
     index = segment.sealed_in(version)
     if index is None:
         raise CorruptSlotError(f"rank {segment.rank}: version {version} is no longer in memory; restart the job")
-    data = segment.data(index)
+    return index
+
+
+def load_tensors(
+    version: Version, segment: Segment, layout: Layout, tensors: Mapping[str, torch.Tensor], collective: Collective
+) -> None:
+    """Copy `version` into `tensors`, in place. Every rank of the job calls. Raises CorruptSlotError."""
+    data = segment.data(_slot_of(version, segment))
     with collective.transfers() as transfers:
         for number, stream in enumerate(layout.streams):
             faults.reach("restore.tensors", iteration=version.iteration, stream=number)
@@ -150,7 +153,6 @@ def load_tensors(
             ranges = [(share.start, share.stop) for share in stream.shares]
             for offset, arrived in transfers.exchange_shares(stream.replicas, ranges, share):
                 _scatter(stream, flat, offset, arrived)
-    return segment.small(index)
 
 
 def _scatter(

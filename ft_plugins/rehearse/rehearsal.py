@@ -1,16 +1,17 @@
-"""Rehearse a job: run a user's command twice for some iterations, unfailed and killed, and compare both bit for bit.
+"""Rehearse a job: run a user's command for some iterations, unfailed and killed, and compare both bit for bit.
 
     run 1    unfailed
-    run 2    killed in the iteration `kills[0]`, and again in `kills[1]`, by default the next one
+    run 2    without protection, three iterations: what protection changes without any failure shows
+    run 3    killed in the iteration `kills[0]`, and again in `kills[1]`, by default the next one
 
-Both are jobs of their own; a run ends in order after the last iteration. Before each restore the state of the restarted
+All are jobs of their own; a run ends in order after the last iteration. Before each restore the state of the restarted
 ranks is overwritten (`systems.transcript.disturb`), and no two starts have the same hash seed, so what is not restored
 shows. On two emulated nodes the first kill takes a whole node with its memory, for which a fresh one comes.
 
 Invariant: nothing of the job that is rehearsed is touched: neither its memory nor its checkpoints. A flag that
 names a folder to save to is refused unless each run has its own ({run}); folders named elsewhere are not seen.
 
-In: a command for ft-run. Out: two transcripts, `Rehearsal`.
+In: a command for ft-run. Out: transcripts, `Rehearsal`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..base.files import make_private
@@ -56,6 +57,7 @@ _NAMES_LOST = re.compile(
 ).match
 _ON_DIFFERENCE = "--ftp-on-difference"
 _POLL_SECONDS = 0.2
+_UNPROTECTED = 3  # iterations
 _POINT = "update.end"  # after an update, before its version point
 
 
@@ -70,6 +72,7 @@ class RehearsalPlan:
     nodes: int
     patience: float  # seconds without progress after which a run is considered hung
     digest: str  # of the command
+    unprotected: bool = True  # run it without protection, too
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,13 @@ class Rehearsal:
 
 
 def plan_rehearsal(
-    command: Sequence[str], folder: Path, iterations: int, kills: Sequence[int], nodes: int, patience: float
+    command: Sequence[str],
+    folder: Path,
+    iterations: int,
+    kills: Sequence[int],
+    nodes: int,
+    patience: float,
+    unprotected: bool = True,
 ) -> RehearsalPlan:
     """Raises ConfigError for a command that cannot be rehearsed."""
     words = list(command)
@@ -129,7 +138,8 @@ def plan_rehearsal(
     digest = digest_of(config, options)
     if nodes == _NODES:
         rest = _halved(rest)
-    return RehearsalPlan((*flags, *rest), folder, iterations, tuple(kills) or None, nodes, patience, digest)
+    arguments = (*flags, *rest)
+    return RehearsalPlan(arguments, folder, iterations, tuple(kills) or None, nodes, patience, digest, unprotected)
 
 
 def _halved(words: Sequence[str]) -> list[str]:
@@ -192,11 +202,15 @@ def rehearse(plan: RehearsalPlan, display: Display) -> Rehearsal:
         raise DriveError(f"the job begins with iteration {begun + 1}: kill it in {begun + 2} or later (--kill)")
     if last <= max(kills):
         raise DriveError(f"the job ends after iteration {last}: there is none after a kill in iteration {max(kills)}")
+    apart: list[TranscriptEntry] = []
+    if plan.unprotected:
+        few = replace(plan, iterations=begun + _UNPROTECTED, arguments=("--ftp-unprotected", *plan.arguments))
+        apart = _run(few, "unprotected", "", (), display)
     try:
         failed = _run(plan, "failed", faults_of(kills, ranks, plan.nodes), kills, display)
     except DriveError as error:
         return Rehearsal(None, kills, (), str(error), _notices(plan.folder))
-    comparison = compare_transcripts(failed, unfailed, restores=len(kills))
+    comparison = compare_transcripts(failed, unfailed, len(kills), apart)
     if comparison.exact:
         remember(plan.digest, comparison.sentence.splitlines()[0].partition(";")[0])
     return Rehearsal(comparison, kills, tuple(not_exercised(failed)), notices=_notices(plan.folder))

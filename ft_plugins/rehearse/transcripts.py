@@ -113,7 +113,7 @@ class FirstDifference:
 class Comparison:
     """`irreproducible`: the first place in which two unfailed runs differ, `left_out` all of them, without iterations.
     `restored`: the iterations that were restored, in order. `unproven`: why this is no proof. `uncaptured`: values that
-    are not captured, and differ."""
+    are not captured, and differ. `unprotected`: where a run without protection differs from the unfailed one first."""
 
     iterations: int
     ranks: int
@@ -125,11 +125,13 @@ class Comparison:
     trajectory: bool = True
     unproven: tuple[str, ...] = ()
     uncaptured: tuple[str, ...] = ()
+    unprotected: FirstDifference | None = None
 
     @property
     def exact(self) -> bool:
         """Whether nothing differs that can be compared."""
-        return self.difference is None and READS not in self.left_out and not self.unproven
+        same = self.difference is None and self.unprotected is None
+        return same and READS not in self.left_out and not self.unproven
 
     @property
     def sentence(self) -> str:
@@ -140,6 +142,8 @@ class Comparison:
             lines.append(f"two unfailed runs differ: {self.irreproducible}")
         if self.difference is not None:
             lines.append(f"NOT EXACT: {self.difference}")
+        if self.unprotected is not None:
+            lines.append(f"NOT EXACT: protection changes training, without any failure: {self.unprotected}")
         lines += [f"NOT SHOWN: {reason}" for reason in self.unproven]
         if READS in self.left_out:
             lines.append("NOT EXACT: what the job reads is not reproducible, with or without a failure: seed it")
@@ -189,9 +193,13 @@ Place = tuple[str, str]
 
 
 def compare_transcripts(
-    failed: Sequence[TranscriptEntry], unfailed: Sequence[TranscriptEntry], restores: int
+    failed: Sequence[TranscriptEntry],
+    unfailed: Sequence[TranscriptEntry],
+    restores: int,
+    unprotected: Sequence[TranscriptEntry] = (),
 ) -> Comparison:
-    """Compare a run that was killed with one that was not. `restores`: how many were planned."""
+    """Compare a run that was killed with one that was not. `restores`: how many were planned. `unprotected`: of a run
+    without protection, of fewer iterations."""
     golden = {(entry.rank, entry.iteration): entry for entry in unfailed if entry.kind == ITERATION}
     computed = sorted((e for e in failed if e.kind == ITERATION), key=_order)
     first = min(entry.lineage for entry in computed)
@@ -202,6 +210,7 @@ def compare_transcripts(
     trajectory = not any(kind in _TRAJECTORY for kind, _ in varies)
     restored = sorted((e for e in failed if e.kind == RESTORED), key=lambda e: (e.lineage, e.rank))
     found = [*_restored_differences(restored, failed), *_against(computed, golden, varies, trajectory)]
+    apart = sorted(unprotected, key=_order)  # which has no fence, where rates are read; they are in the state, too
     last = max(iteration for _, iteration in golden)
     versions = {entry.lineage: entry.iteration for entry in restored}
     return Comparison(
@@ -209,7 +218,7 @@ def compare_transcripts(
         sum(len(entry.places) for entry in golden.values() if entry.iteration == last), tuple(versions.values()),
         _first(telling) or _first(before), _first(found), tuple(sorted({_name(*place) for place in varies})),
         trajectory, tuple(_unproven(failed, unfailed, golden, restored, restores, trajectory)),
-        _uncaptured(computed, golden, first),
+        _uncaptured(computed, golden, first), _first(list(_against(apart, golden, varies | {(RATE, "")}, trajectory))),
     )  # fmt: skip
 
 

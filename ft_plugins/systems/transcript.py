@@ -63,7 +63,7 @@ class Transcript:
 @torch.no_grad()
 def disturb(host: Host, seed: int) -> None:
     """Overwrite every state item and seed the process's generators, as another initialisation would."""
-    for tensor in host.tensors().values():
+    for tensor in (one for one in host.tensors().values() if not one.is_meta):
         tensor.detach().fill_(torch.tensor(7 + seed).to(tensor.dtype).item())
     random.seed(seed)
     np.random.seed(seed)

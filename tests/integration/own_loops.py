@@ -5,6 +5,8 @@
     accumulated  two batches for an update, of workers that augment; a rate by the loss of an epoch; the best weights
     scaled       a GradScaler whose update is skipped once, batch norm, an average of the weights
     curriculum   growing batches, a data set with a generator of its own, warm-up; one network trains every other time
+    sized        an optimizer that keeps more of large tensors, and has empty state of all before its first update
+    apart        ranks that train on their own
 
     ft-run --nproc-per-node 2 own_loops.py gan PREFIX --reft
     torchrun --nproc-per-node 2 own_loops.py gan PREFIX unprotected
@@ -209,9 +211,49 @@ def curriculum():
     return model, list(optimizers.values()), host, iterate, lambda: [one.state_dict() for one in schedulers.values()]
 
 
-KINDS = {
-    "gan": gan, "lora": lora, "accumulated": accumulated, "scaled": scaled, "curriculum": curriculum,
-}  # fmt: skip
+class BySize(torch.optim.Optimizer):
+    """Averages gradients; corrects the average of large tensors for its beginning."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        _ = [self.state[one] for group in self.param_groups for one in group["params"]]  # as a lookup makes it
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                if not state:
+                    state["mean"] = torch.zeros_like(one)
+                    if one.numel() >= 100:
+                        state["updates"] = torch.zeros(())
+                mean = state["mean"].mul_(0.9).add_(one.grad, alpha=0.1)
+                if "updates" in state:
+                    state["updates"] += 1
+                    mean = mean / (1 - 0.9 ** float(state["updates"]))
+                one.sub_(mean, alpha=group["lr"])
+
+
+def sized():
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 30), nn.Dropout(0.2), nn.Linear(30, 1)))
+    return _regression(model, BySize(model.parameters(), 0.1))
+
+
+def apart():
+    model = nn.Linear(4, 3)
+    return _regression(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def _regression(model, optimizer):
+    def iterate():
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+    return model, [optimizer], lambda: ft_plugins.TorchHost(model, optimizer), iterate, dict
+
+
+KINDS = {one.__name__: one for one in (gan, lora, accumulated, scaled, curriculum, sized, apart)}
 
 
 def main(kind, prefix, *words):

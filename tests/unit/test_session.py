@@ -583,6 +583,7 @@ def _ends_later(rank, world, run_dir, token):
     loop = Loop(rank, world)
     session = attach(loop.host, config(), context(rank, world, run_dir, token))
     session.resume(0)
+    session._reft._look = None  # for which each waits; so far ahead no rank of a job is
     if rank:
         switch = session._collective._switch
         assert switch is not None

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 from ...errors import ConfigError, InventoryError, ResumeError
 from ...events import say
 from ...snapshot.capture import codec
+from ..believed_state import BelievedState
 from .data_parts import data_parts, parts
 from .followed_source import FollowedSource
 from .loader_order import require_repeatable, watch_draws
@@ -103,6 +105,10 @@ class OwnState(FollowedSource):
     streaming one of `datasets` does within one epoch. So what it keeps is set back when the next pass begins.
     """
 
+    def __init__(self, source: Any, reads: LoopReads) -> None:
+        super().__init__(source, reads)
+        self._believed = BelievedState(source, "sampler", partial(say, alarm=True))
+
     _said = False
     _kept: Sequence[tuple[Any, str, Any, bytes]] = ()  # object, attribute, its value before, the loaded state
 
@@ -114,6 +120,8 @@ class OwnState(FollowedSource):
             self._source.load_state_dict(state)
             set_generator_states(before, self._source)
         current, known = self._current(), draws_of(self._source)
+        if not first:
+            self._believed.look(self._reads.iteration(), state, 0 if current is None else current.epoch.read)
         drawing = known is not None and known.draw
         if drawing and not self._said:
             self._said = True

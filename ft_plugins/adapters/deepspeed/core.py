@@ -1,10 +1,10 @@
 """A DeepSpeed engine as a host: PipelineEngine with ZeRO-0 and ZeRO-1, DeepSpeedEngine with ZeRO-0 to ZeRO-3.
 
-Invariant: building a host changes nothing, and installing it changes no number: the optimizer's state is created
-eagerly, as the first update would create it, and methods are wrapped on this one engine. `restore` leaves the engine as
-DeepSpeed's own load would (param groups, scheduler, loss scaler, counters), with derived parameters rebuilt by
-DeepSpeed's own copy and gather; `restore_position` sets the data position, then the RNG, which DeepSpeed's checkpoints
-lack.
+Invariant: building a host changes nothing, and installing it changes no number: what the optimizer keeps is known
+before its first update makes it (`planned_state`), and methods are wrapped on this one engine. `restore` leaves the
+engine as DeepSpeed's own load would (param groups, scheduler, loss scaler, counters), with derived parameters rebuilt
+by DeepSpeed's own copy and gather; `restore_position` sets the data position, then the RNG, which DeepSpeed's
+checkpoints lack.
 
 In: the engine that `deepspeed.initialize` returned. Out: a `model.host.Host`. `training.DeepSpeedLoop` calls the hooks
 at the begin and end of an iteration; `before_update` and `after_update` are called here. Fault points:
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import deepspeed
@@ -34,6 +35,7 @@ from ..host_parts import groups, reach_fault_points, restore_groups
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..observed import module_roots
 from ..parameter_groups import numbered, packed, regrouped
+from ..planned_state import as_updated
 from ..schedulers import (
     SchedulerRestore,
     own_schedulers,
@@ -113,7 +115,11 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     def names(self) -> Mapping[str, Any]:
         """The files of DeepSpeed's own checkpoints, or why they cannot be described."""
-        return naming.described(self.engine, self._state_items, self._topology.replicas(self.rank))
+        items, group = self._state_items, self._topology.replicas(self.rank)
+        with ExitStack() as described:
+            for one in state.updating(self.engine.optimizer):
+                described.enter_context(as_updated(one))
+            return naming.described(self.engine, items, group)
 
     def fingerprint(self) -> Mapping[str, Any]:
         engine, topology = self.engine, self._topology

@@ -4,6 +4,7 @@ In: the engine that `deepspeed.initialize` returned. Out: the base of `core.Deep
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -32,10 +33,14 @@ class DeepSpeedRank(FrameworkHost[DeepSpeedReplay]):
 
     @cached_property
     def _state_items(self) -> list[StateItem]:
-        state.create_optimizer_state(self.engine.optimizer)
+        state.plan_optimizer_state(self.engine.optimizer)
         topology, sharers = self._topology, () if self._shards is None else self._shards.sync
         replicas, first = topology.replicas(self.rank), topology.coords(self.rank).tp == 0
         return state.state_items(self.engine, self.rank, replicas, first, sharers)
+
+    def allocate(self, absent: Collection[str]) -> None:
+        names = {parameter: name for name, parameter in self.engine.module.named_parameters()}
+        state.allocate_optimizer_state(self.engine.optimizer, names, absent)
 
     def _require_deepspeeds_layout(self) -> None:
         """Raises TopologyError unless an item's replica set is the group over which DeepSpeed reduces gradients."""

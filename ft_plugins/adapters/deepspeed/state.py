@@ -19,19 +19,28 @@ In: an engine. Out: `Fragment`s (what the inner optimizer updates), `StateItem`s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ...errors import InventoryError, ResumeError, UnsupportedError
 from ...model.inventory import Role
-from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
-from ..optimizer_state import create_state
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, scalars_of, state_item
+from ..planned_state import (
+    PlannedTensor,
+    allocate,
+    item_of,
+    items_of,
+    plan_state,
+    planned,
+    set_numbers,
+    set_plan,
+)
 from ..rules.deepspeed import CPU_ADAM
 
 OWN_MOMENTS = {  # what DeepSpeed's own optimizers keep of a tensor from their first update on, and 'step'
@@ -89,10 +98,14 @@ def all_groups(optimizer: Any) -> Any:
     return SimpleNamespace(param_groups=[group for one in updating(optimizer) for group in one.param_groups])
 
 
+def _updates(optimizer: Any, main: torch.Tensor) -> torch.optim.Optimizer:
+    """The one that updates a tensor."""
+    return next((one for one in updating(optimizer)[1:] if main in planned(one)), inner(optimizer))
+
+
 def _state_of(optimizer: Any, main: torch.Tensor) -> dict[str, Any]:
-    """The state of a tensor, in the optimizer that updates it."""
-    holds = next((one for one in updating(optimizer)[1:] if main in one.state), inner(optimizer))
-    return cast(dict[str, Any], holds.state[main])
+    """The state of a tensor as it is."""
+    return _updates(optimizer, main).state.get(main) or {}
 
 
 def is_own(updating: Any) -> bool:
@@ -182,31 +195,38 @@ def _of_stage3(parameters: Iterable[Any], flat: torch.Tensor) -> Iterator[Fragme
         offset += size
 
 
-def create_optimizer_state(optimizer: Any) -> None:
-    """Give what updates the state that its first update would. Idempotent. Raises UnsupportedError."""
+def plan_optimizer_state(optimizer: Any) -> None:
+    """Find out what is kept of each updated tensor. Raises UnsupportedError."""
     updated = updated_tensors(optimizer)
     if len(updating(optimizer)) > 1:
         on_device = [place != "cpu" for _, place in sorted(optimizer.subgroup_to_device.items())]
-        _create(updating(optimizer)[1], list(compress(updated, on_device)))
+        _plan(updating(optimizer)[1], list(compress(updated, on_device)))
         updated = [one for one, is_there in zip(updated, on_device, strict=True) if not is_there]
-    _create(inner(optimizer), updated)
+    _plan(inner(optimizer), updated)
 
 
-def _create(updating: torch.optim.Optimizer, updated: Sequence[tuple[int, torch.Tensor]]) -> None:
+def allocate_optimizer_state(optimizer: Any, names: Mapping[Any, str], absent: Collection[str]) -> None:
+    """Give memory to the moments, but to none of the items `absent`. `names`: of the model's parameters."""
+    for one in fragments(optimizer):
+        name = names[one.parameter]
+        allocate(_updates(optimizer, one.main), one.main, lambda key, name=name: f"{name}:{key}" in absent)  # type: ignore[misc]
+
+
+def _plan(updating: torch.optim.Optimizer, updated: Sequence[tuple[int, torch.Tensor]]) -> None:
     groups: Any = updating.param_groups
     adam = isinstance(updating, torch.optim.Adam | torch.optim.AdamW) and not any(one["amsgrad"] for one in groups)
     name = CPU_ADAM if adam else type(updating).__name__
     moments = OWN_MOMENTS.get(name, ()) if adam or is_own(updating) else ()
     if not moments:
         own = [[main for place, main in updated if place == index] for index in range(len(groups))]
-        create_state(updating, [{**group, "params": mains} for group, mains in zip(groups, own, strict=True)])
+        plan_state(updating, [{**group, "params": mains} for group, mains in zip(groups, own, strict=True)])
         return
-    for index, main in updated:  # without the copies of a large partition that `create_state` makes
-        created = updating.state[main]
-        if not created:
-            created["step"] = first_step(groups[index], main) if adam else groups[index].get("step", 0)
-            dtype = torch.float32 if getattr(updating, "fp32_optimizer_states", False) else main.dtype
-            created.update({key: torch.zeros_like(main.detach(), dtype=dtype) for key in moments})
+    known: dict[torch.Tensor, Mapping[str, Any]] = {}
+    for index, main in updated:  # without the copies of a large partition that `plan_state` makes
+        step = first_step(groups[index], main) if adam else groups[index].get("step", 0)
+        dtype = torch.float32 if getattr(updating, "fp32_optimizer_states", False) else None
+        known[main] = {"step": step, **{key: PlannedTensor.like(main.detach(), dtype) for key in moments}}
+    set_plan(updating, known)
 
 
 def state_items(
@@ -283,17 +303,16 @@ def _of_fragment(
     role, label = (Role.PARAMETER, name) if one.main is one.parameter else (Role.MAIN_PARAMETER, f"{name}:main")
     layer, in_norm = layer_of(name), _in_norm(one.parameter, first)
     yield state_item(label, role, replicas, layer, UPDATE, partial(one.of, one.main), one.piece, in_norm)
-    state = _state_of(optimizer, one.main)
-    for key, value in state.items():
-        if is_item(value):
-            if one.offset is not None and value.shape != one.main.shape:
-                raise UnsupportedError(
-                    f"{type(inner(optimizer)).__name__} keeps '{key}' of shape {tuple(value.shape)} for a "
-                    f"flat partition of {one.main.numel()} elements, so its elements belong to no parameter; use "
-                    "another optimizer"
-                )
-            read = lambda one=one, state=state, key=key: one.of(state[key])  # noqa: E731
-            yield state_item(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, in_norm)
+    updates = _updates(optimizer, one.main)
+    for key, value in items_of(updates, one.main).items():
+        if one.offset is not None and value.shape != one.main.shape:
+            raise UnsupportedError(
+                f"{type(inner(optimizer)).__name__} keeps '{key}' of shape {tuple(value.shape)} for a "
+                f"flat partition of {one.main.numel()} elements, so its elements belong to no parameter; use "
+                "another optimizer"
+            )
+        read = lambda one=one, key=key: one.of(item_of(updates, one.main, key))  # noqa: E731
+        yield state_item(f"{name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, one.piece, in_norm)
 
 
 def _in_norm(parameter: Any, first: bool) -> bool:
@@ -349,8 +368,7 @@ def restore_scalars(optimizer: Any, saved: list[dict[str, Any]], since: int = 1)
             "the captured job's model and ZeRO settings"
         )
     for (_, main), values in zip(updated, saved, strict=True):
-        state = _state_of(optimizer, main)
-        state.update({key: own_copy(value, state.get(key)) for key, value in values.items()})
+        set_numbers(_updates(optimizer, main), main, values)
     if type(inner(optimizer)).__name__ == CPU_ADAM:
         _count_up(inner(optimizer), [one for one in updated if one[1] in inner(optimizer).state], since)
 

@@ -1,8 +1,8 @@
 """The host for a training loop on megatron.core: model chunks, optimizer, scheduler, and the caller's counters.
 
-Invariant: building a host changes nothing, and installing it changes no numerics: the optimizer's state is created
-eagerly as the first update would create it, and `step` is wrapped on this one instance. `restore` leaves the job as
-Megatron's own load would (param groups, scheduler, scaler, microbatch calculator), with the derived parameters
+Invariant: building a host changes nothing, and installing it changes no numerics: what the optimizer keeps is known
+before its first update makes it (`planned_state`), and `step` is wrapped on this one instance. `restore` leaves the job
+as Megatron's own load would (param groups, scheduler, scaler, microbatch calculator), with the derived parameters
 rebuilt by Megatron's own copy and gather; `restore_position` sets data position, then RNG.
 
 In: what the training script has built, after `prepare()`. Out: a `model.host.Host`. The script's loop calls

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ..host_parts import first_step
-from ..optimizer_state import create_state
+from ..planned_state import plan_state
 
 
 def offloads(inner: Any) -> bool:
@@ -42,6 +41,15 @@ def updated(inner: Any, held: torch.Tensor) -> torch.Tensor:
     return inner.param_to_inner_param[held] if offloads(inner) else held  # type: ignore[no-any-return]
 
 
+def keeper(inner: Any, held: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+    """The optimizer that keeps state of what is updated for `held`, and the tensor under which it does."""
+    if not offloads(inner):
+        return inner, held
+    copy = inner.param_to_inner_param[held]
+    parts = ((one, group["params"]) for one in inner.sub_optimizers for group in one.param_groups)
+    return next(one for one, members in parts if any(copy is member for member in members)), copy
+
+
 def scaled(inner: Any) -> bool:
     """Whether it keeps state in fp16, whose scales are of the shards of this number of ranks."""
     return torch.float16 in getattr(inner, "name_to_dtype_map", {}).values()
@@ -53,22 +61,22 @@ def scales(inner: Any, held: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return {key: scale for key, scale in found.items() if inner.state[held][key].dtype == torch.float16}
 
 
-def create(inner: Any) -> None:
-    """Give every parameter the state that its first update would create. Idempotent. Raises UnsupportedError."""
+def plan(inner: Any) -> None:
+    """Find out what it keeps. Where Transformer Engine's FusedAdam does, with masters and scales, its own function for
+    it makes that, as its first update would. Raises UnsupportedError."""
     for part in inner.sub_optimizers if offloads(inner) else (inner,):
-        initialize, is_adam = getattr(part, "initialize_state", None), isinstance(part, torch.optim.Adam)
-        if not initialize and not is_adam:
-            create_state(part)
+        initialize = getattr(part, "initialize_state", None)
+        if initialize is None:
+            plan_state(part)
             continue
-        for group in part.param_groups:
-            for one in group["params"]:
-                state = part.state[one]
-                if not state and initialize:  # which older versions of Transformer Engine call without remainders
-                    short = getattr(part, "store_param_remainders", None)
-                    initialize(one, *(() if short is None else (short and one.dtype == torch.bfloat16,)))
-                elif not state:
-                    state |= {key: torch.zeros_like(one.detach()) for key in ("exp_avg", "exp_avg_sq")}
-                    state["step"] = first_step(group, one)
+        short = getattr(part, "store_param_remainders", None)  # older versions of Transformer Engine have none
+        for one in (one for group in part.param_groups for one in group["params"] if not part.state[one]):
+            initialize(one, *(() if short is None else (short and one.dtype == torch.bfloat16,)))
+    took_over(inner)
+
+
+def took_over(inner: Any) -> None:
+    """State of its parts was made."""
     if offloads(inner):
         inner._sync_sub_optimizers_state_to_hdo()
 

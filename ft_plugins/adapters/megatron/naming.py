@@ -116,11 +116,7 @@ class _ShardedState:
                     raise UnsupportedError(f"trained parameter '{one.name}' is missing from Megatron's sharded state")
                 master = "param" if isinstance(optimizer, DistributedOptimizer) else "fp32_param"
                 kinds = {"main": (master, one.main)} if one.main is not one.parameter else {}
-                kinds |= {
-                    key: (key, value)
-                    for key, value in one.state.items()
-                    if isinstance(value, torch.Tensor) and value.dim() > 0
-                }
+                kinds |= {key: (key, value) for key, value in one.moments.items()}
                 for key, (name, tensor) in kinds.items():
                     like = torch.empty(one.parameter.shape, dtype=tensor.dtype, device="meta")
                     of_state = make_sharded_optimizer_tensor(sharded, like, f"{_PREFIX}.{name}")

@@ -26,7 +26,7 @@ In: what the training script has built. Out: the base of `core.MegatronCoreHost`
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -71,7 +71,7 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     @cached_property
     def _checkpoint_names(self) -> Mapping[str, Any]:
         for optimizer in self.optimizers:
-            state.create_optimizer_state(optimizer)
+            state.plan_optimizer_state(optimizer)
         fp8_scaling.create(self.chunks, self.rank)
         if self.sharded:
             return fsdp.without_names(self.chunks)
@@ -84,6 +84,10 @@ class MegatronRank(FrameworkHost[MegatronReplay]):
     def _state_items(self) -> list[state.StateItem]:
         _ = self._checkpoint_names  # first: making its sharded state, a bf16 model converts its routers' biases to fp32
         return state.state_items(self.chunks, self.optimizers, self.rank, self._replicas, self._same_shard)
+
+    def allocate(self, absent: Collection[str]) -> None:
+        for optimizer in self.optimizers:
+            state.allocate_optimizer_state(optimizer, self._names, absent)
 
     @property
     def sharded(self) -> bool:

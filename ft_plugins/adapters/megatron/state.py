@@ -26,8 +26,9 @@ In: model chunks, optimizers, functions from a parameter to its replica set and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -39,8 +40,8 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from ...errors import InventoryError, ResumeError
 from ...model.inventory import Role
-from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, first_step, is_item, own_copy, scalars_of, state_item
-from ..optimizer_state import create_state
+from ..host_parts import ANYWHERE, NEVER, UPDATE, StateItem, scalars_of, state_item
+from ..planned_state import allocate, item_of, items_of, plan_state, set_numbers
 from . import fp8_scaling, fsdp, inner_masters
 from .support import is_stub, layer_wise
 
@@ -54,7 +55,8 @@ class TrainedParameter:
     name: str
     parameter: torch.nn.Parameter  # the model's
     main: torch.Tensor  # what the inner optimizer updates: the parameter, its fp32 master, or this rank's shard
-    state: dict[str, Any]  # the inner optimizer's, of `main`
+    inner: torch.optim.Optimizer
+    held: torch.Tensor  # the tensor under which the inner optimizer keeps state of `main`
     # (start, stop, total) in elements of the flattened parameter, if other replicas do not update the same
     piece: tuple[int, int, int] | None = None
     scales: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of state in fp16, by key
@@ -63,6 +65,12 @@ class TrainedParameter:
     def item(self) -> str:
         """The name of the item that is updated."""
         return self.name if self.main is self.parameter else f"{self.name}:main"
+
+    @property
+    def moments(self) -> dict[str, torch.Tensor]:
+        """What the inner optimizer keeps of it: tensors with dimensions, by key; stand-ins of those to come."""
+        kept = items_of(self.inner, self.held)
+        return {key: one for key, one in kept.items() if one is not self.main}
 
 
 def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
@@ -74,25 +82,25 @@ def parameter_names(chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Paramete
     return names
 
 
-def create_optimizer_state(optimizer: Any) -> None:
-    """Give every parameter the state that its first update would create. Idempotent. Raises UnsupportedError.
-
-    Both torch's Adam and FusedAdam use existing state (zero moments, step 0) and compute the same numbers.
-    """
+def plan_optimizer_state(optimizer: Any) -> None:
+    """Find out what the inner optimizer keeps. Raises UnsupportedError."""
     if is_stub(optimizer):
         return
-    inner = optimizer.optimizer
+    inner, initialise = optimizer.optimizer, optimizer.init_state_fn
     if getattr(optimizer.config, "use_precision_aware_optimizer", False):
-        inner_masters.create(inner)  # Megatron's own function for it fails with newer versions of its FusedAdam
-        return
-    if optimizer.init_state_fn is not None:
-        optimizer.init_state_fn(inner, optimizer.config)
-    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                inner.state[parameter].setdefault("step", first_step(group, parameter))
-    elif optimizer.init_state_fn is None:  # Megatron has one for Adam and its emerging optimizers
-        create_state(inner)
+        inner_masters.plan(inner)  # Megatron's own function for it fails with newer versions of its FusedAdam
+    elif initialise is None or isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        plan_state(inner)
+    else:  # Megatron's own, for Adam and its emerging optimizers
+        plan_state(inner, initialise=lambda twin: initialise(twin, optimizer.config))
+
+
+def allocate_optimizer_state(optimizer: Any, names: Mapping[torch.nn.Parameter, str], absent: Collection[str]) -> None:
+    """Give memory to the moments, but to none of the items `absent`."""
+    for one in trained(optimizer, names):
+        allocate(one.inner, one.held, lambda key, name=one.name: f"{name}:{key}" in absent)  # type: ignore[misc]
+    if not is_stub(optimizer):
+        inner_masters.took_over(optimizer.optimizer)
 
 
 def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[TrainedParameter]:
@@ -108,7 +116,7 @@ def trained(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator
             )
         main, scales = inner_masters.updated(inner, held), inner_masters.scales(inner, held)
         piece = _piece(optimizer, parameter)
-        yield TrainedParameter(names[parameter], parameter, main, inner.state[held], piece, scales)
+        yield TrainedParameter(names[parameter], parameter, main, *inner_masters.keeper(inner, held), piece, scales)
 
 
 def _piece(optimizer: Any, parameter: torch.nn.Parameter) -> tuple[int, int, int] | None:
@@ -220,10 +228,9 @@ def _of_trained(one: TrainedParameter, replicas: tuple[int, ...], layers: Mappin
     piece, layer, in_norm = one.piece, _layer_of(one.name, layers), _in_norm(one.parameter)
     role = Role.PARAMETER if one.main is one.parameter else Role.MAIN_PARAMETER
     yield state_item(one.item, role, replicas, layer, UPDATE, one.main.detach, piece, in_norm)
-    for key, value in one.state.items():
-        if is_item(value) and value is not one.main:
-            read = lambda state=one.state, key=key: state[key]  # noqa: E731
-            yield state_item(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, in_norm)
+    for key in one.moments:
+        read = partial(item_of, one.inner, one.held, key)
+        yield state_item(f"{one.name}:{key}", Role.MOMENT, replicas, layer, UPDATE, read, piece, in_norm)
     for key, scale in one.scales.items():
         yield state_item(f"{one.name}:{key}:scale", Role.MOMENT, replicas, layer, UPDATE, scale.detach, None, in_norm)
 
@@ -252,7 +259,11 @@ def copies(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], replica
 
 def scalars(optimizers: Sequence[Any], names: Mapping[torch.nn.Parameter, str]) -> dict[str, dict[str, Any]]:
     """The 0-dimensional state of the inner optimizers ('step'), by parameter."""
-    return {one.name: scalars_of(one.state) for optimizer in optimizers for one in trained(optimizer, names)}
+    return {
+        one.name: scalars_of(one.inner.state.get(one.held) or {})
+        for optimizer in optimizers
+        for one in trained(optimizer, names)
+    }
 
 
 def restore_scalars(
@@ -266,8 +277,7 @@ def restore_scalars(
                     f"parameter '{one.name}' is trained, but no optimizer scalars of it were captured: resume with the "
                     "model and optimizer of the captured job, or start with --ftp-resume fresh"
                 )
-            for key, value in saved[one.name].items():
-                one.state[key] = own_copy(value, one.state.get(key))
+            set_numbers(one.inner, one.held, saved[one.name])
 
 
 # names

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ...errors import ResumeError
+from ...events import say
 from ...snapshot.capture import codec
+from ..believed_state import BelievedState
 from ..data.loader_position import DataPosition, position_of
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..optimizers import Optimizers
@@ -41,6 +43,8 @@ class LoopState:
         self._numbers = ModuleNumbers(module)
         remedy = functools.partial(lines_to_add, host)
         self.undeclared = UndeclaredSearch(given, remedy, f"rank {rank}")
+        every = [] if scheduler is None else getattr(scheduler, "schedulers", [scheduler])
+        self._believed = [BelievedState(one, "scheduler", functools.partial(say, alarm=True)) for one in every]
         self.position: DataPosition | None = None
         self._groups = ""  # the optimizer's, when the host was built
 
@@ -66,6 +70,8 @@ class LoopState:
             require_encodable_caller(values["caller"], f"rank {self._rank}")
         else:
             self.undeclared.check(iteration, values["caller"])
+            for one in self._believed:
+                one.look(iteration, one.source.state_dict())
         return {"caller": values}
 
     def regrouped(self, small: Mapping[str, Any]) -> str:

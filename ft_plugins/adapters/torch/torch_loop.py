@@ -11,9 +11,9 @@
 
 Invariant: the whole training state is captured, or an error names what cannot be: parameters, buffers, which of them
 are trained, modes and extra state of modules, all tensors and numbers of the optimizer, groups, scheduler, data
-position, random number generators. The optimizer's state is created when the host is built, as the first update would
-create it (`optimizer_state`). A tensor added, removed or replaced later raises StateChangedError at the next version
-point, trained state of the script that the host was not given at the first one (`undeclared`).
+position, random number generators. The optimizer is untouched until its first update; what that will make is known when
+the host is built (`planned_state`). Another tensor that is added, removed or replaced later raises StateChangedError at
+the next version point, trained state of the script that the host was not given at the first one (`undeclared`).
 
     parameters, optimizer's tensors     change in an iteration's one update, or right after it; equal on all replicas
     parameters that it does not update  may change at any time, but equally on all replicas
@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...base import faults
 from ...config import launch_context
-from ...errors import ConfigError
+from ...errors import ConfigError, UnsupportedError
 from ...events import say
 from ...model.host import Hooks, ScalarWriter
 from ...model.inventory import Inventory, Item, Role
@@ -100,7 +100,7 @@ class TorchHost(PlainLoop, ReducingHost):
         fingerprint: Mapping[str, Any] | None = None,
         ignored: Iterable[Any] = (),
     ) -> None:
-        """Creates the optimizer's state. Raises ConfigError, InventoryError or UnsupportedError."""
+        """Raises ConfigError, InventoryError or UnsupportedError."""
         require_module(model)
         self._model = model
         self._parallels = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
@@ -128,19 +128,21 @@ class TorchHost(PlainLoop, ReducingHost):
         self.observed = BegunAgain(
             self._roots, lambda: self._given().tensors, lambda: (*self._ignored, *undeclared_search.ignored())
         )
-        self._optimizers.create_state()
+        self._optimizers.plan_state()
         self._known = dict(self._present())
         background = only_updated(self._known, self._optimizers)
         self._background, parameters = background.keys(), dict(self._module.named_parameters())
         self._watch = ChangeWatch(background, parameters, f"rank {rank}")
-        self._identities = {name: identity(tensor) for name, (_, tensor) in self._known.items()}
         self._groups = self._optimizers.members()
         self._used = self._optimizers.used(self._names())
         self._state.follow(sampler, lambda: self._iteration)
-        self._tensors = {name: local_part(tensor).detach() for name, (_, tensor) in self._known.items()}
+        self._identities: dict[str, tuple[Any, ...]] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._bind(self._known)
         self._fingerprint = {"world_size": world, "architecture": self._architecture(), **(fingerprint or {})}
         if started:
-            shared = {name: one for name, one in self._known.items() if one[0] is not Role.BUFFER}
+            present = {name: one for name, one in self._known.items() if not one[1].is_meta}
+            shared = {name: one for name, one in present.items() if one[0] is not Role.BUFFER}
             self._require_equal({name: (local_part(one[1]), self._placed(*one)[0][0]) for name, one in shared.items()})
         self._say(sampler is None and get_state is dict)
 
@@ -150,7 +152,36 @@ class TorchHost(PlainLoop, ReducingHost):
         return Inventory.of(self.rank, (self._item(name, *one) for name, one in self._known.items()))
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
+        if self._absent:
+            self._follow(dict(self._present()))
         return self._tensors
+
+    def allocate(self, absent: Collection[str]) -> None:
+        self._optimizers.allocate(self._names(), absent)
+        self._bind(dict(self._present()))
+
+    def _bind(self, present: Mapping[str, tuple[Role, torch.Tensor]]) -> None:
+        """Know these items as they are now."""
+        self._known |= present
+        self._identities |= {name: identity(tensor) for name, (_, tensor) in present.items()}
+        self._tensors |= {name: local_part(tensor).detach() for name, (_, tensor) in present.items()}
+        self._absent = {name for name, tensor in self._tensors.items() if tensor.is_meta}
+        for name in present.keys() & self._background:
+            self._watch.follow(name, present[name][1])
+
+    def _follow(self, present: Mapping[str, tuple[Role, torch.Tensor]]) -> None:
+        """Know what updates have made since. Raises UnsupportedError if it is not what was planned."""
+        made = {name: present[name] for name in self._absent & present.keys() if not present[name][1].is_meta}
+        for name, (_, tensor) in made.items():
+            planned, now = self._tensors[name], local_part(tensor)
+            if (planned.shape, planned.stride(), planned.dtype) != (now.shape, now.stride(), now.dtype):
+                raise UnsupportedError(
+                    f"rank {self.rank}: iteration {self._iteration}: the optimizer has made '{name}' with {now.dtype}, "
+                    f"shape {tuple(now.shape)} and strides {now.stride()}, expected {planned.dtype}, "
+                    f"{tuple(planned.shape)} and {planned.stride()} as in updates of a copy: use another optimizer"
+                )
+        if made:
+            self._bind(made)
 
     def fingerprint(self) -> Mapping[str, Any]:
         return self._fingerprint
@@ -197,7 +228,9 @@ class TorchHost(PlainLoop, ReducingHost):
 
     def _require_unchanged(self) -> None:
         """Raises StateChangedError if tensors were added, removed or replaced since the host was built."""
-        present = {name: identity(tensor) for name, (_, tensor) in self._present()}
+        items = dict(self._present())
+        self._follow(items)
+        present = {name: identity(tensor) for name, (_, tensor) in items.items()}
         if present != self._identities or self._optimizers.members() != self._groups:
             place = f"rank {self.rank}: iteration {self._iteration}"
             raise changed_since(self._identities, present, place, type(self).__name__)

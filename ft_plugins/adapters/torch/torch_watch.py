@@ -30,7 +30,7 @@ class ChangeWatch:
     """Watches from `mark`, at the version point, until `check`, before the update."""
 
     def __init__(
-        self, background: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter], place: str
+        self, background: dict[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter], place: str
     ) -> None:
         """`background` are the tensors that only the update changes; `place` begins every message ('rank 0')."""
         self._background, self._parameters, self._place = background, parameters, place
@@ -53,7 +53,8 @@ class ChangeWatch:
             else:
                 parameter.register_hook(lambda gradient, name=name: self._before_accumulation(name))
             parameter.requires_grad_(trained)
-        storages = {_storage(tensor): name for name, tensor in known.items() if local_part(tensor).numel()}
+        present = {name: tensor for name, tensor in known.items() if not tensor.is_meta}
+        storages = {_storage(tensor): name for name, tensor in present.items() if local_part(tensor).numel()}
         ours, place = [weakref.ref(one) for one in optimizers], self._place
         given = "optimizer" if len(ours) == 1 else "..."
 
@@ -70,6 +71,10 @@ class ChangeWatch:
                         )
 
         register_optimizer_step_pre_hook(refuse)
+
+    def follow(self, name: str, tensor: torch.Tensor) -> None:
+        """Watch `tensor` as one that only the update changes."""
+        self._background[name] = tensor
 
     def _before_accumulation(self, name: str) -> None:
         gradient = self._parameters[name].grad

@@ -70,29 +70,12 @@ class Capture:
         self._called = threading.Event()
         self._called.set()
         self._tensors = tensors
-        live = tensors()
-        names = {piece.item for bucket in layout.buckets for piece in bucket.pieces}
-        names |= {p.item for bucket in layout.parity for source in bucket.sources for p in source.pieces}
-        self._flat = {name: flat_bytes(name, live[name]) for name in names}
-        devices = {flat.device for flat in self._flat.values()}
-        if len({device for device in devices if device.type != "cpu"}) > 1:
-            raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
-        self._copiers: dict[torch.device, Copier] = {device: copier_for(device) for device in devices}
-        self._copiers.setdefault(_HOST, copier_for(_HOST))  # between two slots
-        for index in (*segment.claimed, *segment.shape.parity_indices):
-            self._use(index)
-        slots = range(segment.shape.slots)
-        self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
-        self._frozen = FrozenItems((item for stream in layout.streams for item in stream.items), self._flat)
-        self._samples = CopySamples(layout.background, self._flat, self._frozen.names)
-        self._frozen_in = [self._frozen.names & {piece.item for piece in one.pieces} for one in layout.background]
+        self._copiers: dict[torch.device, Copier] = {_HOST: copier_for(_HOST)}  # between two slots, too
         self._changed = set[str]()  # frozen items that have, until the version point
+        self._missed = set[str]()  # frozen items that have changed and that `take` did not find
         self._before: Version | None = None  # the last sealed one, of this incarnation
         self._held: dict[tuple[int, int, int], _Pieces] = {}  # by slot, bucket and the slot of the version before
-        # of the buckets with frozen items, the one that is compared with the live ones, in turn
-        self._turns = itertools.cycle([number for number, frozen in enumerate(self._frozen_in) if frozen])
-        self._missed = set[str]()  # frozen items that have changed and that `take` did not find
-        self._encoder = Encoder(segment, layout, self._flat, self._copiers)
+        self._bind()
         # A writer that was stopped within a bucket may resume in it: these buckets are digested from their source.
         self._suspect = {
             (slot.index, segment.cursor(slot.index))
@@ -112,6 +95,42 @@ class Capture:
         self._thread.start()
         # a thread that is inside torch when the interpreter exits aborts the process
         atexit.register(self.close)
+
+    def _bind(self) -> None:
+        """Read these tensors from now on. Of one that no update has made yet zeros are captured."""
+        segment, layout, live = self._segment, self._layout, self._tensors()
+        names = {piece.item for bucket in layout.buckets for piece in bucket.pieces}
+        names |= {p.item for bucket in layout.parity for source in bucket.sources for p in source.pieces}
+        self._absent = {name for name in names if live[name].is_meta}
+        self._flat = {name: flat_bytes(name, live[name]) for name in names}
+        devices = {flat.device for flat in self._flat.values()}
+        if len({device for device in devices if device.type != "cpu"}) > 1:
+            raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
+        for device in devices - self._copiers.keys():
+            self._copiers[device] = copier_for(device)
+            for index in (*segment.claimed, *segment.shape.parity_indices):
+                self._use(index, device)
+        slots = range(segment.shape.slots)
+        self._pieces = [[self._plan_pieces(index, bucket, self._flat) for bucket in layout.buckets] for index in slots]
+        self._frozen = FrozenItems((item for stream in layout.streams for item in stream.items), self._flat)
+        self._samples = CopySamples(layout.background, self._flat, self._frozen.names)
+        self._frozen_in = [self._frozen.names & {piece.item for piece in one.pieces} for one in layout.background]
+        # of the buckets with frozen items, the one that is compared with the live ones, in turn
+        self._turns = itertools.cycle([number for number, frozen in enumerate(self._frozen_in) if frozen])
+        self._held.clear()
+        self._encoder = Encoder(segment, layout, self._flat, self._copiers)
+
+    def _follow(self) -> None:
+        """At a version point: bind again if updates have made tensors since. Raises InventoryError if one moved."""
+        live = self._tensors()
+        if any(not live[name].is_meta for name in self._absent):
+            self._bind()
+        for name in self._flat.keys() - self._absent:
+            if live[name].data_ptr() != self._flat[name].data_ptr():
+                raise InventoryError(
+                    f"rank {self._layout.rank}: item '{name}' has moved to other memory since the start; "
+                    "expected it in place"
+                )
 
     def start(self, version: Version, small: bytes, kept: Mapping[str, torch.Tensor] | None = None) -> None:
         """Begin capturing `version`: synchronous items and small state now, the rest in the background.
@@ -194,19 +213,14 @@ class Capture:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        live = self._tensors()
-        for name, flat in self._flat.items():
-            if live[name].data_ptr() != flat.data_ptr():
-                raise InventoryError(
-                    f"rank {self._layout.rank}: item '{name}' has moved to other memory since the start; "
-                    "expected it in place"
-                )
+        self._follow()
         self._check_token()
         for copier in self._copiers.values():
             copier.ready()
 
     def hold(self) -> None:
         """The version point of a version that `start` captures later, with copies that are kept from here."""
+        self._follow()
         self._changed = self._frozen.take()
 
     def add_parity(self, version: Version) -> None:
@@ -359,11 +373,11 @@ class Capture:
         if changed:
             raise changed_meanwhile(self._layout.rank, min(changed), version.iteration)
 
-    def _use(self, index: int) -> None:
-        """Prepare a slot, or a parity slot, to be copied to."""
+    def _use(self, index: int, *devices: torch.device) -> None:
+        """Prepare a slot, or a parity slot, to be copied to from these devices, from all if none is given."""
         area = self._segment.area_of(index)
-        for copier in self._copiers.values():
-            copier.use(area.ctypes.data, area.nbytes)
+        for device in devices or self._copiers:
+            self._copiers[device].use(area.ctypes.data, area.nbytes)
 
     def _restore_parity(self, version: Version) -> None:
         index = self._segment.parity_of(version)

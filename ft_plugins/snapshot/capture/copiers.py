@@ -103,12 +103,15 @@ def copier_for(device: torch.device) -> Copier:
 
 
 def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a dense tensor as one uint8 view, in memory order.
+    """All bytes of a dense tensor as one uint8 view, in memory order. Zeros for one on the meta device, which stands
+    for one that is not there yet: they take no memory as long as they are only read.
 
     Raises InventoryError for a tensor with gaps or overlaps, whose bytes cannot be captured or restored as one range,
     and for one that only stands for others, as a quantized one does: it has no bytes, or those of a copy.
     """
     detached = tensor.detach()
+    if tensor.is_meta:
+        return torch.from_numpy(np.zeros(tensor.numel() * tensor.element_size(), np.uint8))
     if not is_dense(detached):
         raise InventoryError(
             f"item '{name}': shape {tuple(tensor.shape)} with strides {tensor.stride()} is not dense in memory"

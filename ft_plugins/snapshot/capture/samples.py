@@ -83,6 +83,29 @@ class CopySamples:
         self._samples.clear()
 
 
+class SampledWords:
+    """Up to `_WORDS` words of each tensor, spread evenly, read at once from each device."""
+
+    def __init__(self, bytes_of: Mapping[str, torch.Tensor]) -> None:
+        words_of: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+        for name, flat in bytes_of.items():
+            words, _ = as_words(flat, flat)
+            words_of.setdefault((words.device, words.dtype), {})[name] = words[:: max(1, -(-words.numel() // _WORDS))]
+        self._views = list(words_of.values())
+
+    def read(self) -> list[torch.Tensor]:
+        """The words as they are."""
+        return [torch.cat([*one.values()]).cpu() for one in self._views]
+
+    def by_name(self, words: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of what `read` returned, those of each tensor."""
+        read = [
+            (one, of_one.split([view.numel() for view in one.values()]))
+            for one, of_one in zip(self._views, words, strict=True)
+        ]
+        return {name: part for one, parts in read for name, part in zip(one, parts, strict=True)}
+
+
 class FrozenItems:
     """The items that no span of an iteration is known to change, and which of them have changed all the same.
 
@@ -95,17 +118,13 @@ class FrozenItems:
         """`items`: of a layout; `bytes_of`: as for `CopySamples`."""
         self.names = frozenset(item.name for item in items if not item.changed_by) & bytes_of.keys()
         self._flat = {name: bytes_of[name] for name in sorted(self.names)}
-        words_of: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
-        for name, flat in self._flat.items():
-            words, _ = as_words(flat, flat)
-            words_of.setdefault((words.device, words.dtype), {})[name] = words[:: -(-words.numel() // _WORDS)]
-        self._sampled = list(words_of.values())  # of one device and dtype: read at once
+        self._sampled = SampledWords(self._flat)
         self._present: tuple[list[int], list[torch.Tensor]] = [], []
         self._sealed: tuple[list[int], list[torch.Tensor]] | None = None
 
     def take(self) -> set[str]:
         """At a version point: those that have changed since that of the last sealed version; all if there is none."""
-        self._present = self._counters(), self._words()
+        self._present = self._counters(), self._sampled.read()
         return set(self.names) if self._sealed is None else self._moved(self._present, self._sealed)
 
     def changed(self) -> set[str]:
@@ -114,20 +133,15 @@ class FrozenItems:
 
     def changed_words(self) -> set[str]:
         """Those that `take` would find changed since the last `take`. For the training thread."""
-        return self._moved((self._counters(), self._words()), self._present)
-
-    def _words(self) -> list[torch.Tensor]:
-        return [torch.cat([*one.values()]).cpu() for one in self._sampled]
+        return self._moved((self._counters(), self._sampled.read()), self._present)
 
     def _moved(
         self, now: tuple[list[int], list[torch.Tensor]], before: tuple[list[int], list[torch.Tensor]]
     ) -> set[str]:
         moved = {name for name, *both in zip(self._flat, now[0], before[0], strict=True) if both[0] != both[1]}
-        for views, words, were in zip(self._sampled, now[1], before[1], strict=False):  # none, if counters alone
-            if not torch.equal(words, were):
-                sizes = [view.numel() for view in views.values()]
-                parts = zip(views, words.split(sizes), were.split(sizes), strict=True)
-                moved |= {name for name, *both in parts if not torch.equal(*both)}
+        if not all(map(torch.equal, now[1], before[1])):  # both empty, if it is about counters alone
+            words, were = self._sampled.by_name(now[1]), self._sampled.by_name(before[1])
+            moved |= {name for name in words if not torch.equal(words[name], were[name])}
         return moved
 
     def sealed(self) -> None:
@@ -136,7 +150,7 @@ class FrozenItems:
 
     def close(self) -> None:
         self._flat.clear()
-        self._sampled.clear()
+        self._sampled = SampledWords({})
 
     def _counters(self) -> list[int]:
         return [0 if one.is_inference() else one._version for one in self._flat.values()]

@@ -19,9 +19,9 @@ In: a mapped page. Out: values, or None if they do not match their digests.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -192,9 +192,61 @@ class OpenedLineage:
     run: str = ""
 
 
+T = TypeVar("T")
+
+
+class HeaderWord(Generic[T]):
+    """A word of the page as an attribute of `Header`, with a digest unless it is `bare`. `unknown`: its value if it
+    does not match; `kind`: of its values; `least`: a smaller value becomes that, and one too large the largest."""
+
+    def __init__(self, at: int, unknown: T, kind: Callable[[int], T], least: int | None = None, bare: bool = False):
+        self._at, self._unknown, self._kind, self._least, self._bare = at, unknown, kind, least, bare
+
+    def __get__(self, header: Header, owner: type[Header]) -> T:
+        word = int(header._page[self._at])
+        value = word if self._bare else checked_value(word, self._at)
+        return self._unknown if value is None else self._kind(value)
+
+    def __set__(self, header: Header, value: T) -> None:
+        number = int(value)  # type: ignore[call-overload]
+        number = number if self._least is None else min(max(number, self._least), _LIMIT - 1)
+        header._page[self._at] = number if self._bare else guarded_word(number, self._at)
+
+
 class Header:
     """The header page of a mapped segment. What does not match its digest has the value of a new segment, and is in
-    `damaged`."""
+    `damaged`.
+
+    Written by the SMP:
+
+    held            not 0: this rank waits at the next version that is exchanged, since its node is to leave the job
+                    there. END: instead, all ranks of the job end in order after the iteration that this one begins next
+    exchanged_ms    milliseconds that the last committed version took from its begin to its commit; 0 if unknown
+    stored_ms       milliseconds that the last complete checkpoint took; 0 if unknown
+    ranges          the digest of the bucket ranges
+
+    Written by the trainer:
+
+    held_at     the iteration after which this rank waits, because it is held; 0 if it does not wait
+    ending      whether training is at its own end, as this rank knew at its last version point: UNKNOWN, EARLY, AT_END
+    completed   the last iteration that this rank has completed, in any incarnation; 0 if unknown
+    ended       the iteration after which training ended in order last; 0 if it has not
+    proving     the iteration of the restored version, if it was to be computed again to prove that the loop goes on
+                from it, and was not yet found equal; else 0
+    varies      whether an iteration that was computed again has shown that kernels vary: then no restore is proven
+    agreed      the last iteration after which the replicas of the job were found to agree; None if that is not known,
+                or replicas are not compared
+    short       whether memory for another slot was lacking when capture needed it: anything but zero, as at creation
+    """
+
+    held = HeaderWord(_HELD, 0, int, bare=True)
+    exchanged_ms, stored_ms = HeaderWord(_EXCHANGED_MS, 0, int, least=1), HeaderWord(_STORED_MS, 0, int, least=1)
+    ranges = HeaderWord(_RANGES, 0, int, bare=True)
+    held_at, ending = HeaderWord(_HELD_AT, 0, int), HeaderWord(_ENDING, UNKNOWN, int)
+    completed, ended = HeaderWord(_COMPLETED, 0, int), HeaderWord(_ENDED, 0, int)
+    proving, varies = HeaderWord(_PROVING, 0, int), HeaderWord(_VARIES, False, bool)
+    agreed = HeaderWord[int | None](_AGREED, None, int)
+    short = HeaderWord(_SHORT, False, bool, bare=True)
 
     def __init__(self, page: Words) -> None:
         self._page = page
@@ -276,34 +328,6 @@ class Header:
         """Whether `version` is exchanged next, as far as this node knows."""
         return int(self._page[_AWAITED]) == guarded_word(version.iteration, _seed_of(version.lineage))
 
-    @property
-    def held(self) -> int:
-        """Not 0: this rank waits at the next version that is exchanged, since its node is to leave the job there. END:
-        instead, all ranks of the job end in order after the iteration that this one begins next."""
-        return int(self._page[_HELD])
-
-    @held.setter
-    def held(self, value: int) -> None:
-        self._page[_HELD] = int(value)
-
-    @property
-    def exchanged_ms(self) -> int:
-        """Milliseconds that the last committed version took from its begin to its commit; 0 if unknown."""
-        return self._value(_EXCHANGED_MS) or 0
-
-    @exchanged_ms.setter
-    def exchanged_ms(self, value: int) -> None:
-        self._page[_EXCHANGED_MS] = guarded_word(min(max(value, 1), _LIMIT - 1), _EXCHANGED_MS)
-
-    @property
-    def stored_ms(self) -> int:
-        """Milliseconds that the last complete checkpoint took; 0 if unknown."""
-        return self._value(_STORED_MS) or 0
-
-    @stored_ms.setter
-    def stored_ms(self, value: int) -> None:
-        self._page[_STORED_MS] = guarded_word(min(max(value, 1), _LIMIT - 1), _STORED_MS)
-
     # ---- words of the rank, written by its trainer ----
 
     @property
@@ -318,71 +342,6 @@ class Header:
         self._chosen.write(np.frombuffer(packed, dtype=np.uint64).tolist())
 
     @property
-    def held_at(self) -> int:
-        """The iteration after which this rank waits, because it is held; 0 if it does not wait."""
-        return self._value(_HELD_AT) or 0
-
-    @held_at.setter
-    def held_at(self, value: int) -> None:
-        self._page[_HELD_AT] = guarded_word(value, _HELD_AT)
-
-    @property
-    def ending(self) -> int:
-        """Whether training is at its own end, as this rank knew at its last version point: UNKNOWN, EARLY, AT_END."""
-        return self._value(_ENDING) or UNKNOWN
-
-    @ending.setter
-    def ending(self, value: int) -> None:
-        self._page[_ENDING] = guarded_word(value, _ENDING)
-
-    @property
-    def completed(self) -> int:
-        """The last iteration that this rank has completed, in any incarnation; 0 if unknown."""
-        return self._value(_COMPLETED) or 0
-
-    @completed.setter
-    def completed(self, value: int) -> None:
-        self._page[_COMPLETED] = guarded_word(value, _COMPLETED)
-
-    @property
-    def ended(self) -> int:
-        """The iteration after which training ended in order last; 0 if it has not."""
-        return self._value(_ENDED) or 0
-
-    @ended.setter
-    def ended(self, value: int) -> None:
-        self._page[_ENDED] = guarded_word(value, _ENDED)
-
-    @property
-    def proving(self) -> int:
-        """The iteration of the restored version, if it was to be computed again to prove that the loop goes on from it,
-        and was not yet found equal; else 0."""
-        return self._value(_PROVING) or 0
-
-    @proving.setter
-    def proving(self, value: int) -> None:
-        self._page[_PROVING] = guarded_word(value, _PROVING)
-
-    @property
-    def varies(self) -> bool:
-        """Whether an iteration that was computed again has shown that kernels vary: then no restore is proven."""
-        return bool(self._value(_VARIES))
-
-    @varies.setter
-    def varies(self, value: bool) -> None:
-        self._page[_VARIES] = guarded_word(int(value), _VARIES)
-
-    @property
-    def agreed(self) -> int | None:
-        """The last iteration after which the replicas of the job were found to agree; None if that is not known, or
-        replicas are not compared."""
-        return self._value(_AGREED)
-
-    @agreed.setter
-    def agreed(self, value: int) -> None:
-        self._page[_AGREED] = guarded_word(value, _AGREED)
-
-    @property
     def doubted(self) -> tuple[int, int] | None:
         """The first and the last of the iterations after which replicas may have differed; None if there are none."""
         first, last = self._value(_DOUBTED_FIRST), self._value(_DOUBTED_LAST)
@@ -393,23 +352,6 @@ class Header:
         known = self.doubted or (first, last)
         for at, one in ((_DOUBTED_FIRST, min(first, known[0])), (_DOUBTED_LAST, max(last, known[1]))):
             self._page[at] = guarded_word(one, at)
-
-    @property
-    def short(self) -> bool:
-        """Whether memory for another slot was lacking when capture needed it: anything but zero, as at creation."""
-        return bool(self._page[_SHORT])
-
-    @short.setter
-    def short(self, value: bool) -> None:
-        self._page[_SHORT] = int(value)
-
-    @property
-    def ranges(self) -> int:
-        return int(self._page[_RANGES])
-
-    @ranges.setter
-    def ranges(self, value: int) -> None:
-        self._page[_RANGES] = value
 
 
 def _seed_of(lineage: int) -> int:

@@ -41,8 +41,14 @@ def flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def views(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the live tensors: the pieces of a bucket."""
-    return [flat(piece.item, tensors[piece.item])[piece.start : piece.stop] for piece in bucket.pieces]
+    """Views of the live tensors: the pieces of a bucket; zeros for those that no update has made yet."""
+
+    def present(name: str) -> torch.Tensor:
+        if not (tensor := tensors[name]).is_meta:
+            return tensor
+        return torch.zeros_like(tensor, device=next(one.device for one in tensors.values() if not one.is_meta))
+
+    return [flat(piece.item, present(piece.item))[piece.start : piece.stop] for piece in bucket.pieces]
 
 
 def read(bucket: ReplicaBucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

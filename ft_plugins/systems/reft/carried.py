@@ -11,7 +11,7 @@ In: a host, a `Synchronizer`. Out: a host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from ...errors import ResumeError
-from ...model.host import Grouped, Host, Observing
+from ...model.host import Grouped, Host, Observing, Planning
 from ...model.inventory import Inventory
 from ...snapshot.capture import codec
 from ..synchronizer import Synchronizer
 
 _PREFIX = "ft_plugins."  # of the carried state's entry in the small state
 OBSERVED = "observed"  # of what is observed next to the host's state
+ABSENT = "absent"  # the items that no update has made yet
 
 
 class CarryingHost:
@@ -65,7 +66,14 @@ class CarryingHost:
 
     def _small(self) -> dict[str, Any]:
         small = self._host.small_state()
-        return small if self.observed is None else {**small, OBSERVED: self.observed.captured(self.completed, small)}
+        if self.observed is not None:
+            small = {**small, OBSERVED: self.observed.captured(self.completed, small)}
+        absent = [name for name, tensor in self._host.tensors().items() if tensor.is_meta]
+        return {**small, ABSENT: absent} if absent else small
+
+    def allocate(self, absent: Collection[str]) -> None:
+        if isinstance(self._host, Planning):
+            self._host.allocate(absent)
 
     def hold(self) -> None:
         """Keep what may change before the update: the host's small state, and copies of items such as buffers. For a
@@ -134,6 +142,8 @@ class CarryingHost:
         """Merge the small states of the previous ranks that `inherited` names, with what the synchronizer continues
         from."""
         merged = self._host.merged([_without(part) for part in parts])
+        if absent := sorted({name for part in parts for name in part.get(ABSENT, ())}):
+            merged = {**merged, ABSENT: absent}  # an update makes the parts of an item on all ranks
         if self.synchronizer is None:
             return merged
         name = _PREFIX + self.synchronizer.name
@@ -148,4 +158,5 @@ def carried_by(small: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def _without(small: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in small.items() if key != OBSERVED and not key.startswith(_PREFIX)}
+    own = {key: value for key, value in small.items() if key not in (OBSERVED, ABSENT)}
+    return {key: value for key, value in own.items() if not key.startswith(_PREFIX)}

@@ -54,6 +54,7 @@ from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_recovery import ExchangeRole, ReftRecovery
 from .reft_reports import ReftReports
+from .replica_look import ReplicaLook
 
 UNJUDGED = (1 << 32) - 1  # `agreed` of a job that lost protection: what its framework saves then is all there is
 HOLD_SECONDS = 300.0  # maximum for which a rank is held: less than a collective of the others waits for it
@@ -86,6 +87,8 @@ class Reft(CaptureOwner):
         layout = self.nodes.with_parity(plan_layout(host.inventory(), names.nodes, config.capture.bucket_mib << 20))
         self.plan = CapturePlan(host, config, config.capture, layout, self.nodes.losses, collective.world_size)
         self._times = CaptureTimes(self.plan.schedule, config.capture, self.nodes.choosing, collective, events)
+        differ = config.sync is not None or config.paft is not None  # which compare, or train apart
+        self._look = None if differ else ReplicaLook(host, collective, events)
         self._reports = ReftReports(events, run_dir if self.nodes.leads else None)
         self._recovery = ReftRecovery(
             host, collective, self.plan, self.nodes, run_dir, token, self._reports, config.transcript_dir is not None,
@@ -266,6 +269,8 @@ class Reft(CaptureOwner):
             self._times.captured(step)
         else:
             self._ledger.end(step, None)
+        if self._capture is not None and self._look is not None:
+            self._look.begin(step)
 
     def recomputed(self, step: int) -> None:
         """The version point `step`, before anything is read there: if it is proven, compare what the restored version
@@ -310,6 +315,8 @@ class Reft(CaptureOwner):
         waited = self._capture.wait() if self._capture else 0.0
         if self._capture is not None:
             waited += self._times.fence(step, waited)
+            if self._look is not None:
+                self._look.fence(DEGRADED)
         self._reports.record_wait(step, waited)
         proof = self._proof
         self._ledger.fence(rate, lambda: proof.fence(step) if proof is not None else None)

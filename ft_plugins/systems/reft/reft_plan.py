@@ -31,6 +31,7 @@ from ...snapshot.segment.slots import FIRST, Pin, free_of, needed_free, slots_fo
 from .reft_nodes import schedule_of
 
 _SMALL_FLOOR = 64 << 10  # minimum bytes claimed for small state, else twice its first size
+_NUMBERS = 256  # bytes of the numbers that come with an item that only an update makes, as 'step' does
 
 
 class CapturePlan:
@@ -53,7 +54,8 @@ class CapturePlan:
 
     @cached_property
     def shape(self) -> Shape:
-        small = max(_SMALL_FLOOR, 2 * len(self.small()))
+        absent = sum(tensor.is_meta for tensor in self._host.tensors().values())
+        small = max(_SMALL_FLOOR, 2 * (len(self.small()) + _NUMBERS * absent))
         kinds = [(item.name, item.dtype, item.shape) for item in self._host.inventory().items]
         digest = layout_digest(self.layout, self._config.bucket_mib, kinds)
         nbytes, parity = self.layout.nbytes, self.layout.parity_nbytes

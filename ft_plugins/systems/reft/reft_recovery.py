@@ -18,11 +18,11 @@ from ...base import faults
 from ...collective import Collective
 from ...errors import ResumeError
 from ...events import say
-from ...model.host import Host, Lacking
+from ...model.host import Host, Lacking, Planning
 from ...recovery.nodes import JobNodes, SeenNodes
 from ...recovery.proof_plan import ProofPlan, refused_proof
 from ...recovery.recovery_plan import RecoveryPlan
-from ...recovery.restore import agree_on_proof, agree_on_version, load_tensors
+from ...recovery.restore import agree_on_proof, agree_on_version, load_tensors, small_state_of
 from ...recovery.source_choice import choose_source, iteration_bound
 from ...recovery.storage import StorageTier
 from ...redundancy.neighbour import CopyAndParityPlan, CopyPlan, NeighbourPlan
@@ -33,6 +33,7 @@ from ...snapshot.segment.segment import Segment
 from ...snapshot.segment.slots import Version
 from ..transcript import disturb
 from .captured_groups import require_same_groups
+from .carried import ABSENT
 from .reft_nodes import ReftNodes
 from .reft_plan import CapturePlan
 from .reft_reports import ReftReports, protection_table
@@ -129,11 +130,13 @@ class ReftRecovery:
         """Copy `version` into the host. Returns its small state, None if nothing is restored."""
         if self._rehearses and plan.version is not None:
             disturb(self._host, plan.lineage)
-        layout, tensors = self._capture_plan.layout, self._host.tensors
-        encoded = load_tensors(version, segment, layout, tensors(), self._collective)
         small: dict[str, Any] | None = None
-        if encoded is not None:
+        if version is not None:
+            encoded = small_state_of(version, segment)
             small = codec.decode(manifest.split(encoded, f"rank {self._host.rank}, version {version}")[1])
+            if isinstance(self._host, Planning):
+                self._host.allocate(frozenset(small.get(ABSENT, ())))
+            load_tensors(version, segment, self._capture_plan.layout, self._host.tensors(), self._collective)
             with self._collective.agreement():
                 require_same_groups(self._host, small)
             self._host.restore(small)

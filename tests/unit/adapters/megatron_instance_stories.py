@@ -87,6 +87,7 @@ def _continues(rank, world):
         expected = state_digest(host)
     with gang_job(rank, world, *flags) as job:
         host = job.host()
+        host.allocate(())
         with torch.no_grad():
             for parameter in job.chunks[0].parameters():
                 parameter.fill_(float("nan"))

@@ -172,6 +172,7 @@ def it_continues_bit_for_bit_after_everything_was_overwritten():
         first.close()
         again = trained(job(*flags), 1)
         host = again.host()
+        host.allocate(())
         with torch.no_grad():
             for parameter in again.chunks[0].parameters():
                 parameter.fill_(float("nan"))

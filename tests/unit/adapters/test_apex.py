@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ft_plugins.adapters import host_parts
-from ft_plugins.adapters.optimizer_state import create_state
+from ft_plugins.adapters.planned_state import allocate, plan_state
 from ft_plugins.adapters.torch.torch_loop import TorchHost
 from ft_plugins.config import Config, LaunchContext
 from ft_plugins.errors import UnsupportedError
@@ -127,16 +127,18 @@ def moved(parameters, optimizer, steps):
 
 def test_state_in_groups_is_captured_and_neither_made_nor_moved_early():
     parameters, optimizer = made()
-    create_state(optimizer)
+    plan_state(optimizer)
     assert optimizer.lamb_coeffs == [] and all("norms" not in group for group in optimizer.param_groups)
-    assert set(optimizer.state) == set(parameters)
+    assert not optimizer.state
     moved(parameters, optimizer, 3)
     before = readable(optimizer.state_dict())
-    create_state(optimizer)  # again, as after a load
+    plan_state(optimizer)  # again, as after a load
     assert readable(optimizer.state_dict()) == before, "stand-ins share no tensor of a group"
     saved = codec.decode(codec.encode(host_parts.groups(optimizer)))
     again, other = made()
-    create_state(other)
+    plan_state(other)
+    for one in again:
+        allocate(other, one, lambda key: False)
     host_parts.restore_groups(other, saved)
     for one, two in zip(again, parameters, strict=True):
         one.data.copy_(two.data)
@@ -160,7 +162,7 @@ def test_what_apex_amp_and_its_parallel_module_do_is_refused_by_name():
     parameters, optimizer = made()
     optimizer._amp_stash = object()
     with pytest.raises(UnsupportedError, match="Grouped was initialised by apex.amp"):
-        create_state(optimizer)
+        plan_state(optimizer)
     wrapper = type("DistributedDataParallel", (nn.Module,), {"__module__": "apex.parallel.distributed"})()
     wrapper.module = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match="apex.parallel.DistributedDataParallel"):

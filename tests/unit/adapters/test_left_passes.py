@@ -84,6 +84,7 @@ def test_a_loop_of_plain_torch_that_ends_its_passes_by_a_count_is_named(by, done
     small = codec.decode(codec.encode(host.small_state()))
     second = Cut()
     host = second.host()
+    host.allocate(())
     host.restore(small)
     run(second, host, done, done + 8, small)
     assert "takes more batches of the restored pass" in capsys.readouterr().err

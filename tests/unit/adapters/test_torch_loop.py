@@ -20,6 +20,7 @@ from ft_plugins.errors import (
     UnsupportedError,
 )
 from ft_plugins.model.digest import readable, state_digest
+from ft_plugins.model.inventory import Role
 from ft_plugins.session import attach
 from ft_plugins.snapshot.capture import codec
 
@@ -116,6 +117,7 @@ def test_what_is_handed_over_is_gone_on_from_bit_for_bit(made):
 
     second = Loop(*made)
     host = second.host()
+    host.allocate(())
     for name, tensor in host.tensors().items():
         tensor.copy_(tensors[name])
     host.restore(small)
@@ -247,7 +249,8 @@ def test_buffers_are_each_ranks_own_and_may_change_anywhere():
         "1.running_mean", "1.running_var", "1.num_batches_tracked"
     }  # fmt: skip
     assert items["0.weight:exp_avg"].nbytes == 240 and "0.weight:step" not in items
-    assert state_digest(Loop().host())["items"].keys() == items.keys()
+    present = {name for name, item in items.items() if item.role is not Role.MOMENT}
+    assert state_digest(Loop().host())["items"].keys() == present, "no update has made moments"
 
 
 def _differing(rank, world):

@@ -16,12 +16,13 @@ def session_of(host):
 def handed_over(host):
     """What a snapshot of this version point holds."""
     small = codec.decode(codec.encode(host.small_state()))
-    return small, {name: tensor.clone() for name, tensor in host.tensors().items()}
+    return small, {name: tensor.clone() for name, tensor in host.tensors().items() if not tensor.is_meta}
 
 
 def take_over(host, small, tensors):
-    for name, tensor in host.tensors().items():
-        tensor.copy_(tensors[name])
+    host.allocate(host.tensors().keys() - tensors)
+    for name, tensor in tensors.items():
+        host.tensors()[name].copy_(tensor)
     host.restore(small)
     host.restore_position(small)
 

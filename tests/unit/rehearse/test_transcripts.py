@@ -58,6 +58,18 @@ def test_a_killed_run_that_is_as_the_unfailed_one_is_exact():
     assert outcome.sentence.startswith("exact over 8 iterations, ")
 
 
+def test_what_protection_changes_without_any_failure_is_named_and_rates_are_left_to_the_state():
+    apart = [
+        TranscriptEntry(one.rank, one.kind, one.iteration, 0, {**one.seen, "rate": None}, (), one.small, one.items)
+        for one in run((0, 3))
+    ]
+    assert compare_transcripts(FAILED, run((0, LAST)), 2, apart) == compared(FAILED)
+    changes = changed(apart, at=2, rank=1, lineage=0, items={"w": {"xxh3": "w2"}, "m": {"xxh3": "other"}})
+    outcome = compare_transcripts(FAILED, run((0, LAST)), 2, changes)
+    assert not outcome.exact
+    assert "protection changes training, without any failure: iteration 2, rank 1: state /m/" in outcome.sentence
+
+
 @pytest.mark.parametrize(
     ("parts", "named"),
     [

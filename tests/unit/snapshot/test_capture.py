@@ -498,11 +498,28 @@ def test_a_writer_stopped_at_a_bucket_edge_is_suspected_of_the_next_bucket(rig):
     assert seen[1:-1] == list(range(len(rig.layout.buckets)))  # between the one at start and the one before the seal
 
 
-def test_tensors_on_two_devices_or_missing_ones_are_refused(rig):
+def test_missing_tensors_are_refused(rig):
     with pytest.raises(KeyError):
         Capture(rig.segment, rig.layout, dict, 1)
-    with pytest.raises(InventoryError, match="meta"):
-        Capture(rig.segment, rig.layout, lambda: {**rig.tensors, "w": torch.empty(10, 20, device="meta")}, 1)
+
+
+def test_a_tensor_that_no_update_has_made_is_captured_as_zeros_until_it_is_there(rig):
+    live, name = dict(rig.tensors), "w"
+    made = live[name]
+    live[name] = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta")
+    capture = Capture(rig.segment, rig.layout, lambda: live, 1, rig)
+    capture.start(Version(1, 1), b"")
+    capture.wait()
+    held = rig.held(rig.restorable()[Version(1, 1)])
+    assert held == contents({**rig.tensors, name: torch.zeros_like(made)})
+    live[name] = made
+    capture.start(Version(1, 2), b"")
+    capture.wait()
+    assert rig.held(rig.restorable()[Version(1, 2)]) == contents(rig.tensors)
+    live[name] = made.clone()
+    with pytest.raises(InventoryError, match="'w' has moved"):
+        capture.start(Version(1, 3), b"")
+    capture.close()
 
 
 def test_closing_finishes_the_running_capture(rig):
