@@ -259,7 +259,8 @@ def preload() -> None:
 def live_tensors() -> list[torch.Tensor]:
     """All tensors that Python knows of in this process."""
     gc.collect()
-    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return [one for one in found if not one.is_meta]
 
 
 def bytes_besides(others: Iterable[torch.Tensor]) -> int:

@@ -13,6 +13,7 @@ for it, before a restore.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,9 +51,9 @@ class PlannedTensor:
         return cls(made, torch.device(device or held.device))
 
     def made(self) -> torch.Tensor:
-        """A tensor as it stands for, with no particular values."""
+        """A tensor as it stands for, of zeros: a restore leaves what belongs to no item, such as padding."""
         held = local_part(self.stand_in)
-        return _with_local(self.stand_in, _empty(held, held.dtype, self.device))
+        return _with_local(self.stand_in, _empty(held, held.dtype, self.device).zero_())
 
 
 _PLANS: WeakKeyDictionary[Any, Mapping[torch.Tensor, Mapping[str, Any]]] = WeakKeyDictionary()  # by optimizer
@@ -72,7 +73,9 @@ def plan_state(
         if initialise is None:
             _require_complete(optimizer)
         for place, group in enumerate(optimizer.param_groups if groups is None else groups):
-            for one in filter(torch.Tensor.is_floating_point, group["params"]):
+            for one in group["params"]:
+                if not (one.is_floating_point() or one.is_complex()):
+                    continue  # it has no gradient
                 held = local_part(one)
                 kind = place, type(one), one.dtype, held.device, one.shape, held.stride(), _placed(one)
                 if kind not in kinds:
@@ -115,7 +118,7 @@ def allocate(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, absent: 
     tensors, live = {key for key, one in known.items() if _is_planned(one)}, optimizer.state.get(parameter) or {}
     if tensors and all(map(absent, tensors)):
         optimizer.state.pop(parameter, None)
-    elif tensors:
+    elif known:
         made = {key: _made(one) if live.get(key) is None else live[key] for key, one in known.items()}
         kept = {**made, **{key: one for key, one in live.items() if key not in made}}
         optimizer.state[parameter] = {key: one for key, one in kept.items() if key not in tensors or not absent(key)}
@@ -208,13 +211,30 @@ def _twin(optimizer: torch.optim.Optimizer, place: int) -> torch.optim.Optimizer
     list with an entry for each group it has that one."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name == "step":  # set by a scheduler that wraps the step of this one optimizer
+        if name in ("state", "param_groups", "step"):  # the last by a scheduler that wraps the step of this one
             continue
         if isinstance(value, list):
             value = value[place : place + 1] if len(value) == len(optimizer.param_groups) else [*value]
-        twin.__dict__[name] = OrderedDict() if name.endswith("hooks") else {**value} if type(value) is dict else value
+        twin.__dict__[name] = OrderedDict() if name.endswith("hooks") else _own(value)
     twin.state, twin.param_groups = defaultdict(dict), []
     return twin
+
+
+def _own(value: Any, depth: int = 4) -> Any:
+    """A copy of a value and of what containers in it hold, as deep as optimizers keep numbers; other objects are
+    shared."""
+    if isinstance(value, torch.Tensor):
+        return value if value.requires_grad else value.clone()
+    if type(value) is tuple:
+        return tuple(_own(part, depth - 1) for part in value)
+    if not (depth and isinstance(value, dict | list | set)):
+        return value
+    copied = copy.copy(value)
+    if isinstance(copied, dict):
+        copied.update({key: _own(part, depth - 1) for key, part in copied.items()})
+    elif isinstance(copied, list):
+        copied[:] = [_own(part, depth - 1) for part in copied]
+    return copied
 
 
 def _settings(group: Group) -> dict[str, Any]:
@@ -222,7 +242,7 @@ def _settings(group: Group) -> dict[str, Any]:
     own = {key: value for key, value in group.items() if not any(map(is_item, _parts(value)))}
     if "lr" in own:
         own["lr"] = torch.full_like(own["lr"], _RATE) if isinstance(own["lr"], torch.Tensor) else _RATE
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+    return {key: _own(value) for key, value in own.items() if key != "params"}
 
 
 def _kept(
@@ -268,7 +288,7 @@ def _update(twin: torch.optim.Optimizer, copied: torch.Tensor, original: torch.T
     step: Any = type(twin).step
     try:
         for _ in range(_UPDATES):
-            copied.grad = torch.ones_like(copied)
+            copied.grad = (copied.detach().abs() + 1).to(copied.dtype)  # moves it whatever its size
             getattr(step, "__wrapped__", step)(twin)
     except Exception as error:  # third-party optimizers raise anything
         raise UnsupportedError(
@@ -278,7 +298,7 @@ def _update(twin: torch.optim.Optimizer, copied: torch.Tensor, original: torch.T
         ) from error
     if before != _counters(twin):
         raise UnsupportedError(f"{kind} keeps counters in attributes, not in its state; use another optimizer")
-    if local_part(original).numel() and torch.equal(local_part(copied), local_part(original)):
+    if not twin.state and local_part(original).numel() and torch.equal(local_part(copied), local_part(original)):
         raise UnsupportedError(f"{kind}.step() changes no parameter of its groups")
 
 

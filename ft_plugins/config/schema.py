@@ -168,7 +168,7 @@ class Config(Block):
     )
     unprotected: bool = Field(
         False,
-        description="follow training and protect nothing, as 'ft-plugins rehearse' does to compare",
+        description="protect nothing, for 'ft-plugins rehearse'",
         json_schema_extra=more(needs_system=True),
     )
     cpu: bool = Field(

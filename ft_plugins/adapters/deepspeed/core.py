@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import deepspeed
@@ -35,7 +34,6 @@ from ..host_parts import groups, reach_fault_points, restore_groups
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
 from ..observed import module_roots
 from ..parameter_groups import numbered, packed, regrouped
-from ..planned_state import as_updated
 from ..schedulers import (
     SchedulerRestore,
     own_schedulers,
@@ -115,11 +113,7 @@ class DeepSpeedHost(DeepSpeedStepping):
 
     def names(self) -> Mapping[str, Any]:
         """The files of DeepSpeed's own checkpoints, or why they cannot be described."""
-        items, group = self._state_items, self._topology.replicas(self.rank)
-        with ExitStack() as described:
-            for one in state.updating(self.engine.optimizer):
-                described.enter_context(as_updated(one))
-            return naming.described(self.engine, items, group)
+        return naming.described(self.engine, self._state_items, self._topology.replicas(self.rank))
 
     def fingerprint(self) -> Mapping[str, Any]:
         engine, topology = self.engine, self._topology

@@ -138,8 +138,9 @@ def _update_optimizer(content: dict[str, Any], small: Mapping[str, Any]) -> None
     if "param_groups" in content and "state" in content:
         for group, values in zip(content["param_groups"], small["groups"], strict=True):
             group.update(values)
-        for key, values in zip(sorted(content["state"]), small["scalars"], strict=True):
-            content["state"][key].update(values)
+        if content["state"]:  # else the optimizer keeps nothing
+            for key, values in zip(sorted(content["state"]), small["scalars"], strict=True):
+                content["state"][key].update(values)
         return
     for name, inside in content.items():
         if isinstance(inside, dict):

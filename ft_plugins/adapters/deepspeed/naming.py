@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import deepspeed
@@ -24,6 +25,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ..host_parts import StateItem
+from ..planned_state import as_updated
 from ..script.script_hooks import replaced
 from ..script.values import TAG, Unknown, to_plain
 from . import state
@@ -36,7 +38,10 @@ _CLONE = "clone_tensors_for_torch_save"
 def described(engine: Any, items: Sequence[StateItem], group: Sequence[int]) -> Mapping[str, Any]:
     """The description, or why there is none: state that cannot be exported is still protected."""
     try:
-        return _description(engine, items, group)
+        with ExitStack() as whole:
+            for one in state.updating(engine.optimizer):
+                whole.enter_context(as_updated(one))
+            return _description(engine, items, group)
     except Exception as error:  # the state may involve any code of the user's
         return {"framework": FRAMEWORK, "problem": f"{type(error).__name__}: {error}".replace("\n", " ")}
 

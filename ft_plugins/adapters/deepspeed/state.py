@@ -207,9 +207,9 @@ def plan_optimizer_state(optimizer: Any) -> None:
 
 def allocate_optimizer_state(optimizer: Any, names: Mapping[Any, str], absent: Collection[str]) -> None:
     """Give memory to the moments, but to none of the items `absent`. `names`: of the model's parameters."""
-    for one in fragments(optimizer):
-        name = names[one.parameter]
-        allocate(_updates(optimizer, one.main), one.main, lambda key, name=name: f"{name}:{key}" in absent)  # type: ignore[misc]
+    mains = {one.main: names[one.parameter] for one in fragments(optimizer)}  # of its parameters all or none has them
+    for main, name in mains.items():
+        allocate(_updates(optimizer, main), main, lambda key, name=name: f"{name}:{key}" in absent)  # type: ignore[misc]
 
 
 def _plan(updating: torch.optim.Optimizer, updated: Sequence[tuple[int, torch.Tensor]]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..planned_state import plan_state
+from ..planned_state import plan_state, planned
 
 
 def offloads(inner: Any) -> bool:
@@ -46,8 +46,7 @@ def keeper(inner: Any, held: torch.Tensor) -> tuple[torch.optim.Optimizer, torch
     if not offloads(inner):
         return inner, held
     copy = inner.param_to_inner_param[held]
-    parts = ((one, group["params"]) for one in inner.sub_optimizers for group in one.param_groups)
-    return next(one for one, members in parts if any(copy is member for member in members)), copy
+    return next(one for one in inner.sub_optimizers if copy in planned(one) or copy in one.state), copy
 
 
 def scaled(inner: Any) -> bool:

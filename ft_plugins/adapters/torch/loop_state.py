@@ -19,7 +19,7 @@ from ...snapshot.capture import codec
 from ..believed_state import BelievedState
 from ..data.loader_position import DataPosition, position_of
 from ..module_modes import ModuleNumbers, read_modes, require_encodable_modes, write_modes
-from ..optimizers import Optimizers
+from ..optimizers import Optimizers, Schedulers
 from ..parameter_groups import packed, regrouped
 from ..script.undeclared_search import Given, UndeclaredSearch, lines_to_add
 from .torch_module import require_encodable_caller
@@ -43,8 +43,8 @@ class LoopState:
         self._numbers = ModuleNumbers(module)
         remedy = functools.partial(lines_to_add, host)
         self.undeclared = UndeclaredSearch(given, remedy, f"rank {rank}")
-        every = [] if scheduler is None else getattr(scheduler, "schedulers", [scheduler])
-        self._believed = [BelievedState(one, "scheduler", functools.partial(say, alarm=True)) for one in every]
+        every = scheduler.schedulers if isinstance(scheduler, Schedulers) else [scheduler]
+        self._believed = [BelievedState(one, "scheduler", functools.partial(say, alarm=True)) for one in every if one]
         self.position: DataPosition | None = None
         self._groups = ""  # the optimizer's, when the host was built
 
@@ -70,7 +70,7 @@ class LoopState:
             require_encodable_caller(values["caller"], f"rank {self._rank}")
         else:
             self.undeclared.check(iteration, values["caller"])
-            for one in self._believed:
+            for one in (one for one in self._believed if not one.over):
                 one.look(iteration, one.source.state_dict())
         return {"caller": values}
 

@@ -129,6 +129,7 @@ class TorchHost(PlainLoop, ReducingHost):
             self._roots, lambda: self._given().tensors, lambda: (*self._ignored, *undeclared_search.ignored())
         )
         self._optimizers.plan_state()
+        self._named = self._names()
         self._known = dict(self._present())
         background = only_updated(self._known, self._optimizers)
         self._background, parameters = background.keys(), dict(self._module.named_parameters())
@@ -152,8 +153,8 @@ class TorchHost(PlainLoop, ReducingHost):
         return Inventory.of(self.rank, (self._item(name, *one) for name, one in self._known.items()))
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        if self._absent:
-            self._follow(dict(self._present()))
+        if self._absent:  # by the names of then: this may be called while parameters are gathered
+            self._follow({name: (Role.MOMENT, one) for name, one in self._optimizers.moments(self._named)})
         return self._tensors
 
     def allocate(self, absent: Collection[str]) -> None:

@@ -103,6 +103,12 @@ class Capture:
         names |= {p.item for bucket in layout.parity for source in bucket.sources for p in source.pieces}
         self._absent = {name for name in names if live[name].is_meta}
         self._flat = {name: flat_bytes(name, live[name]) for name in names}
+        for item in (item for stream in layout.streams for item in stream.items if item.name in names):
+            if (found := self._flat[item.name].numel()) != item.nbytes:
+                raise InventoryError(
+                    f"rank {layout.rank}: item '{item.name}' has {found} bytes, expected {item.nbytes}: what updates "
+                    "make is not what was planned"
+                )
         devices = {flat.device for flat in self._flat.values()}
         if len({device for device in devices if device.type != "cpu"}) > 1:
             raise InventoryError(f"rank {layout.rank}: state lies on several devices ({devices}); expected one")
@@ -123,14 +129,15 @@ class Capture:
     def _follow(self) -> None:
         """At a version point: bind again if updates have made tensors since. Raises InventoryError if one moved."""
         live = self._tensors()
-        if any(not live[name].is_meta for name in self._absent):
-            self._bind()
         for name in self._flat.keys() - self._absent:
             if live[name].data_ptr() != self._flat[name].data_ptr():
                 raise InventoryError(
                     f"rank {self._layout.rank}: item '{name}' has moved to other memory since the start; "
                     "expected it in place"
                 )
+        if any(not live[name].is_meta for name in self._absent):
+            self._bind()
+            self._changed = self._frozen.take()
 
     def start(self, version: Version, small: bytes, kept: Mapping[str, torch.Tensor] | None = None) -> None:
         """Begin capturing `version`: synchronous items and small state now, the rest in the background.
@@ -220,6 +227,7 @@ class Capture:
 
     def hold(self) -> None:
         """The version point of a version that `start` captures later, with copies that are kept from here."""
+        self._called.wait()
         self._follow()
         self._changed = self._frozen.take()
 

@@ -174,6 +174,8 @@ class Reft(CaptureOwner):
         self._times.resume(segment.header, plan.version.iteration if plan.version else None)
         faults.reach("restore.end")
         self._lineage, self._base = plan.lineage, plan.version
+        if self._look is not None:
+            self._look.begun = plan.loaded if plan.version is None else plan.version.iteration
         at = plan.loaded if plan.version is None else (proof.start or plan.version).iteration
         again = plan.version is not None and iteration_bound(mode) is None  # else the user wants another course
         ended = self._collective.gather(b"1" if segment.ledger.condemned else b"")

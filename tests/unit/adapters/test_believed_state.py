@@ -49,6 +49,40 @@ class Shared(Ignored):
         self.inner = Counter()
 
 
+class Setting(Ignored):
+    """Sets what it shares with training."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+
+    def load_state_dict(self, state):
+        torch.manual_seed(1)
+        self.optimizer.param_groups[0]["lr"] = 9.0
+        super().load_state_dict(state)
+
+
+class Slotted:
+    __slots__ = ("at",)
+
+    def step(self):
+        self.at = getattr(self, "at", 0) + 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+
+class Listed(dict):
+    """Which no twin can be made of."""
+
+    step = Counter.step
+    state_dict = Counter.state_dict
+
+    def __init__(self):
+        super().__init__()
+        self.at, self.seen = 0, [0]
+
+
 class Rising(Counter):
     def load_state_dict(self, state):
         raise ValueError("not now")
@@ -77,7 +111,13 @@ def test_what_a_restart_could_not_continue_is_named_at_the_second_version_point(
     assert line.startswith(words) and (source.at, source.seen) == (2, [0, 1, 2]), "the live one is only read"
 
 
-@pytest.mark.parametrize("kind", [Counter, Shared, Rising])
+def test_what_a_twin_sets_is_its_own():
+    source, drawn = Setting(), torch.get_rng_state()
+    assert "is not what it was" in said(source)[0]
+    assert source.optimizer.param_groups[0]["lr"] == 0.1 and torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("kind", [Counter, Shared, Rising, Slotted, Listed])
 def test_nothing_is_said_of_what_comes_back_or_cannot_be_tried(kind):
     assert said(kind(), range(1, 12), reads=range(11)) == []
 

@@ -9,6 +9,9 @@ from torch import optim
 
 from ft_plugins.adapters.planned_state import allocate, as_updated, items_of, plan_state, set_numbers
 from ft_plugins.errors import UnsupportedError
+from ft_plugins.model.digest import readable
+
+from .torch_small import Small, handed_over, take_over
 
 FOLLOWED = [
     (optim.Adam, {}),
@@ -180,6 +183,29 @@ def test_what_cannot_be_known_or_captured_is_refused_by_name(kind, settings, wor
     assert not optimizer.state and all(one.grad is None for one in model.parameters())
 
 
+def test_values_of_parameters_and_containers_of_the_optimizer_do_not_matter():
+    """A large value, that a step of the usual size does not move; buffers in which updates keep numbers."""
+
+    class Buffered(optim.SGD):
+        def step(self, closure=None):
+            self.buffer[0][0] = self.param_groups[0]["lr"]
+            return super().step(closure)
+
+    large = torch.nn.Parameter(torch.full((3,), -1e6))
+    optimizer = Buffered(
+        [{"params": [large]}, {"params": [torch.nn.Parameter(torch.ones(2, dtype=torch.cfloat))]}], 0.1
+    )
+    optimizer.buffer = [[None], [None], [None]]
+    plan_state(optimizer)
+    assert optimizer.buffer == [[None], [None], [None]]
+    plan_state(optim.AdamW([torch.nn.Parameter(torch.full((2,), -10.0, dtype=torch.bfloat16))]))
+    made = optim.Adam([torch.nn.Parameter(torch.ones(3, dtype=torch.cfloat))])
+    plan_state(made)
+    allocate(made, made.param_groups[0]["params"][0], lambda key: False)
+    kept = made.state[made.param_groups[0]["params"][0]]
+    assert kept["exp_avg"].dtype == torch.cfloat and not kept["exp_avg"].any(), "zeros, for what belongs to no item"
+
+
 def test_what_is_absent_in_a_version_has_no_memory_after_its_restore():
     model = network()
     optimizer = optim.Adam(model.parameters(), amsgrad=True)
@@ -226,3 +252,27 @@ def test_a_group_of_single_elements_is_one_as_any_other():
     optimizer = torch.optim.SGD([{"params": [bias]}, {"params": [torch.nn.Parameter(torch.ones(1, 4))]}], lr=0.1)
     plan_state(optimizer)
     assert bias.item() == 1.0
+
+
+def test_a_version_before_the_first_update_of_some_parameters_is_gone_on_from():
+    """An update that is skipped, as by a GradScaler; then one layer without a gradient, as an expert without tokens."""
+
+    def body(small, step):
+        small.backward()
+        if step < 5:
+            small.model[0].weight.grad = small.model[0].bias.grad = None
+        if step > 1:
+            small.optimizer.step()
+        small.optimizer.zero_grad()
+
+    whole, found = Small(), {}
+    whole.run(lambda step: (found.update({step - 1: handed_over(whole.host)}) if step > 1 else 0, body(whole, step)))
+    assert [len(tensors) for _, tensors in found.values()] == [4, 8, 8, 8, 12], "moments that are there"
+    for done, saved in found.items():
+        again = Small()
+        take_over(again.host, *saved)
+        again.run(lambda step, done=done, again=again: body(again, step + done), 6 - done)
+        ends = [
+            (readable(dict(one.model.state_dict())), readable(one.optimizer.state_dict())) for one in (whole, again)
+        ]
+        assert ends[0] == ends[1], done
