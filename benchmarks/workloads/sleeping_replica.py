@@ -259,8 +259,7 @@ def preload() -> None:
 def live_tensors() -> list[torch.Tensor]:
     """All tensors that Python knows of in this process."""
     gc.collect()
-    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    return [one for one in found if not one.is_meta]
+    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta]
 
 
 def bytes_besides(others: Iterable[torch.Tensor]) -> int:

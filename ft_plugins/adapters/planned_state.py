@@ -60,9 +60,10 @@ _PLANS: WeakKeyDictionary[Any, Mapping[torch.Tensor, Mapping[str, Any]]] = WeakK
 
 
 def plan_state(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Group] | None = None,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Group] | None = None,
     initialise: Callable[[torch.optim.Optimizer], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Find out what `optimizer` keeps, for the functions below. `groups`: its groups, where `param_groups` lack their
     parameters outside of an update, as with ZeRO-3. `initialise`: makes the state of a twin of it as the first update
     would, without numbers; else copies are updated. Raises UnsupportedError, naming the optimizer, if what it keeps
@@ -246,9 +247,12 @@ def _settings(group: Group) -> dict[str, Any]:
 
 
 def _kept(
-    twin: torch.optim.Optimizer, group: Group, parameter: torch.Tensor, known: Mapping[str, Any],
+    twin: torch.optim.Optimizer,
+    group: Group,
+    parameter: torch.Tensor,
+    known: Mapping[str, Any],
     initialise: Callable[[torch.optim.Optimizer], None] | None,
-) -> Mapping[str, Any]:  # fmt: skip
+) -> Mapping[str, Any]:
     """What `twin` keeps of a copy of `parameter` after some updates. `known`: what the original keeps already."""
     kind, held = type(twin).__name__, local_part(parameter)
     if initialise is not None:
@@ -266,9 +270,11 @@ def _kept(
         other = next(key for key in twin.state if key is not copied)
         raise UnsupportedError(f"{kind} keeps state under '{other}', not under a parameter; use another optimizer")
     for key, value in kept.items():
-        plain = type(local_part(value)) in (torch.Tensor, torch.nn.Parameter) if isinstance(value, torch.Tensor) else (
-            type(value) in _PLAIN
-        )  # fmt: skip
+        plain = (
+            type(local_part(value)) in (torch.Tensor, torch.nn.Parameter)
+            if isinstance(value, torch.Tensor)
+            else (type(value) in _PLAIN)
+        )
         if not plain:
             raise UnsupportedError(
                 f"{kind} keeps a {type(value).__name__} as '{key}' in its state, but only plain tensors and numbers "

@@ -108,8 +108,12 @@ class ReplicaLook:
         if self._iteration - self.begun > _EARLY:
             words: dict[str, Any] = {"majority": False, "waited_seconds": 0.0, "layers": [], "buckets": []}
             self._events.emit(
-                catalogue.AUDIT_FAILED, iteration=self._iteration, reason=reason, ranks=holders, **words,
-            )  # fmt: skip
+                catalogue.AUDIT_FAILED,
+                iteration=self._iteration,
+                reason=reason,
+                ranks=holders,
+                **words,
+            )
             return
         raise StateChangedError(
             f"rank {self._collective.rank}: {reason}: it cannot be protected if they are meant to differ (pipeline "
