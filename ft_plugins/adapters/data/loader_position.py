@@ -105,12 +105,12 @@ class OwnState(FollowedSource):
     streaming one of `datasets` does within one epoch. So what it keeps is set back when the next pass begins.
     """
 
+    _said = False
+    _kept: Sequence[tuple[Any, str, Any, bytes]] = ()  # object, attribute, its value before, the loaded state
+
     def __init__(self, source: Any, reads: LoopReads) -> None:
         super().__init__(source, reads)
         self._believed = BelievedState(source, "sampler", partial(say, alarm=True))
-
-    _said = False
-    _kept: Sequence[tuple[Any, str, Any, bytes]] = ()  # object, attribute, its value before, the loaded state
 
     def _place(self, first: bool) -> dict[str, Any]:
         before = generator_states(self._source)

@@ -60,16 +60,16 @@ def refused(kind, call):
     raise AssertionError(f"{kind.__name__} was not raised")
 
 
-def it_creates_optimizer_state_eagerly_without_changing_a_number():
+def it_knows_what_the_optimizer_will_keep_and_leaves_it_untouched():
     for flags in ([], ["--bf16"], SHARDED_BF16, ["--distributed-optimizer"]):
-        lazy = trained(job(*flags), 3)
-        expected = state_digest(lazy.host())
-        lazy.close()
-        eager = job(*flags)
-        moments = [item for item in eager.host().inventory().items if item.role is Role.MOMENT]
-        assert moments, flags
-        assert state_digest(trained(eager, 3).host()) == expected, flags
-        eager.close()
+        expected = state_digest((alone := trained(job(*flags), 3)).host())
+        alone.close()
+        looked_at = job(*flags)
+        host = looked_at.host()
+        moments = [item.name for item in host.inventory().items if item.role is Role.MOMENT]
+        assert moments and all(host.tensors()[name].is_meta for name in moments), flags
+        assert state_digest(trained(looked_at, 3).host()) == expected, flags
+        looked_at.close()
 
 
 def it_inventories_twelve_bytes_a_parameter_and_no_derived_copy():

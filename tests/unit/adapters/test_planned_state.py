@@ -1,4 +1,4 @@
-"""What an optimizer will keep is known before its first update, which then trains as if nobody had looked."""
+"""What an optimizer will keep is known before its first update, and training is the same as without the look."""
 
 import random
 from functools import partial

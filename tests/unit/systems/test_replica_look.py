@@ -56,7 +56,7 @@ class Ranks:
         ]
 
     def look(self, iteration):
-        """What each rank is told."""
+        """The error of each rank, '' for none."""
         for one in self.looks:
             one.begin(iteration)
         with ThreadPoolExecutor(2) as threads:
